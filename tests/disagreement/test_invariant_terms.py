@@ -120,7 +120,8 @@ def test_contributions_are_compared_in_single_precision_in_a_model_of_half_preci
     attention = model.layers[0].self_attn
     size = attention.head_dim
     # head 1 is head 0 in a basis of unequal directions
-    basis = torch.diag(torch.logspace(-2, 1, size)) @ torch.linalg.qr(torch.randn(size, size))[0]
+    turns = [torch.linalg.qr(torch.randn(size, size))[0] for _ in range(2)]
+    basis = turns[0] @ torch.diag(torch.logspace(-1, 1, size)) @ turns[1]
     with torch.no_grad():
         value, output = attention.in_proj_weight[2 * 12 :], attention.out_proj.weight
         attention.in_proj_bias.zero_()

@@ -109,4 +109,5 @@ def train_on_few_tokens() -> list[float | None]:
 def test_a_process_with_too_few_tokens_leaves_the_number_to_those_that_know_it(two: Processes):
     first, other = two.run(train_on_few_tokens)
     assert first == other
-    assert all(1.0 < number < 4.0 for number in first)
+    # half of four would be the mean with a process that counts none
+    assert all(2.0 < number <= 4.0 for number in first)

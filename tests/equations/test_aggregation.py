@@ -213,6 +213,14 @@ def test_a_residual_starts_as_the_projection_and_learns_gamma_first():
     torch.testing.assert_close(module(heads), projection(heads) + 0.5 * module.aggregator(heads))
 
 
+def test_a_residual_has_the_dtype_of_the_projection_under_autocast():
+    projection = nn.Linear(H * E, D)
+    module, heads = build(Residual(Trunk()), H, E, D, projection), random(3, H * E, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(heads).dtype == projection(heads).dtype == torch.bfloat16
+        assert torch.equal(module(heads), projection(heads))
+
+
 def test_settings_that_cannot_be_built_are_refused():
     with pytest.raises(SettingError, match="divisor of the width"):
         build(EMRouting(capsules=3), H, E, D)

@@ -159,3 +159,9 @@ def test_weights_of_some_heads_at_a_time_give_the_same_mean_and_gradients(
         found.append([mean, *torch.autograd.grad(mean.square().sum(), (queries, keys, mask))])
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, QUERIES), (BATCH, 0)])
+def test_nothing_has_weights_of_no_numbers(batch: int, length: int):
+    queries, keys = torch.randn(batch, HEADS, length, SIZE), torch.randn(batch, GROUPS, KEYS, SIZE)
+    assert mean_weights(queries, keys, scale=0.5).shape == (batch, length, KEYS)

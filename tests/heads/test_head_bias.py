@@ -309,6 +309,15 @@ def test_what_is_no_bias_is_refused():
             hw.bias_heads(hw.find_heads(BY_NAME[name].build()), no_bias)
 
 
+def test_a_bias_of_inference_mode_is_moved_to_the_device_of_the_scores():
+    with torch.inference_mode():
+        bias = torch.zeros(1, 4, 1, 5)
+    handle = hw.bias_heads(hw.find_heads(nn.TransformerEncoderLayer(16, 4, 8, batch_first=True)), bias)
+    # no other device is here
+    assert handle._move(bias, torch.device("meta")).device.type == "meta"
+    handle.remove()
+
+
 def test_a_copy_of_a_model_has_no_bias():
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs()

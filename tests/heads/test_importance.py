@@ -142,6 +142,14 @@ def losses_of_stack(model: nn.Module, x: Tensor) -> Losses:
     return lambda: model(x).cos().mean((1, 2)) * torch.tensor([1.0, -2.0, 3.0], dtype=x.dtype)[: len(x)]
 
 
+def test_the_default_device_is_of_no_concern():
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double().eval()
+    heads, x = hw.find_heads(model), torch.randn(3, 5, 8, dtype=torch.float64)
+    expected = first_order(heads, lambda: model(x)[..., 0].square().sum(1))
+    with torch.device("meta"):
+        require_close(first_order(heads, lambda: model(x)[..., 0].square().sum(1)), expected)
+
+
 def test_items_do_not_cancel():
     torch.manual_seed(0)
     model = SeparateAttention().double()

@@ -148,6 +148,29 @@ def test_half_a_forward_that_failed_does_not_enter_the_next_penalty(training: bo
             assert [capture.outputs.shape[1] for capture in taps.read()] == ([7, 7, 6, 6] if training else [6, 6])
 
 
+class Split(nn.Module):
+    """A model whose parts are called alone, too."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.fails = encoder, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        return x / 0 if not self.fails else 1 / 0  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_half_a_forward_that_failed_is_not_read_with_a_part_that_is_called_alone(training: bool):
+    model = Split(encoder(1)).train(training)
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model.fails = True
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(3, 5, 8))
+        model.encoder(torch.randn(2, 7, 8))
+        assert [capture.outputs.shape[1] for capture in taps.read()] == [7]
+
+
 def test_training_that_never_reads_is_stopped():
     model = encoder(1)
     x = torch.randn(1, 2, 8)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD
 
 import headwise as hw
-from headwise.integrations import Attached, Penalize, Repel
+from headwise.integrations import Aggregate, Attached, Penalize, Repel
 from integrations.loops import FIXED, NOISY, PENALTY, RATE, ROUTED, assert_same, build_bert, collate, make_rows
 
 
@@ -126,3 +126,22 @@ def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
     with pytest.raises(hw.NotFired, match="the penalty is attached to no model; call attach"):
         attached.add_penalty(torch.zeros(()))
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("method", [Repel(hw.SVGD(), layers=(7,)), Penalize(hw.Output(), weight=0.1, layers=(7,))])
+def test_methods_of_which_one_cannot_be_attached_leave_nothing_behind(method):
+    model, optimizer, attached = start(PENALTY, NOISY, method)
+    with pytest.raises(hw.LayoutError, match="7"):
+        attached.attach(model, optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert (attached.penalties, attached.repulsions) == ((), ())
+
+
+def test_aggregators_of_which_one_cannot_be_put_in_leave_the_model_as_it_was():
+    attached = Attached([Aggregate(hw.Trunk(), layers=(0,)), Aggregate(hw.Trunk(), layers=(7,))])
+    model = build_bert()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(hw.LayoutError, match="7"):
+        attached.aggregate(model)
+    assert [type(module) for module in model.modules()] == before

@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import headwise as hw
-from headwise.integrations import Repel, huggingface
+from headwise.integrations import Penalize, Repel, huggingface
 from integrations.huggingface_trainers import CountsItems, build_trainer
 from integrations.loops import FIXED, NOISY, PENALTY, ROUTED, UPDATES, assert_same, build_bert
 
@@ -55,6 +55,46 @@ def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, 
     ]
     assert logged[0] == logged[1]
     assert logged[0][2]["penalty"] > 0.0
+
+
+@pytest.mark.parametrize("weight", [hw.Relative(0.5), hw.Target(2.0)], ids=str)
+def test_the_strength_of_a_penalty_alone_goes_on_where_it_was(tmp_path, weight):
+    method = Penalize(hw.CKA(), weight=weight)
+    whole, _ = run(tmp_path / "whole", build_bert, [method], scheduled=False)
+    rest = run(tmp_path / "rest", build_bert, [method], tmp_path / "whole" / "checkpoint-2", scheduled=False)
+    assert_same(whole.model, rest[0].model)
+    build_trainer(tmp_path / "plain", **SAVING).train()
+    with pytest.warns(UserWarning, match="noise and strengths begin anew"):
+        run(tmp_path / "anew", build_bert, [method], tmp_path / "plain" / "checkpoint-2", scheduled=False)
+
+
+class Fails(TrainerCallback):
+    """Ends a training with an error."""
+
+    def on_step_end(self, *_args, **_):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_training_nothing_of_the_model_is_kept(tmp_path, fails):
+    trainer = build_trainer(tmp_path)
+    callback = huggingface.attach(trainer, Penalize(hw.Output(), weight=0.1))
+    if fails:
+        trainer.add_callback(Fails())
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        trainer.remove_callback(Fails)
+    else:
+        trainer.train()
+    for batch in build_trainer(tmp_path).get_train_dataloader():
+        trainer.model.train()(**batch)
+    (penalty,) = callback.attached.penalties
+    with pytest.raises(hw.NotFired, match="were not called since the last read"):
+        penalty.taps.read()
+    # and a further training goes on
+    before = callback.attached.readings
+    trainer.train()
+    assert callback.attached.readings > before
 
 
 def build_adapted():

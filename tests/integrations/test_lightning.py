@@ -227,6 +227,27 @@ def test_a_step_that_is_left_out_is_no_fault(tmp_path):
     assert callback.attached.steps == 2 * UPDATES - 1
 
 
+class Skips(Classifier):
+    """Leaves out a batch whose loss is not finite."""
+
+    def training_step(self, batch, index):
+        if index == 1:
+            # what a bad batch computes
+            hidden = self.network.bert.embeddings.word_embeddings
+            handle = hidden.register_forward_hook(lambda _module, _args, out: out * float("nan"))
+            self.network(**batch)
+            handle.remove()
+            return None
+        return super().training_step(batch, index)
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None")
+def test_a_batch_that_is_left_out_does_not_enter_the_next_penalty(tmp_path):
+    module = Skips()
+    build_trainer(tmp_path, HeadwiseCallback(Penalize(hw.Output(), weight=0.1))).fit(module, rows())
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+
+
 def test_an_error_in_a_fit_leaves_nothing_on_the_module(tmp_path):
     class Fails(Classifier):
         def training_step(self, batch, index):

@@ -114,6 +114,8 @@ def test_random_masks_have_as_many_keys_a_row_and_come_from_the_sentence_alone()
     assert not torch.equal(drawn.roles & real, mask.roles & real)
     assert not (drawn.roles & ~real).any()
     assert torch.equal(drawn.roles, mask.randomized([7, 8]).roles)
+    with torch.device("meta"):
+        assert torch.equal(drawn.roles, mask.randomized([7, 8]).roles)
     assert not torch.equal(drawn.roles, mask.randomized([7, 9]).roles)
     # another batch and more padding change nothing
     alone = mask[1].padded(9).randomized([8])

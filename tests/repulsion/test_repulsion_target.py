@@ -167,9 +167,9 @@ def test_what_cannot_be_is_refused():
 @pytest.mark.parametrize("when", ["step", "manual"])
 def test_the_first_of_several_optimizers_measures_for_all(when: str):
     alone, together = make(), make()
-    optimizer, expected = attach(alone, hw.SVGD(alpha=hw.Target(3.0)), every=3)
+    optimizer, expected = attach(alone, hw.SVGD(alpha=hw.Target(3.0)), every=2)
     parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in together.layers]
-    repulsion = hw.repel(parts, hw.find_heads(together), hw.SVGD(alpha=hw.Target(3.0)), every=3, when=when)
+    repulsion = hw.repel(parts, hw.find_heads(together), hw.SVGD(alpha=hw.Target(3.0)), every=2, when=when)
     for seed in range(8):
         step(alone, optimizer, seed)
         torch.manual_seed(seed)

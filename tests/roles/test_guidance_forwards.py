@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BartConfig, BartModel
 
@@ -134,3 +136,20 @@ def test_a_whole_model_that_is_computed_again_does_not_bring_its_mask_again():
     # the mask given last is still the one in place, and has guided
     guidance.verify()
     guidance.remove()
+
+
+def test_a_copied_guidance_guides_nothing_and_leaves_the_model_guided():
+    model = encoder()
+    x, mask = torch.randn(2, 5, 12), random_mask(2, 3, 5)
+    guidance = hw.guide(hw.find_heads(model), mask, every_forward=True)
+    guided = model(x)
+    other = copy.copy(guidance)
+    other.remove()
+    assert torch.equal(model(x), guided)
+    with pytest.raises(hw.NotFired, match="is a copy or was unpickled"):
+        other(mask)
+    # as a model that holds its guidance is copied for averaged weights
+    twin = copy.deepcopy(nn.ModuleDict({"model": model}))
+    model.guidance = guidance
+    assert not torch.equal(twin["model"](x), guided)
+    assert not torch.equal(copy.deepcopy(model)(x), guided)

@@ -195,7 +195,8 @@ def awaits_static_graph(loss: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        module = node.ddp_weakref() if hasattr(node, "ddp_weakref") else None
+        wrapper: Any = getattr(node, "ddp_weakref", None)
+        module = None if wrapper is None else wrapper()
         if module is not None and module.static_graph and not module._static_graph_delay_allreduce_enqueued:
             return True
         waiting += [other for other, _ in node.next_functions]

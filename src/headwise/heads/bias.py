@@ -90,7 +90,9 @@ class HeadBias(Handle):
 
     def _move(self, bias: Tensor, device: torch.device) -> Tensor:
         """Return the bias on a device: copied there once, and again where it was changed in place."""
-        if bias.device == device or bias.requires_grad or torch.compiler.is_compiling():
+        # a tensor of inference mode cannot be changed, and does not tell whether it was
+        kept = bias.device == device or bias.requires_grad or torch.compiler.is_compiling()
+        if kept or bias.is_inference():
             return bias.to(device)
         moved = self._moved.get(device)
         if moved is None or moved[0] != bias._version:

@@ -193,7 +193,9 @@ class _Gates(Handle):
             raise LayoutError(
                 f'{divided}: under tensor parallelism no process computes the outputs of all heads; use method="exact".'
             )
-        self.sites = [_GatedSite(site, torch.zeros(site.num_heads, dtype=torch.float64), []) for site in heads.sites]
+        self.sites = [
+            _GatedSite(site, torch.zeros(site.num_heads, dtype=torch.float64, device="cpu"), []) for site in heads.sites
+        ]
         for gated, projection in zip(self.sites, projections, strict=True):
             if projection is None:
                 listener = Observer(_ignore, edit=gated.gate)

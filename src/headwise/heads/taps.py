@@ -3,6 +3,7 @@
 Outputs are read at the module that plays W_O, values where they are projected, weights where the scores are computed.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from headwise.heads.capture import (
 )
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, read_first_argument
+from headwise.nn.hooks import Handle, Hook, read_first_argument
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
 
@@ -58,7 +59,7 @@ class Taps(Handle):
     """Reads chosen attentions during forward passes and keeps the captures until they are read.
 
     While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an encoder
-    called twice gives two captures per attention; captures of a forward that raised are dropped by the next one.
+    called twice gives two captures per attention; captures of a forward that raised are dropped.
     Otherwise each forward of the model drops the captures of the previous one, and a part called without the model (the
     encoder, while generating) keeps its newest call. A module shared between layers gives one capture per call, in
     order. Recomputation by activation checkpointing is not captured again. Copies and pickles of the model are not
@@ -195,7 +196,9 @@ class Taps(Handle):
     def _attach(self) -> None:
         model = self.heads.model
         self._hook_before(model, self._on_model_call)
-        self._hook_after(model, self._on_model_return)
+        # after a forward that raised, too
+        left = model.register_forward_hook(Hook(model, self._on_model_return), always_call=True)
+        self._removers.append(left.remove)
         crossed = {(site.stack, site.layer): _QueryPadding() for site in self.heads.sites if site.kind == "cross"}
         self._queries = list(crossed.values())
         for site in self.heads.found:
@@ -256,10 +259,6 @@ class Taps(Handle):
     def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if self._is_silent():
             return
-        if self._running:
-            # the previous forward failed: what it captured must not enter the next penalty
-            for record in self._records:
-                record.calls = [call for call in record.calls if call.forward is not self._forward]
         if not self._accumulates():
             for record in self._records:
                 record.calls = [call for call in record.calls if call.forward is None]
@@ -267,8 +266,12 @@ class Taps(Handle):
                 queries.padding = Padding()
         self._forward, self._running = ForwardToken(), True
 
-    def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+    def _on_model_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
         self._running = False
+        if output is None and sys.exc_info()[1] is not None:
+            # the forward failed: what it captured must not enter the next penalty
+            for record in self._records:
+                record.calls = [call for call in record.calls if call.forward is not self._forward]
 
     def _make_site_hook(
         self, record: _SiteCalls, queries: _QueryPadding | None

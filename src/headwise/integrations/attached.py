@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from headwise.routing.aggregate import Aggregation
 from headwise.routing.modules import Aggregator
 
 Method = Aggregate | Penalize | Repel
+H = TypeVar("H", Aggregation, Disagreement, Repulsion)
 
 
 class Attached:
@@ -75,6 +77,7 @@ class Attached:
         self._optimizers: list[Optimizer] = []
         self._loaded: Mapping[str, Any] | None = None
         self._hooks: list[RemovableHandle] = []
+        self._pauses = ExitStack()
         self._called = False
         self.readings = 0
         self._forget_values()
@@ -93,7 +96,7 @@ class Attached:
         if settings and self._aggregated is not model:
             # so that the whole model is saved with them, wherever in it the heads were found
             heads = replace(self.find(model), model=model)
-            self.aggregations = tuple(method.attach(heads) for method in settings)
+            self.aggregations = _attach_all(partial(method.attach, heads) for method in settings)
             self._aggregated = model
 
     def attach(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
@@ -107,6 +110,7 @@ class Attached:
                 `hw.Disagreement` and `hw.repel`.
             SettingError: As of `hw.repel`.
         """
+        self._pauses.close()
         optimizers = unwrap_optimizers(optimizer)
         if self._model is model and list(map(id, optimizers)) == list(map(id, self._optimizers)):
             return
@@ -119,24 +123,44 @@ class Attached:
         self._require_aggregators(heads, optimizers)
         if self._model is not model:
             penalize = [method for method in self.methods if isinstance(method, Penalize)]
-            self.penalties = tuple(method.attach(heads, training_only=True) for method in penalize)
+            self.penalties = _attach_all(partial(method.attach, heads, training_only=True) for method in penalize)
             for module in {site.module for penalty in self.penalties for site in penalty.heads}:
                 self._hooks.append(module.register_forward_pre_hook(Hook(module, self._note_call)))
         for repulsion in self.repulsions:
             repulsion.remove()
         rules = [method for method in self.methods if isinstance(method, Repel)]
-        self.repulsions = tuple(method.attach(optimizers, heads, seed=self.seed) for method in rules)
+        self.repulsions = ()
+        try:
+            self.repulsions = _attach_all(partial(method.attach, optimizers, heads, seed=self.seed) for method in rules)
+        except BaseException:
+            self.detach()
+            raise
         self._model, self._optimizers = model, optimizers
         if state is not None:
             self.load_state_dict(state)
 
     def detach(self) -> None:
         """Take penalties and repulsion off again; aggregators stay in their model."""
+        self._pauses.close()
         for handle in (*self.penalties, *self.repulsions, *self._hooks):
             handle.remove()
         self.penalties, self.repulsions, self._hooks = (), (), []
         self._model, self._optimizers, self._called = None, [], False
         self._forget_values()
+
+    def pause(self) -> None:
+        """Read nothing of the model until the next `attach`, so that what it does elsewhere is not kept."""
+        self._pauses.close()
+        for penalty in self.penalties:
+            if penalty.taps is not None:
+                self._pauses.enter_context(penalty.taps.paused())
+
+    def drop_forward(self) -> None:
+        """Forget the last forward, whose loss is left out."""
+        self._called = False
+        for penalty in self.penalties:
+            if penalty.taps is not None:
+                penalty.taps.read_called()
 
     def add_penalty(self, loss: Tensor, *, share: float = 1.0) -> Tensor:
         """Return loss + share * sum_p weight_p * penalty_p of the last forward, and in evaluation the loss alone.
@@ -187,6 +211,12 @@ class Attached:
         with suppress(NotFired):
             found |= _compare_forces([repulsion.last for repulsion in self.repulsions])
         return found
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a run that resumes without `state_dict` would differ: there is noise, or a strength is measured."""
+        noisy = any(repulsion.rule.noise_scale() or repulsion.steering for repulsion in self.repulsions)
+        return noisy or any(penalty.state_dict() for penalty in self.penalties)
 
     @property
     def steps(self) -> int:
@@ -278,3 +308,16 @@ def _compare_forces(last: Sequence[ForceNorms]) -> dict[str, Tensor]:
     repelling = torch.cat([forces.repulsion_norm.to(device) for forces in last]).norm()
     driving = torch.cat([forces.driving_norm.to(device) for forces in last]).norm()
     return {"force_ratio": repelling / driving.clamp_min(torch.finfo(driving.dtype).tiny)}
+
+
+def _attach_all(methods: Iterable[Callable[[], H]]) -> tuple[H, ...]:
+    """Return the handles of methods; where one cannot be attached, take the others off again."""
+    handles: list[H] = []
+    try:
+        for attach in methods:
+            handles.append(attach())  # noqa: PERF401  those before one that raises are needed
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return tuple(handles)

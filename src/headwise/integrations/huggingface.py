@@ -83,6 +83,7 @@ def attach(
     attached.aggregate(model)
     trainer.add_callback(callback)
     instead = {
+        "train": callback.train,
         "call_model_init": callback.build_model,
         "compute_loss": callback.compute_loss,
         "log": callback.log,
@@ -111,6 +112,13 @@ class HeadwiseCallback(TrainerCallback):
         model = original(*arguments)
         self.attached.aggregate(model)
         return model
+
+    def train(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Train, and read nothing of the model afterwards."""
+        try:
+            return original(*arguments, **options)
+        finally:
+            self.attached.pause()
 
     def compute_loss(self, original: Callable[..., Any], model: nn.Module, *arguments: Any, **options: Any) -> Any:
         """Compute the loss, and add the penalty while the model trains."""
@@ -165,10 +173,10 @@ class HeadwiseCallback(TrainerCallback):
         saved = _read_saved(state)
         if saved is not None:
             self.attached.load_state_dict(saved)
-        elif state.global_step and any(handle.rule.noise_scale() for handle in self.attached.repulsions):
+        elif state.global_step and self.attached.has_state:
             warnings.warn(
-                f"the checkpoint of step {state.global_step} holds no state of headwise; the noise begins anew, and "
-                "the run differs from an uninterrupted one.",
+                f"the checkpoint of step {state.global_step} holds no state of headwise; noise and strengths begin "
+                "anew, and the run differs from an uninterrupted one.",
                 stacklevel=2,
             )
 
@@ -197,7 +205,7 @@ class HeadwiseCallback(TrainerCallback):
         if attached.repulsions and attached.steps == self._steps and not skipped:
             attached.verify(kwargs["optimizer"])
             raise NotFired(f"{type(self.trainer).__name__} took a step without the optimizer that heads repel under.")
-        if attached.repulsions:
+        if attached.repulsions or attached.penalties:
             kept: Any = state.stateful_callbacks
             kept[KEY] = attached.state_dict()
 

@@ -87,8 +87,8 @@ class HeadwiseCallback(Callback):
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the methods to the model and its new optimizers."""
-        self.attached.attach(pl_module, trainer.optimizers)
         self._release()
+        self.attached.attach(pl_module, trainer.optimizers)
         if self.attached.penalties and pl_module.automatic_optimization:
             original = pl_module.training_step
 
@@ -159,12 +159,15 @@ class HeadwiseCallback(Callback):
 
     def _add_penalty(self, output: Any) -> Any:
         if output is None:
+            # Lightning leaves the batch out
+            self.attached.drop_forward()
             return None
         if isinstance(output, Mapping):
             return {**output, "loss": self.attached.add_penalty(output["loss"])}
         return self.attached.add_penalty(output)
 
     def _release(self) -> None:
+        self.attached.pause()
         if self._module is not None:
             del self._module.training_step
             self._module = None

@@ -253,13 +253,14 @@ class HeadMask:
         """
         if len(seeds) != self.batch:
             raise SettingError(f"{len(seeds)} seeds were given for {self.batch} sentences; expected one per sentence.")
-        roles = torch.zeros(self.batch, self.roles.shape[1], self.tokens, self.tokens, dtype=torch.bool)
+        shape = self.batch, self.roles.shape[1], self.tokens, self.tokens
+        roles = torch.zeros(shape, dtype=torch.bool, device="cpu")
         keep = self._keep.cpu()
         own = self.roles.cpu().expand(self.batch, -1, self.tokens, -1)
         for sentence, seed in enumerate(seeds):
             real = keep[sentence].nonzero().squeeze(1)
             part = own[sentence][:, real[:, None], real[None, :]]
-            regular = torch.ones(len(real), len(real), dtype=torch.bool)
+            regular = torch.ones(len(real), len(real), dtype=torch.bool, device="cpu")
             drawn = _draw_keys(part, regular.tril() if self.causal else regular, int(seed))
             roles[sentence, :, real[:, None], real[None, :]] = drawn
         return replace(self, roles=roles.to(self.roles.device))
@@ -308,7 +309,8 @@ class HeadMask:
 def _draw_keys(part: Tensor, regular: Tensor, seed: int) -> Tensor:
     """Return for each row of `part` [R, n, n] the same number of keys, drawn among the regular ones [n, n]."""
     counts = (part & regular).sum(-1, keepdim=True)
-    order = torch.rand(part.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~regular, 2.0)
+    drawn = torch.rand(part.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    order = drawn.masked_fill(~regular, 2.0)
     return order.argsort(-1).argsort(-1) < counts
 
 

@@ -118,7 +118,8 @@ class _Part(NamedTuple):
     def fold(self, tensor: Tensor) -> Tensor:
         """Return what query heads hold, [B, n, Q, x], with the queries of those that share a key head in one row."""
         count = self.keys.stop - self.keys.start
-        return tensor.reshape(tensor.shape[0], count, -1, tensor.shape[-1])
+        batch, heads, queries, width = tensor.shape
+        return tensor.reshape(batch, count, heads // count * queries, width)
 
 
 def _divide_heads(queries: Tensor, keys: Tensor) -> Iterator[_Part]:
@@ -142,7 +143,7 @@ def _compute_weights(
     """The weights of some heads, [B, n, Q, K], in single precision at least; rows without a key are 0."""
     with torch.autocast(queries.device.type, enabled=False):
         scores = part.fold(queries[:, part.heads] * scale) @ keys[:, part.keys].mT
-    scores = scores.view(len(queries), -1, queries.shape[2], keys.shape[2])
+    scores = scores.view(len(queries), part.heads.stop - part.heads.start, queries.shape[2], keys.shape[2])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
         own = _select_heads(mask, part)

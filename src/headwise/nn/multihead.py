@@ -372,7 +372,8 @@ def _merge_masks(
         expected = (queries, keys) if mask.dim() == 2 else (batch * module.num_heads, queries, keys)
         if tuple(mask.shape) != expected:
             raise ShapeError(f"attn_mask has shape {tuple(mask.shape)}; expected {expected}.")
-        mask = mask.view(-1, 1 if mask.dim() == 2 else module.num_heads, queries, keys)
+        shape = (1, 1) if mask.dim() == 2 else (batch, module.num_heads)
+        mask = mask.view(*shape, queries, keys)
     if padding is not None:
         padding = padding.view(batch, 1, 1, keys)
         mask = padding if mask is None else mask + padding

@@ -78,6 +78,7 @@ class Guidance:
         self._stops: list[Callable[[], None]] = []
         for guidance in earlier:
             guidance.remove()
+        self._copied = False
         self._forward = ForwardScope(heads.model, self._end_use, self._forget_failed)
         try:
             self._attach()
@@ -100,8 +101,14 @@ class Guidance:
 
         Raises:
             MaskError: It is not a HeadMask, or an attention has a different number of heads.
-            NotFired: The previous mask did not guide every attention. The new mask is set nevertheless.
+            NotFired: The previous mask did not guide every attention; the new mask is set nevertheless. Or the handle
+                is a copy.
         """
+        if self._copied:
+            raise NotFired(
+                "this guidance is a copy or was unpickled, and guides no model; call hw.guide on the heads of the "
+                "model that runs."
+            )
         if not isinstance(mask, HeadMask):
             raise MaskError(f"the mask is a {type(mask).__name__}; expected a HeadMask, made by Roles(...)(tables).")
         for site in self.heads.sites:
@@ -181,6 +188,9 @@ class Guidance:
             if self._mask is None:
                 raise NotFired("no mask was given inside the block, so nothing was guided; give each forward one.")
             self.verify()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_copied": True, "_stops": [], "_forward": None, "_mask": None, "_biases": {}}
 
     def __repr__(self) -> str:
         return f"Guidance({len(self.heads)} attentions, {'no mask yet' if self._mask is None else self._mask})"

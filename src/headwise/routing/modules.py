@@ -195,7 +195,9 @@ class ResidualAggregator(nn.Module):
 
     def forward(self, heads: Tensor) -> Tensor:
         """Return W_O O + gamma routed(O), [..., d], of concatenated heads [..., H * e]."""
-        return self.projection(heads) + self.gamma * self.aggregator(heads)
+        old = self.projection(heads)
+        # under autocast gamma would make the sum float32
+        return old + (self.gamma * self.aggregator(heads)).to(old.dtype)
 
 
 class GatedProjection(nn.Module):
