@@ -115,7 +115,7 @@ def compare(
 
     Raises:
         SettingError: The folder cannot be written or holds another comparison, an arm does not fit the model, or
-            `redundancy` is combined with cross-validation.
+            `redundancy` or `step_times` is combined with cross-validation.
         DataError: The data cannot be read.
         KeyboardInterrupt: Ctrl-C; every run has saved its state.
     """
@@ -123,9 +123,10 @@ def compare(
     jobs = plan_runs(comparison, console)
     if config:
         runs.write_text(out / CONFIG, config)
-    if redundancy and any(job.settings.whole is not None for job in jobs):
+    asked = [name for name, wanted in (("redundancy", redundancy), ("step-time", step_times)) if wanted]
+    if asked and any(job.settings.whole is not None for job in jobs):
         raise SettingError(
-            "--redundancy needs one trained model per run, and with --folds a run has several; omit one of them."
+            f"--{asked[0]} needs one trained model per run, and with --folds a run has several; omit one of them."
         )
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     elsewhere = left and comparison.launcher.name != "local"

@@ -90,6 +90,15 @@ def test_a_step_is_a_training_step_of_the_arm(settings):
     assert penalty.last is not None
 
 
+def test_muon_is_timed_as_muon(settings, monkeypatch):
+    task, built = named_task("logic"), []
+    build = step_time.build_optimizer
+    monkeypatch.setattr(step_time, "build_optimizer", lambda *given: built.append(build(*given)) or built[-1])
+    for arm in ("plain", "muon-heads"):
+        step_time._make_step(task, parse_arm(arm), task.load(None, TOY, settings.cache), settings)
+    assert [type(optimizer).__name__ for optimizer in built] == ["AdamW", "MuonAndRest"]
+
+
 def test_tables_and_claims_take_it_before_the_runs_own_times(tmp_path):
     write_comparison(tmp_path, (Drawn("plain", None), Drawn("svgd", "smooth")), items=20, seeds=(0, 1))
     own = read_table(tmp_path).row("svgd").step_ratio

@@ -72,6 +72,20 @@ def test_it_goes_on_with_other_parts_and_seeds(paper: Path, tmp_path: Path, inli
     assert restore_runs(record, plans) == 0
 
 
+def test_runs_of_an_arm_that_has_other_settings_now_are_refused(paper: Path, tmp_path: Path):
+    plans = plan(tmp_path / "runs", STUDY, 1)
+    restore_runs(find_record(paper, STUDY.id, "demo"), plans)
+    result = next((tmp_path / "runs").glob("*/cka*17/seed-0/settings.json"))
+    kept = json.loads(result.read_text())
+    assert kept["seed"] == 0
+    # as of an arm whose defaults were others when the record was made
+    record = json.dumps(kept).replace("0.17", "0.18")
+    assert record != json.dumps(kept)
+    result.write_text(record)
+    with pytest.raises(SettingError, match=r"settings\.json has .*0\.18"):
+        do_plans(STUDY, plans, Console(quiet=True))
+
+
 def test_runs_of_other_sizes_are_refused(paper: Path, tmp_path: Path):
     record = find_record(paper, STUDY.id, "demo")
     plans = plan(tmp_path / "runs", STUDY, 1, "dropout=0.3")

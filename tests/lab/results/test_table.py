@@ -83,6 +83,14 @@ def test_an_arm_that_has_no_run_yet_counts_among_the_tests(table, tmp_path):
     assert more.detectable_in_family > one.detectable_in_family
 
 
+def test_a_plain_that_learned_nothing_with_any_seed_gives_no_verdict_either(tmp_path):
+    arms = (Drawn("counts", None, 0.4, baseline=True), Drawn("plain", None), Drawn("svgd", "plain", 1.0))
+    results = read_results(write_comparison(tmp_path, arms, items=200))
+    half = np.arange(len(results.runs[0].statistics)) % 2 == 0
+    runs = [replace(run, statistics=half) if run.arm == "plain" else run for run in results.runs]
+    assert make_table(replace(results, runs=runs)).doubt == "plain is not shown to beat counts"
+
+
 @pytest.mark.parametrize(("effect", "beaten"), [(-0.3, True), (-0.05, False), (0.4, False)])
 def test_a_task_whose_baseline_plain_does_not_beat_gives_no_verdict_on_scores(effect, beaten, tmp_path):
     doubt = "" if beaten else "plain is not shown to beat counts"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.method import Orthogonalize
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings, load_data
@@ -62,7 +63,8 @@ def _make_step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Calla
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = settings.scale.recipe
     model.to(device).train()
-    optimizer = build_optimizer(model, arm.learning_rate or recipe.learning_rate, recipe)
+    rate = arm.learning_rate or recipe.learning_rate
+    optimizer = build_optimizer(model, rate, recipe, arm.find(Orthogonalize), methods.heads)
     methods.repel(optimizer)
 
     def step(batch: Batch) -> None:

@@ -200,4 +200,8 @@ def _make_empty() -> Tokenizer:
 
 def describe_tokenizer(path: Path | None, *learned: int) -> tuple[object, ...]:
     """Return what a prepared text's ids depend on: the given file's digest, or the settings of learning."""
-    return ("tokenizer", digest("", [path])) if path else ("learned", *learned)
+    if path is None:
+        return ("learned", *learned)
+    # which tokens begin and end a text may be said beside it
+    beside = path.with_name("tokenizer_config.json")
+    return ("tokenizer", digest("", [path, *([beside] if beside.is_file() else [])]))

@@ -6,7 +6,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import RESULT, prepare_folder, read_json, require_same, whole_folder
+from headwise.lab.experiment.run_folder import (
+    RESULT,
+    SETTINGS,
+    prepare_folder,
+    read_json,
+    require_same,
+    whole_folder,
+    write_json,
+)
 from headwise.lab.papers.archive import ARCHIVE, unpack_runs
 from headwise.lab.papers.run import Plan
 from headwise.lab.results.runs import COMPARISON, TEST
@@ -60,4 +68,8 @@ def _restore(source: Path, out: Path) -> int:
         prepare_folder(target.parent)
         with whole_folder(target) as whole:
             shutil.copytree(run, whole, dirs_exist_ok=True)
+            settings = read_json(run / RESULT).get("settings")
+            if settings is not None:
+                # a run of other settings is refused then, as one that was done here is
+                write_json(whole / SETTINGS, settings)
     return len(missing)

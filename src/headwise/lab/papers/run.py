@@ -204,7 +204,9 @@ def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Consol
     workers = plans[0].comparison.workers
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
-    for analysis in filter(None, (reproduction.analysis, STEP_TIME)):
+    # a run of several folds has several models, of which none is timed
+    timed = None if any(job.settings.whole is not None for job in jobs) else STEP_TIME
+    for analysis in filter(None, (reproduction.analysis, timed)):
         failures += do_analyses(analysis, jobs, workers, console)
     return failures
 

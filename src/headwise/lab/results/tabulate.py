@@ -15,7 +15,7 @@ from headwise.lab.results.paired_tests import PairedTests
 from headwise.lab.results.runs import MEASURES, Results, Run, has_met_target, read_results, read_starts
 from headwise.lab.results.statistics import difference, score
 from headwise.lab.results.table import PLAIN, Difference, Point, Row, Table
-from headwise.lab.results.verdicts import Judgement, describe_undecided, judge_family
+from headwise.lab.results.verdicts import MINIMUM_SEEDS, Judgement, judge_family
 
 # Two runs with equal answers whose measures differ by less than this are the same.
 SAME = 1e-6
@@ -95,7 +95,11 @@ def find_doubt(results: Results) -> str:
     plain = sorted((run for run in results.runs if run.arm == PLAIN), key=lambda run: run.seed)
     for run in results.runs if plain and not results.metric.own_test else ():
         lead = _compare([run], plain, results.metric) if run.baseline else None
-        if lead is not None and not describe_undecided(lead.estimate) and lead.estimate.interval()[1] >= 0.0:
+        if lead is None or lead.estimate.seeds < MINIMUM_SEEDS:
+            continue
+        # where all seeds have one mean, as of models that learned nothing, there is no interval
+        most = lead.estimate.value if lead.estimate.has_equal_seeds else lead.estimate.interval()[1]
+        if most >= 0.0:
             return f"{PLAIN} is not shown to beat {run.arm}"
     return ""
 

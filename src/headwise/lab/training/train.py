@@ -105,6 +105,8 @@ class HeadTrainer(Trainer):
         methods.repel(optimizer)
         super().__init__(model=model, args=args, train_dataset=split, callbacks=[run], optimizers=(optimizer, None))
         self.remove_callback(PrinterCallback)
+        # losses are means over a micro-batch: the Trainer divides them by the accumulation, whatever a forward takes
+        self.model_accepts_loss_kwargs = False
         self.trained, self.folder, self.split, self.batches, self.collate = model, folder, split, batches, collate
         self.methods, self.run = methods, run
 
@@ -148,7 +150,7 @@ class HeadTrainer(Trainer):
         self.methods.begin_step(self.state.global_step, self.state.max_steps, int(self.args.warmup_steps))
         loss = super().training_step(model, inputs, num_items_in_batch)
         force_ratio = self.methods.apply_repulsion() if self.accelerator.sync_gradients else None
-        self.run.add(loss, force_ratio)
+        self.run.add(loss * self.current_gradient_accumulation_steps, force_ratio)
         return loss
 
     @override

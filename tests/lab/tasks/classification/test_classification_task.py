@@ -167,6 +167,8 @@ def test_heads_are_not_removed_from_a_run_made_of_folds(inline, sentences, tmp_p
     comparison = Comparison("classification", tuple(parse_arms("plain")), (0,), scale, tmp_path, sentences)
     with pytest.raises(SettingError, match="with --folds a run has several; omit one of them"):
         compare(comparison, Console(record=True), redundancy=True)
+    with pytest.raises(SettingError, match="--step-time needs one trained model per run"):
+        compare(comparison, Console(record=True), step_times=True)
     assert inline == []
 
 

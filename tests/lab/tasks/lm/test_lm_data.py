@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwise.errors import DataError, SettingError
+from headwise.lab.data.subwords import describe_tokenizer
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.packed_text import prepare as preparing
 from headwise.lab.packed_text.prepare import TextPreparation, prepare_text
@@ -188,6 +189,16 @@ def test_cloze_items_end_with_the_last_word_of_a_sentence(prepared):
         assert len(item.ids) <= data.test.length
     texts = [data.words.decode(data.test.ids(number)) for number in range(len(data.test))]
     assert all(any(data.words.decode(item.ids[-4:]) + "." in text for text in texts) for item in items)
+
+
+def test_what_is_said_beside_a_tokenizer_is_part_of_what_text_is_prepared_from(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    alone = describe_tokenizer(tmp_path / "tokenizer.json", 300)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    beside = describe_tokenizer(tmp_path / "tokenizer.json", 300)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert len({alone, beside, describe_tokenizer(tmp_path / "tokenizer.json", 300)}) == 3
+    assert describe_tokenizer(None, 300) == ("learned", 300)
 
 
 def test_a_tokenizer_is_learned_from_the_text():

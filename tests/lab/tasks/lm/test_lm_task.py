@@ -216,6 +216,8 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(text, tmp_path):
         train_run(settings("plain", text, dataclasses.replace(TOY, **changes)), tmp_path / name)
     one, two = (result(tmp_path / name)["answers"]["loss"] for name in ("one", "two"))
     assert one == pytest.approx(two, rel=1e-4)
+    one, two = (json.loads((tmp_path / name / "epochs.jsonl").read_text().splitlines()[0]) for name in ("one", "two"))
+    assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-3)
 
 
 def test_arms_of_a_seed_see_the_same_text_and_start(text):

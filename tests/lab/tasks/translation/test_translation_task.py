@@ -63,6 +63,19 @@ ARM = "svgd:kinds=self,projections=query+output:kinds=self,kind_weights=1/0.5/0.
 
 
 @pytest.mark.parametrize("model", ["seq2seq", "marian"])
+def test_accumulated_batches_are_averaged(model, corpus, cache, tmp_path):
+    # a forward that takes further arguments is none that divides its loss itself
+    norms = []
+    for accumulation in (1, 4):
+        scale = dataclasses.replace(TOY, model=model, averaged=1, epochs=1, accumulation=accumulation, dropout=0.0)
+        train_run(settings("plain", corpus, cache, scale), tmp_path / str(accumulation))
+        (record,) = (tmp_path / str(accumulation) / "epochs.jsonl").read_text().splitlines()
+        norms.append(json.loads(record)["train_loss"])
+    # fewer steps, so that the loss falls less, and no multiple of it
+    assert norms[0] < norms[1] < 1.3 * norms[0]
+
+
+@pytest.mark.parametrize("model", ["seq2seq", "marian"])
 def test_a_run_keeps_its_translations_and_scores_them_as_sacrebleu_does(model, corpus, cache, tmp_path):
     scale = dataclasses.replace(TOY, model=model)
     folder = tmp_path / "run"

@@ -161,9 +161,8 @@ class TranslationTask(Task):
         """Yield the mean negative log likelihood of a target's tokens, for pairs of dev."""
         from headwise.lab.tasks.translation.decoding import score_targets
 
-        chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
-            sums, tokens = score_targets(model, [data.dev[int(index)] for index in chosen[batch]])
+        for batch in _choose_probed(data.dev.lengths):
+            sums, tokens = score_targets(model, [data.dev[int(index)] for index in batch])
             yield sums / tokens
 
     def difficulties(self, data: ScaledTranslation) -> NDArray[np.int64]:
@@ -177,9 +176,8 @@ class TranslationTask(Task):
 
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, one batch per item."""
-        chosen = spread_evenly(len(data.dev), PROBED)
-        for batch in batch_by_tokens(data.dev.lengths[chosen], tokens=PROBED_TOKENS):
-            examples = [data.dev[int(index)] for index in chosen[batch]]
+        for batch in _choose_probed(data.dev.lengths):
+            examples = [data.dev[int(index)] for index in batch]
             model(**to_device(self.collate(examples), model))
             yield
 
@@ -267,3 +265,10 @@ def _take_first(split: TranslationSplit, most: int | None) -> TranslationSplit:
     if most is None or most >= len(split):
         return split
     return TranslationSplit(split.sources.first(most), split.targets.first(most))
+
+
+def _choose_probed(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield some pairs, spread evenly, in batches of so many subwords, or of one pair that has more."""
+    chosen = spread_evenly(len(lengths), PROBED)
+    for batch in batch_by_tokens(lengths[chosen], tokens=max(PROBED_TOKENS, int(lengths[chosen].max()))):
+        yield chosen[batch]
