@@ -1,5 +1,6 @@
 """Hooks that serve one module, and handles that remove them."""
 
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +35,9 @@ class Hook:
         """
         if module is self.module:
             return self.function(module, *call)
-        require_original(module)
+        # what is called after a forward that failed would only hide its error
+        if sys.exc_info()[1] is None:
+            require_original(module)
         return None
 
     def __reduce__(self) -> tuple:

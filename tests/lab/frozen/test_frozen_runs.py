@@ -265,7 +265,7 @@ def test_what_has_no_words_or_no_sentences_is_refused(run_of, pipeline, tmp_path
     assert "line 2: 1 field" in refused(capsys, "inspect", folder, "--text", str(text))
     for task in ("logic", "graph2text"):
         frozen = open_frozen(run_of(task)[0])
-        with pytest.raises(DataError, match=r"reads no sentences; expected .* sentence, pretraining or glue"):
+        with pytest.raises(DataError, match=r"reads no sentences; expected .* sentence, pretraining, lm or glue"):
             encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
 
 
