@@ -16,12 +16,11 @@ from headwise.disagreement.similarities import PARAMETERS, Arithmetic
 from headwise.errors import LayoutError, require_boolean, require_choice, require_integer, require_positive
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.sharding import gather_mean
-from headwise.similarity.alignment import FEWEST_TOKENS, Products, multiply_features
+from headwise.similarity.alignment import FEWEST_TOKENS, Products, form_metric, multiply_features
 from headwise.similarity.correlation import cross_correlation
 from headwise.similarity.cosine import squared_cosine_sum
 from headwise.similarity.effective import EPSILON, log_determinant
 from headwise.similarity.subspaces import map_cosine, span_similarity
-from headwise.similarity.tokens import accumulation_dtype, autocast_off
 
 # What heads put out before W_O, and what each adds to the residual stream through W_O.
 OF = ("outputs", "contributions")
@@ -219,11 +218,7 @@ def _multiply(of: str, site: Site, tensor: Tensor | None, keep: Tensor | None, *
     assert tensor is not None  # captured, as `reads` asks
     metric = None
     if of == "contributions":
-        columns = _read_factors(site, "output")
-        # in half precision the product has no digits left for heads of unequal directions
-        columns = columns.to(accumulation_dtype(columns))
-        with autocast_off(columns):
-            metric = columns.mT @ columns
+        metric = form_metric(_read_factors(site, "output"))
     return multiply_features(tensor, keep, metric, sketch=sketch)
 
 

@@ -15,7 +15,7 @@ from headwise.heads.capture import Capture
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site
-from headwise.heads.sharding import average_finite_over, average_over
+from headwise.heads.sharding import average_finite_over, average_over, is_distributed
 from headwise.strength import Control, Relative, Target, advance, read_controls, tell_saturated
 
 # How much of the logarithm of a weight is kept at each measurement.
@@ -45,7 +45,7 @@ class RelativeWeights:
     """
 
     def __init__(
-        self, heads: Heads, strength: Relative | Target, every: int, weights: Mapping[str, float] | None = None
+        self, heads: Heads, strength: Relative | Target, every: int, kind_weights: Mapping[str, float]
     ) -> None:
         require_integer("every", every, low=1)
         self.strength, self.every, self.steps = strength, every, 0
@@ -56,7 +56,7 @@ class RelativeWeights:
             self.controls = {site.name: Control() for site in heads if site.num_heads > 1}
         self._sites = {site.name: site for site in heads}
         # the sign of a weight is in the penalty
-        self._factors = {site.name: abs((weights or {}).get(site.kind, 1.0)) for site in heads}
+        self._factors = {site.name: abs(kind_weights[site.kind]) for site in heads}
         for site in heads:
             _list_parameters(site)
         # of the weight at a ratio of 1
@@ -95,10 +95,8 @@ class RelativeWeights:
         return total
 
     def _ratio(self, name: str) -> float:
-        if isinstance(self.strength, Relative):
-            return self._factors[name] * self.strength.ratio
-        control = self.controls.get(name)
-        return 0.0 if control is None else self._factors[name] * control.ratio
+        source = self.strength if isinstance(self.strength, Relative) else self.controls.get(name, Control())
+        return self._factors[name] * source.ratio
 
     def _measure(self, loss: Tensor, values: Sequence[tuple[Site, Tensor]], across: Any) -> None:
         names = [site.name for site, _ in values]
@@ -186,7 +184,7 @@ def awaits_static_graph(loss: Tensor) -> bool:
 
     It begins to average gradients at the end of that pass: one of a measurement before it would end this for good.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         return False
     seen: set[Any] = set()
     waiting = [loss.grad_fn]

@@ -11,9 +11,9 @@ from torch import Tensor
 from headwise.errors import SettingError
 from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads
-from headwise.similarity.alignment import FEWEST_TOKENS, multiply_features
+from headwise.similarity.alignment import FEWEST_TOKENS, form_metric, multiply_features
 from headwise.similarity.effective import effective_number
-from headwise.similarity.tokens import accumulation_dtype, autocast_off, select_tokens
+from headwise.similarity.tokens import select_tokens
 from headwise.strength import Target
 
 
@@ -36,11 +36,7 @@ def count_effective_heads(captures: Sequence[Capture], keep: Tensor | None = Non
     if len(outputs) < FEWEST_TOKENS:
         return torch.full((), math.nan, dtype=torch.float64, device=outputs.device)
     weights = captures[0].site.find_output_weights()
-    metric = None
-    if weights is not None:
-        weights = weights.to(outputs.device, accumulation_dtype(weights))
-        with autocast_off(weights):
-            metric = weights.mT @ weights
+    metric = None if weights is None else form_metric(weights.to(outputs.device))
     return effective_number(multiply_features(outputs, metric=metric).debiased_cka())
 
 

@@ -80,6 +80,11 @@ def sum_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
     return [own.view(part.shape) for own, part in zip(sums, parts, strict=True)]
 
 
+def is_distributed() -> bool:
+    """Return whether processes work together: torch.distributed is initialized."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def average_over(group: Any, numbers: Sequence[Tensor]) -> list[Tensor]:
     """Return the means of tensors of one number each over a process group, in one message, without gradients."""
     import torch.distributed as dist

@@ -313,11 +313,10 @@ def _compare_forces(last: Sequence[ForceNorms]) -> dict[str, Tensor]:
 def _attach_all(methods: Iterable[Callable[[], H]]) -> tuple[H, ...]:
     """Return the handles of methods; where one cannot be attached, take the others off again."""
     handles: list[H] = []
-    try:
+    with ExitStack() as undo:
         for attach in methods:
-            handles.append(attach())  # noqa: PERF401  those before one that raises are needed
-    except BaseException:
-        for handle in handles:
-            handle.remove()
-        raise
+            handle = attach()
+            undo.callback(handle.remove)
+            handles.append(handle)
+        undo.pop_all()
     return tuple(handles)

@@ -123,16 +123,15 @@ def compare(
     jobs = plan_runs(comparison, console)
     if config:
         runs.write_text(out / CONFIG, config)
-    asked = [name for name, wanted in (("redundancy", redundancy), ("step-time", step_times)) if wanted]
-    if asked and any(job.settings.whole is not None for job in jobs):
+    analyses = [name for name, wanted in ((REDUNDANCY, redundancy), (STEP_TIME, step_times)) if wanted]
+    if analyses and any(job.settings.whole is not None for job in jobs):
         raise SettingError(
-            f"--{asked[0]} needs one trained model per run, and with --folds a run has several; omit one of them."
+            f"--{analyses[0]} needs one trained model per run, and with --folds a run has several; omit one of them."
         )
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     elsewhere = left and comparison.launcher.name != "local"
     engine = open_engine(comparison.launcher, out) if elsewhere else None
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console, engine=engine)
-    analyses = [name for name, wanted in ((REDUNDANCY, redundancy), (STEP_TIME, step_times)) if wanted]
     for name in analyses:
         failures += do_analyses(name, jobs, comparison.workers, console)
     if any(runs.is_finished(find_run(job)) for job in jobs):

@@ -15,7 +15,7 @@ from headwise.errors import LayoutError, NotFired, require_integer
 from headwise.heads.capture import Capture
 from headwise.heads.effective import count_effective_heads, require_reachable
 from headwise.heads.heads import Heads
-from headwise.heads.sharding import average_finite_over
+from headwise.heads.sharding import average_finite_over, is_distributed
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import ParticleGroup
@@ -96,7 +96,7 @@ class Steering(Handle):
         device = next((number.device for number in found.values()), torch.device("cpu"))
         unknown = torch.full((), math.nan, dtype=torch.float64, device=device)
         numbers = [found.get(name, unknown) for name in self._sites]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             # every process takes part, also one whose batch did not use an attention
             numbers = average_finite_over(None, numbers)
         return dict(zip(self._sites, numbers, strict=True))

@@ -120,6 +120,16 @@ def multiply_features(
     return Products(products, lengths, squares.sum(0), count, sizes)
 
 
+def form_metric(columns: Tensor) -> Tensor:
+    """Return W^T W of the columns of W_O that read each head, [H, d, e] -> [H, e, e], in single precision at least.
+
+    In half precision it has no digits left for heads whose directions are of unequal size.
+    """
+    columns = columns.to(accumulation_dtype(columns))
+    with autocast_off(columns):
+        return columns.mT @ columns
+
+
 def square_products(vectors: Tensor, metric: Tensor | None = None) -> Tensor:
     """Return |Y_i^T Y_j|_F^2 of each pair of heads, [H, H].
 
@@ -153,7 +163,7 @@ def square_products(vectors: Tensor, metric: Tensor | None = None) -> Tensor:
 def _estimate_products(vectors: Tensor, metric: Tensor | None, draws: int) -> Tensor:
     """Return an unbiased estimate of |Y_i^T Y_j|_F^2 from random directions, exact on the diagonal, [H, H]."""
     heads, width = vectors.shape[1:]
-    directions = torch.randn(heads, width, draws, dtype=vectors.dtype).to(vectors.device)
+    directions = torch.randn(heads, width, draws, dtype=vectors.dtype, device="cpu").to(vectors.device)
     own = torch.einsum("the,thf->hef", vectors, vectors)
     if metric is None:
         exact = own.square().sum((1, 2))

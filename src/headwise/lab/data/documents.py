@@ -77,10 +77,9 @@ def _read_objects(path: Path) -> Iterator[Iterator[str]]:
         fault = 'expected a JSON object with a document under "text"'
         try:
             text = parse_json(line.removeprefix(BOM))["text"]
-        except (KeyError, TypeError):
-            raise DataError(f"{path}, line {number}: {fault}; correct or drop the line.") from None
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: {fault} ({error}); correct or drop the line.") from None
+        except (ValueError, KeyError, TypeError) as error:
+            why = f" ({error})" if isinstance(error, ValueError) else ""
+            raise DataError(f"{path}, line {number}: {fault}{why}; correct or drop the line.") from None
         if not isinstance(text, str):
             raise DataError(f"{path}, line {number}: {fault} ({str(text)[:60]} is no text); correct or drop the line.")
         yield iter((text,))
