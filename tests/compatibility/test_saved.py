@@ -23,13 +23,9 @@ from transformers import BertModel
 import headwise as hw
 from headwise.lab.cli.main import main
 from headwise.lab.data.arrays import read_arrays
-from headwise.lab.experiment.job import Heartbeat
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.jobs import pool
-from headwise.lab.jobs.workers import do_job
-from headwise.lab.training import train
 from headwise.lab.training.train import HeadTrainer
 from headwise.moved import MOVED
+from lab.inline import do_inline
 
 SAVED = Path(__file__).parent / "saved"
 COMMANDS = json.loads((SAVED / "commands.json").read_text())
@@ -235,18 +231,11 @@ def test_a_saved_run_translates_its_test_set_as_it_did(monkeypatch):
     assert len(set(expected.splitlines())) > 4
 
 
-def do_job_with_summed_losses(settings: RunSettings, folder: Path, heartbeat: Heartbeat) -> None:
-    """Do a job with accumulated losses summed, as in that revision, and not averaged, so that all else is compared."""
-
-    class Summing(HeadTrainer):
-        current_gradient_accumulation_steps = property(lambda _: 1, lambda _, __: None)
-
-    train.HeadTrainer = Summing
-    do_job(settings, folder, heartbeat)
-
-
 def test_a_stopped_run_goes_on_from_its_checkpoint_and_ends_as_it_did(monkeypatch):
-    monkeypatch.setattr(pool, "do_job", do_job_with_summed_losses)
+    do_inline(monkeypatch)
+    # that revision summed accumulated losses and did not average them; here too, so that all else is compared
+    summed = property(lambda _: 1, lambda _, __: None)
+    monkeypatch.setattr(HeadTrainer, "current_gradient_accumulation_steps", summed, raising=False)
     run = next(Path("stopped").glob("*/*/checkpoint-*")).parent
     clock = torch.load(next(run.glob("checkpoint-*/run.pt")), weights_only=True)["run"]["train_seconds"]
     headwise(*COMMANDS["stopped"])

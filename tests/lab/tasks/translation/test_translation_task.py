@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,12 @@ from safetensors.torch import load_file
 
 from headwise.errors import DataError
 from headwise.lab.compare import Comparison, compare
+from headwise.lab.data.subwords import END
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.translation import marian
+from headwise.lab.tasks.translation.data import TranslationExample
+from headwise.lab.tasks.translation.decoding import score_targets
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.train import train_run
@@ -65,14 +70,14 @@ ARM = "svgd:kinds=self,projections=query+output:kinds=self,kind_weights=1/0.5/0.
 @pytest.mark.parametrize("model", ["seq2seq", "marian"])
 def test_accumulated_batches_are_averaged(model, corpus, cache, tmp_path):
     # a forward that takes further arguments is none that divides its loss itself
-    norms = []
+    losses = []
     for accumulation in (1, 4):
         scale = dataclasses.replace(TOY, model=model, averaged=1, epochs=1, accumulation=accumulation, dropout=0.0)
         train_run(settings("plain", corpus, cache, scale), tmp_path / str(accumulation))
         (record,) = (tmp_path / str(accumulation) / "epochs.jsonl").read_text().splitlines()
-        norms.append(json.loads(record)["train_loss"])
+        losses.append(json.loads(record)["train_loss"])
     # fewer steps, so that the loss falls less, and no multiple of it
-    assert norms[0] < norms[1] < 1.3 * norms[0]
+    assert losses[0] < losses[1] < 1.3 * losses[0]
 
 
 @pytest.mark.parametrize("model", ["seq2seq", "marian"])
@@ -100,6 +105,25 @@ def test_a_run_keeps_its_translations_and_scores_them_as_sacrebleu_does(model, c
     assert result["force_ratio"] > 0
     assert np.isfinite(result["position_js"])
     assert not list(folder.glob("epoch-*"))
+
+
+def test_dev_and_test_may_have_pairs_longer_than_the_positions_of_marian(corpus, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(marian, "LONGEST", 40)
+    copy = shutil.copytree(corpus, tmp_path / "corpus")
+    for path in (*copy.glob("val.*"), *copy.glob("test_2016_flickr.*")):
+        first, rest = path.read_text().split("\n", maxsplit=1)
+        path.write_text(" ".join([first] * 30) + "\n" + rest)
+    scale = dataclasses.replace(TOY, model="marian")
+    train_run(settings("cka", copy, cache, scale), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    data = TranslationTask().load(copy, scale, cache)
+    model = TranslationTask().model(data, scale).eval()
+    pair = data.test[0]
+    assert len(pair["source"]) > 40 < len(pair["target"])
+    cut = TranslationExample(source=[*pair["source"][:39], END], target=[*pair["target"][:39], END])
+    for found, expected in zip(score_targets(model, [pair]), score_targets(model, [cut]), strict=True):
+        assert found.item() == expected.item()
+    assert np.isfinite(result["answers"]["NLL"])
 
 
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(corpus, cache, tmp_path):

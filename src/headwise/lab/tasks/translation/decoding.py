@@ -101,12 +101,24 @@ def compute_pair_losses(model: Any, split: TranslationSplit) -> NDArray[np.float
 
 
 def score_targets(model: Any, pairs: Sequence[TranslationExample]) -> tuple[Tensor, Tensor]:
-    """Return -sum_t log p(y_t | y_<t, x) of the target of each pair, float64 [B], and how many tokens it has, [B]."""
-    tensors = to_device(collate(pairs), model)
+    """Return -sum_t log p(y_t | y_<t, x) of the target of each pair, float64 [B], and how many tokens it has, [B].
+
+    Pairs are cut by `truncate_pairs`.
+    """
+    tensors = to_device(collate(truncate_pairs(model, pairs)), model)
     labels = tensors["labels"]
     logits = model(**tensors, attention_mask=(tensors["input_ids"] != PADDING).long()).logits
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view_as(labels).double().sum(dim=1), (labels != IGNORED).sum(dim=1)
+
+
+def truncate_pairs(model: Any, pairs: Sequence[TranslationExample]) -> list[TranslationExample]:
+    """Return pairs that the model can read: sources as they are translated, targets up to its positions, if any."""
+    longest = find_max_source_length(model)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return [
+        {"source": _truncate(pair["source"], longest), "target": _truncate(pair["target"], positions)} for pair in pairs
+    ]
 
 
 class _EndInTime(LogitsProcessor):
@@ -123,8 +135,8 @@ class _EndInTime(LogitsProcessor):
         return scores.masked_fill(late[:, None] & others, -torch.inf)
 
 
-def _truncate(source: list[int], longest: int) -> list[int]:
-    return source if len(source) <= longest else [*source[: longest - 1], END]
+def _truncate(tokens: list[int], longest: int | None) -> list[int]:
+    return tokens if longest is None or len(tokens) <= longest else [*tokens[: longest - 1], END]
 
 
 def _join_lines(text: str) -> str:

@@ -176,8 +176,10 @@ class TranslationTask(Task):
 
     def probe(self, model: nn.Module, data: ScaledTranslation) -> Iterator[None]:
         """Run the model on dev pairs, one batch per item."""
+        from headwise.lab.tasks.translation.decoding import truncate_pairs
+
         for batch in _choose_probed(data.dev.lengths):
-            examples = [data.dev[int(index)] for index in batch]
+            examples = truncate_pairs(model, [data.dev[int(index)] for index in batch])
             model(**to_device(self.collate(examples), model))
             yield
 
