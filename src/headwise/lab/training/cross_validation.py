@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,15 @@ def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None
         "score": scores_by_bin(metric, found, read_arrays(run.parents[1] / TEST)["bins"]),
         "parts": [part["score"]["pooled"] for part in results],
         "train_seconds": sum(part["train_seconds"] for part in results),
-        "answers": {name: _mean([part["answers"].get(name) for part in results]) for name in results[0]["answers"]},
+        "answers": _average([part["answers"] for part in results]),
+        "sites": {site: _average([part["sites"][site] for part in results]) for site in results[0].get("sites") or {}},
         **{name: _mean([part.get(name) for part in results]) for name in ("dev_score", "step_seconds", *MEASURES)},
     }
     write_result(run, result)
+
+
+def _average(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    return {name: _mean([part.get(name) for part in parts]) for name in parts[0]}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

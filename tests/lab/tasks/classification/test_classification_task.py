@@ -129,6 +129,12 @@ def test_folds_make_one_run_in_which_each_text_is_answered_once(inline, sentence
         result = json.loads((tmp_path / run / "result.json").read_text())
         assert result["score"]["pooled"] == pytest.approx(answers["statistics"].mean())
         assert len(result["parts"]) == 3
+        # the heads of a run are those of all its folds
+        folds = [json.loads((tmp_path / run / f"part-{fold}" / "result.json").read_text()) for fold in range(3)]
+        for site, values in result["sites"].items():
+            distances = [fold["sites"][site]["distance"] for fold in folds]
+            assert values["distance"] == pytest.approx(np.mean(distances)) != distances[0]
+        assert bool(result["sites"]) == (run.startswith(("plain", "guided")))
     # every text of a fold was answered by a model that had not seen it or a copy of it
     first = dataclasses.replace(scale, fold=0)
     data = load_data(sentences, first, None)
