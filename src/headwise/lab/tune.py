@@ -1,5 +1,7 @@
 """Tuning arms by random search: the same number of draws for every arm, scored on dev; the test split is not used."""
 
+from __future__ import annotations
+
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -127,6 +129,38 @@ class Tuned:
     failures: tuple[Failure, ...] = ()
 
 
+@dataclass(frozen=True)
+class BestDraw:
+    """The settings that an arm was tuned to, and what they were chosen from.
+
+    Attributes:
+        arm: The text of the arm with its best draw.
+        tried: Each draw, the text of an arm, with its score on dev; empty in records of earlier versions.
+        seeds: Number of runs that a draw's score is the mean of; None where the draws are not known.
+    """
+
+    arm: str
+    tried: tuple[tuple[str, float], ...] = ()
+    seeds: int | None = None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any] | str) -> BestDraw:
+        """Return what `to_record` wrote, or what headwise tune did; text alone is the arm.
+
+        >>> BestDraw.from_record("cka:ratio=0.3").tried
+        ()
+        """
+        if isinstance(record, str):
+            return cls(record)
+        tried = tuple((str(one["arm"]), float(one["dev_score"])) for one in record["tried"])
+        return cls(str(record["arm"]), tried, record["seeds"])
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        tried = [{"arm": arm, "dev_score": score} for arm, score in self.tried]
+        return {"arm": self.arm, "tried": tried, "seeds": self.seeds}
+
+
 def tune(tuning: Tuning, console: Console) -> Tuned:
     """Do the draws that are not finished and return the best; `tuned.json` in the arm's folder keeps all of them.
 
@@ -198,8 +232,10 @@ def expect_best(scores: Sequence[float]) -> list[float]:
     ]
 
 
-def read_tuned(folder: Path, arms: Sequence[Arm], task: str, scale: Scale) -> tuple[tuple[Arm, ...], dict[str, str]]:
-    """Return arms with the settings of their best draws, under the names and controls they had, and these settings.
+def read_tuned(
+    folder: Path, arms: Sequence[Arm], task: str, scale: Scale
+) -> tuple[tuple[Arm, ...], dict[str, BestDraw]]:
+    """Return arms with the settings of their best draws, under the names and controls they had, and these draws.
 
     Args:
         folder: The folder that they were tuned into, with equal draws for each.
@@ -208,7 +244,7 @@ def read_tuned(folder: Path, arms: Sequence[Arm], task: str, scale: Scale) -> tu
         scale: Sizes of data, model and training.
 
     Returns:
-        The arms, and for each name the text of the arm as tuned.
+        The arms, and for each name the best draw.
 
     Raises:
         DataError: The folder is not that of a tuning, or an arm was not tuned there.
@@ -233,7 +269,7 @@ def read_tuned(folder: Path, arms: Sequence[Arm], task: str, scale: Scale) -> tu
     best = (
         replace(tuned, name=arm.name, control=arm.control) for arm, (_, tuned) in zip(arms, found.values(), strict=True)
     )
-    return tuple(best), {name: text for name, (text, _) in found.items()}
+    return tuple(best), {name: draw for name, (draw, _) in found.items()}
 
 
 def draw_arm(tuning: Tuning, index: int, *, dropout: bool = True) -> Arm:
@@ -272,12 +308,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     return record
 
 
-def _read_best(path: Path) -> tuple[str, Arm]:
-    """Return the best draw of an arm, as text and read."""
-    text = str(_read_object(path).get("arm", ""))
+def _read_best(path: Path) -> tuple[BestDraw, Arm]:
+    """Return the best draw of an arm, and the arm."""
     try:
-        return text, parse_arm(text)
-    except SettingError as error:
+        found = BestDraw.from_record(_read_object(path))
+        return found, parse_arm(found.arm)
+    except (SettingError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} holds no arm ({str(error)[:300]}); delete it and tune again.") from None
 
 

@@ -12,7 +12,7 @@ from headwise.lab.results.cells import MINUS, NONE, Grid, Link
 
 NUMBERS = {
     "contrast": "em over plain", "measure": None, "value": -0.0025, "low": -0.0071, "high": 0.0021, "p_holm": 0.36,
-    "detectable": 0.0065, "published": 0.0095, "verdict": "published gain not found",
+    "detectable": 0.0065, "detectable_in_family": 0.0091, "published": 0.0095, "verdict": "published gain not found",
 }  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def test_a_score_is_read_in_points_from_numbers_and_from_text_of_version_0_1():
     found = read_contrast(NUMBERS, {})
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((-0.25, -0.71, 0.21))
-    assert (found.detectable, found.published) == pytest.approx((0.65, 0.95))
+    assert (found.detectable, found.detectable_in_family, found.published) == pytest.approx((0.65, 0.91, 0.95))
     text = read_contrast("em over plain: -0.25 points [-0.71, +0.21], p = 0.362", {"em over plain": 0.0095})
     assert text is not None
     assert (text.value, text.low, text.high, text.p) == pytest.approx((-0.25, -0.71, 0.21, 0.362))
@@ -36,6 +36,10 @@ def test_a_number_of_each_run_keeps_its_units():
     found = read_contrast({**NUMBERS, "measure": "NLL"}, {})
     assert found is not None
     assert (found.value, found.published, found.points) == (-0.0025, 0.0095, False)
+    # what a score is once heads are gone is a score
+    score = read_contrast({**NUMBERS, "measure": "score_heads_50"}, {})
+    assert score is not None
+    assert (score.value, score.points) == (-0.25, True)
     text = read_contrast("NLL of em over plain: +0.31 [+0.02, +0.60]", {"NLL of em over plain": 0.5})
     assert text is not None
     assert (text.published, text.p) == (0.5, None)
@@ -70,9 +74,10 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     (folder / "table-5-cpu.json").write_text(json.dumps(record))
     page = build_overview(tmp_path)
     link = "[table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
-    assert "2 claims of 1 tables and figures: 1 no verdict; 1 measured, not tested." in page
+    counted = "2 claims of 1 tables and figures, judged by calibrated tests: 1 no verdict; 1 measured, not tested."
+    assert counted in page
     ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
-    assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 | no verdict (3 seeds) | {link} |" in page
+    assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 to 0.91 | no verdict (3 seeds) | {link} |" in page
     assert f"| It is cheap. | {' | '.join([NONE] * 4)} | measured, not tested | {link} |" in page
     absent = page.partition("without a record")[2]
     assert "| diversify/table-1 |" in absent
@@ -97,11 +102,15 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     (folder / "x-cpu.json").write_text(
         json.dumps({"format": 2, "id": "guided/x", "scale": "cpu", "title": "t", "claims": claims})
     )
-    counts, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
-    assert counts == "5 claims of 1 tables and figures: 2 contradicted; 2 borne out; 1 not shown."
-    assert gains.startswith("Borne out, in points: [c](")
+    # a claim of version 0.1 is counted apart and not listed
+    old = {"statement": "f", "verdict": "borne out", "contrasts": ["f over g: +9.00 points [+8.00, +10.00], p = 0.010"]}
+    (folder / "y-cpu.json").write_text(json.dumps({"id": "guided/y", "scale": "cpu", "title": "t", "claims": [old]}))
+    counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
+    assert counts.endswith("judged by calibrated tests: 2 contradicted; 2 borne out; 1 not shown.")
+    assert earlier == "1 claims of 1 tables and figures, judged by version 0.1: 1 borne out."
+    assert gains.startswith("Borne out, in points: [x: c](")
     assert ";" not in gains
-    assert losses.startswith("Contradicted, in points: [b](")
+    assert losses.startswith("Contradicted, in points: [x: b](")
 
 
 def test_a_link_is_text_everywhere_but_in_markdown():

@@ -33,7 +33,8 @@ def tuned(tmp_path: Path) -> Path:
         best = f"{arm}:learning_rate=0.004,dropout=0.2" if "+" not in arm else arm
         best = best.replace("svgd:", "svgd:alpha=0.7,step_size=0.3,")
         (folder / arm).mkdir()
-        (folder / arm / "tuned.json").write_text(json.dumps({"arm": best}))
+        tried = [{"arm": arm, "dev_score": 0.612}, {"arm": best, "dev_score": 0.644}, {"arm": arm, "dev_score": 0.631}]
+        (folder / arm / "tuned.json").write_text(json.dumps({"arm": best, "tried": tried, "seeds": 3}))
     return folder
 
 
@@ -51,7 +52,10 @@ def test_tuned_arms_are_run_recorded_and_shown_under_their_names(tuned: Path, tm
     path = find_record(tmp_path / "paper", FIGURE.id, "demo")
     assert path.name == "figure-4-demo-tuned.json"
     kept = json.loads(path.read_text())
-    assert kept["tuned"]["svgd"] == "svgd:alpha=0.7,step_size=0.3,learning_rate=0.004,dropout=0.2"
+    best = "svgd:alpha=0.7,step_size=0.3,learning_rate=0.004,dropout=0.2"
+    assert kept["tuned"]["svgd"]["arm"] == best
+    assert kept["tuned"]["svgd"]["tried"][1] == {"arm": best, "dev_score": 0.644}
+    assert "| 64.4 | 3 | 3 | 63.1, 61.2 |" in path.with_suffix(".md").read_text()
     assert "at scale demo, tuned: " in (tmp_path / "paper" / "RESULTS.md").read_text()
     assert "svgd:alpha=0.7" in path.with_suffix(".md").read_text()
     assert json.loads(json.dumps(record(recompute(path, tmp_path / "again"), "command"))) == kept

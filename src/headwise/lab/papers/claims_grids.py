@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headwise.lab.analyses.shrinking import SCORE
 from headwise.lab.papers.judge import Found, Judged
 from headwise.lab.results.cells import NONE, Cell, Grid, Line, Number, show_number
 from headwise.lab.results.table import record_judgement
@@ -78,9 +79,18 @@ def _show_difference(found: Mapping[str, Any], value: float | None, *ends: float
     if value is None and None in ends:
         return NONE
     low, high = ends or (None, None)
-    if found["measure"] is None:
+    if is_shown_in_points(found["measure"]):
         return Number(value, low, high, digits=2, factor=100, signed=signed, form="{} points" if signed else "{}")
     return Number(value, low, high, signed=signed)
+
+
+def is_shown_in_points(measure: str | None) -> bool:
+    """Return whether differences in a number, None for the metric, are shown times 100, as those of scores are.
+
+    >>> is_shown_in_points("score_heads_50"), is_shown_in_points("effective_heads")
+    (True, False)
+    """
+    return measure is None or measure.startswith(f"{SCORE}_")
 
 
 def _list_power(found: Mapping[str, Any]) -> tuple[Cell, ...]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.claims_grids import is_shown_in_points
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, name_section, read_records
 from headwise.lab.papers.run import choose_seeds
-from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number, show_number
+from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number
 from headwise.lab.results.verdicts import ORDER
 
 # What a record of the first format says of a contrast: "svgd over plain: +0.52 points [-0.31, +1.35], p = 0.412".
@@ -31,8 +32,10 @@ _WHY_ABSENT = (
 _READING = (
     "Published and ours are differences, ours with its 95 % interval: in points for scores, in units of the number for "
     "others. A claim of several contrasts shows the one that decides it. Detectable is the smallest difference that "
-    "our test finds with 80 % power. Claims marked version 0.1 were judged before the tests were calibrated, by a "
-    "bootstrap that finds less than its level allows. See [how arms are compared](../docs/statistics.md)."
+    "our test finds with 80 % power, alone to among all of its family. Claims marked version 0.1 were judged before "
+    "the tests were calibrated, by a bootstrap that finds less than its level allows, and also where plain is not "
+    "shown to beat a model without attention; their records hold text and cannot be computed again. See "
+    "[how arms are compared](../docs/statistics.md)."
 )
 
 
@@ -47,7 +50,8 @@ class Measured:
         high: Upper end.
         points: Whether it is about scores.
         p: Its adjusted p-value; None where it is not tested.
-        detectable: The smallest effect found with 80 % power; None in records of version 0.1.
+        detectable: The smallest effect found with 80 % power, as if tested alone; None in records of version 0.1.
+        detectable_in_family: The same among all contrasts of its family; None where it is not tested.
         published: What the paper found; None where it prints no such number.
         verdict: Its own verdict; "" in records of version 0.1.
     """
@@ -59,6 +63,7 @@ class Measured:
     points: bool
     p: float | None
     detectable: float | None = None
+    detectable_in_family: float | None = None
     published: float | None = None
     verdict: str = ""
 
@@ -83,6 +88,8 @@ def build_overview(papers: Path) -> str:
 def summarize_claims(papers: Path, most: int = 4) -> str:
     """Return how claims ended, and the scores that moved furthest among those with a verdict either way, in Markdown.
 
+    Claims of version 0.1 are counted and not listed.
+
     Args:
         papers: Folder with a folder for each paper.
         most: How many contrasts of each verdict to list at the most.
@@ -94,16 +101,17 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
     lines = [_count([record for paper in records.values() for record in paper.values()])]
     for verdict in (ORDER[-1], _CONTRADICTED):
         found = [
-            (one, f"{folder.name}/{PAGE}#{_make_anchor(record)}")
+            (one, f"{_name_table(record)}: {one.contrast}", f"{folder.name}/{PAGE}#{_make_anchor(record)}")
             for folder, paper in records.items()
             for record in paper.values()
             for claim in record["claims"]
-            if claim["verdict"] == verdict
+            if record.get("format") == FORMAT
+            and claim["verdict"] == verdict
             and (one := choose_deciding(_read_contrasts(record, claim), verdict)) is not None
             and one.points
         ]
-        largest = sorted({one.contrast: (one, to) for one, to in found}.values(), key=lambda pair: -abs(pair[0].value))
-        shown = [f"[{one.contrast}]({papers.name}/{to}) {_show(one)}" for one, to in largest[:most]]
+        largest = sorted({name: (one, to) for one, name, to in found}.items(), key=lambda item: -abs(item[1][0].value))
+        shown = [f"[{name}]({papers.name}/{to}) {_show(one)}" for name, (one, to) in largest[:most]]
         if shown:
             lines.append(f"{verdict[0].upper()}{verdict[1:]}, in points: {'; '.join(shown)}.")
     return "\n\n".join(lines)
@@ -130,15 +138,15 @@ def read_contrast(found: Mapping[str, Any] | str, published: Mapping[str, float 
         return Measured(match["contrast"], value, low, high, points, p_value, published=_scale(gain, points))
     if found.get("value") is None or found.get("low") is None:
         return None
-    points = found["measure"] is None
-    value, low, high, detectable, gain = (
-        _scale(found[name], points) for name in ("value", "low", "high", "detectable", "published")
+    points = is_shown_in_points(found["measure"])
+    value, low, high, alone, in_family, gain = (
+        _scale(found[name], points)
+        for name in ("value", "low", "high", "detectable", "detectable_in_family", "published")
     )
     if value is None or low is None or high is None:
         return None
-    return Measured(
-        found["contrast"], value, low, high, points, found["p_holm"], detectable, gain, verdict=found["verdict"]
-    )
+    words, p_value = found["verdict"], found["p_holm"]
+    return Measured(found["contrast"], value, low, high, points, p_value, alone, in_family, gain, verdict=words)
 
 
 def choose_deciding(contrasts: Sequence[Measured], verdict: str) -> Measured | None:
@@ -166,6 +174,10 @@ def _read_papers(papers: Path) -> dict[Path, dict[Path, Mapping[str, Any]]]:
     return {folder: read_records(folder) for folder in sorted(path.parent for path in papers.glob(f"*/{FOLDER}"))}
 
 
+def _name_table(record: Mapping[str, Any]) -> str:
+    return record["id"].partition("/")[2]
+
+
 def _make_anchor(record: Mapping[str, Any]) -> str:
     """Return the anchor of a record's section, as GitHub makes it from the heading."""
     return re.sub(r"[^\w\- ]", "", name_section(record).lower()).replace(" ", "-")
@@ -180,8 +192,16 @@ def _show(found: Measured) -> Number:
     return Number(found.value, found.low, found.high, digits=2 if found.points else None, signed=True)
 
 
+def _show_detectable(found: Measured) -> Cell:
+    if found.detectable is None:
+        return NONE
+    # what is not tested is in no family
+    most = found.detectable if found.detectable_in_family is None else found.detectable_in_family
+    return Number(None, found.detectable, most, digits=2 if found.points else None)
+
+
 def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ...]]:
-    link = Link(record["id"].partition("/")[2], to=f"{paper}/{PAGE}#{_make_anchor(record)}")
+    link = Link(_name_table(record), to=f"{paper}/{PAGE}#{_make_anchor(record)}")
     for claim in record["claims"]:
         one = choose_deciding(_read_contrasts(record, claim), claim["verdict"])
         verdict = claim["verdict"] if record.get("format") == FORMAT else f"{claim['verdict']} (version 0.1)"
@@ -190,7 +210,7 @@ def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ..
             continue
         digits = 2 if one.points else None
         gain = NONE if one.published is None else Number(one.published, digits=digits, signed=True)
-        yield claim["statement"], one.contrast, gain, _show(one), show_number(one.detectable, digits), verdict, link
+        yield claim["statement"], one.contrast, gain, _show(one), _show_detectable(one), verdict, link
 
 
 def _find_published(record: Mapping[str, Any]) -> dict[str, float | None]:
@@ -207,9 +227,20 @@ def _introduce(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _count(records: Sequence[Mapping[str, Any]]) -> str:
-    verdicts = Counter(claim["verdict"].partition(" (")[0] for record in records for claim in record["claims"])
-    listed = "; ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items(), key=lambda one: -one[1]))
-    return f"{sum(verdicts.values())} claims of {len(records)} tables and figures: {listed}."
+    """Return how many claims ended in which verdict, those of version 0.1 apart."""
+    calibrated = [record for record in records if record.get("format") == FORMAT]
+    earlier = [record for record in records if record.get("format") != FORMAT]
+    return "\n\n".join(
+        f"{sum(verdicts.values())} claims of {len(those)} tables and figures, {judged}: "
+        + "; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        + "."
+        for those, judged in ((calibrated, "judged by calibrated tests"), (earlier, "judged by version 0.1"))
+        if (verdicts := _count_verdicts(those))
+    )
+
+
+def _count_verdicts(records: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    return Counter(claim["verdict"].partition(" (")[0] for record in records for claim in record["claims"])
 
 
 def _list_absent(known: set[str]) -> Grid:

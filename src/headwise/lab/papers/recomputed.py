@@ -14,6 +14,7 @@ from headwise.lab.papers.records import Reproduced, tabulate_parts
 from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.results.evidence import read_evidence
 from headwise.lab.results.runs import read_results
+from headwise.lab.tune import BestDraw
 
 
 def has_runs(path: Path) -> bool:
@@ -52,6 +53,7 @@ def recompute(path: Path, place: Path) -> Reproduced:
     """
     record = read_json(path)
     try:
+        tuned = {str(name): BestDraw.from_record(one) for name, one in record.get("tuned", {}).items()}
         scale, corpora, left_out = str(record["scale"]), dict(record["parts"]), tuple(record["left_out"])
         reproduction = _select(REPRODUCTIONS[record["id"]], scale, list(corpora), left_out)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -67,7 +69,7 @@ def recompute(path: Path, place: Path) -> Reproduced:
             evidence[part] = found
     tables = tabulate_parts(reproduction, scale, evidence)
     drawn = draw_pictures(reproduction, dict(zip(corpora, folders, strict=True)), evidence, tables)
-    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=dict(record.get("tuned", {})))
+    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=tuned)
 
 
 def _select(reproduction: Reproduction, scale: str, parts: list[str], left_out: tuple[Any, ...]) -> Reproduction:

@@ -23,6 +23,7 @@ from headwise.lab.results.figures import Picture
 from headwise.lab.results.grids import diversity_grid, list_grids, verdict_grid
 from headwise.lab.results.table import PLAIN, Table, make_record
 from headwise.lab.results.tabulate import make_table
+from headwise.lab.tune import BestDraw
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Reproduced:
         tables: The table of each of these parts.
         drawn: Its figures of parts, in addition to those of each table.
         initial_runs: What its runs began with; None where they began with nothing.
-        tuned: The text of each arm with the settings that were tuned, by its name; empty for arms as they are.
+        tuned: The best draw of each arm, by its name; empty for arms as they are.
     """
 
     reproduction: Reproduction
@@ -47,7 +48,7 @@ class Reproduced:
     tables: Mapping[str, Table]
     drawn: tuple[Picture, ...] = ()
     initial_runs: InitialRuns | None = None
-    tuned: Mapping[str, str] = field(default_factory=dict)
+    tuned: Mapping[str, BestDraw] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -148,10 +149,20 @@ def build_summed_grid(found: Reproduced) -> Grid | None:
 
 
 def build_tuned_grid(found: Reproduced) -> Grid | None:
-    """Return the settings that each arm was tuned to, or None where arms were run as they are named."""
+    """Return the settings that each arm was tuned to, and the draws; None where arms were run as they are named."""
     if not found.tuned:
         return None
-    return Grid("the best draw of each arm on dev", ("arm", "run as"), tuple(found.tuned.items()), "ll")
+    header = ("arm", "run as", "its score on dev", "draws", "runs of each", "scores of the others")
+    rows = tuple((name, *_describe_draws(draw)) for name, draw in found.tuned.items())
+    return Grid("the best draw of each arm on dev", header, rows, "llrrrr")
+
+
+def _describe_draws(draw: BestDraw) -> tuple[Cell, ...]:
+    if not draw.tried:
+        return draw.arm, NONE, NONE, NONE, NONE
+    best, *others = sorted((100 * score for _, score in draw.tried), reverse=True)
+    ranked = ", ".join(f"{score:.1f}" for score in others)
+    return draw.arm, show_number(best, 1), str(len(draw.tried)), str(draw.seeds), ranked or NONE
 
 
 def record(found: Reproduced, command: str) -> dict[str, Any]:
@@ -184,7 +195,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         ],
         "parts": {part: found.data.get(part, "") for part in found.evidence},
         "tables": {part: make_record(table) for part, table in tables.items()},
-        "tuned": dict(found.tuned),
+        "tuned": {name: draw.to_record() for name, draw in found.tuned.items()},
         "grids": [
             one.to_record()
             for one in (build_tuned_grid(found), build_summed_grid(found), measured, *every)

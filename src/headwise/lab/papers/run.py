@@ -49,7 +49,7 @@ from headwise.lab.papers.reproduction import Part, Reproduction
 from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.runs import STEP_TIME
-from headwise.lab.tune import read_tuned
+from headwise.lab.tune import BestDraw, read_tuned
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"
@@ -63,13 +63,13 @@ class Plan:
         part: The part.
         comparison: Its runs; the folder may hold those of other reproductions too.
         before: The parts of another reproduction whose runs its own begin with.
-        tuned: The text of each arm with the settings that were tuned, by its name; empty for arms as they are.
+        tuned: The best draw of each arm, by its name; empty for arms as they are.
     """
 
     part: Part
     comparison: Comparison
     before: tuple[Plan, ...] = ()
-    tuned: Mapping[str, str] = field(default_factory=dict)
+    tuned: Mapping[str, BestDraw] = field(default_factory=dict)
 
     @property
     def folders(self) -> list[Path]:
@@ -141,9 +141,9 @@ def make_plans(
             model = with_options(model, chosen, reproduction.task)
         words = [reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))]
         arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
-        chosen_settings: dict[str, str] = {}
+        best: dict[str, BestDraw] = {}
         if tuned is not None:
-            arms, chosen_settings = read_tuned(tuned, arms, reproduction.task, model)
+            arms, best = read_tuned(tuned, arms, reproduction.task, model)
             words.append("tuned")
         place = out / "-".join(word for word in words if word)
         comparison = Comparison(
@@ -157,7 +157,7 @@ def make_plans(
             cache=out / CACHE,
             options=options,
         )
-        plans.append(Plan(part, comparison, before, chosen_settings))
+        plans.append(Plan(part, comparison, before, best))
     return tuple(plans)
 
 
@@ -239,7 +239,7 @@ def report(
     places = {plan.part.name: plan.comparison.out for plan in plans}
     drawn = draw_pictures(reproduction, places, evidence, tables)
     begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
-    tuned = {arm: text for plan in plans for arm, text in plan.tuned.items()}
+    tuned = {arm: draw for plan in plans for arm, draw in plan.tuned.items()}
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun, tuned)
     place = find_page_folder(reproduced, out)
     _write_pages(reproduction, plans, evidence, place, console)
