@@ -43,7 +43,16 @@ def main(
     adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), adapters)
     whole = text.read_text(encoding="utf-8")
+    most = getattr(model.config, "max_position_embeddings", None) or length
+    if length > most:
+        raise typer.BadParameter(f"--length is {length}; the model has {most} positions.")
     held_out = len(whole) * 9 // 10
+    train, test = cut(whole[:held_out], tokenizer, length), cut(whole[held_out:], tokenizer, length)
+    if not train or not test:
+        raise typer.BadParameter(
+            f"{text} gives {len(train)} and {len(test)} held-out rows of {length} tokens; give more text or a smaller "
+            "--length."
+        )
     trainer = Trainer(
         model,
         TrainingArguments(
@@ -58,8 +67,8 @@ def main(
             report_to="none",
             dataloader_pin_memory=False,
         ),
-        train_dataset=cut(whole[:held_out], tokenizer, length),
-        eval_dataset=cut(whole[held_out:], tokenizer, length),
+        train_dataset=train,
+        eval_dataset=test,
     )
     before = trainer.evaluate()["eval_loss"]
     huggingface.attach(trainer, Penalize(hw.CKA()), Repel(hw.SVGD(alpha=hw.Relative(0.1))))  # headwise

@@ -70,6 +70,8 @@ def main(text: Path = Path(__file__), steps: int = 400, batch_size: int = 32, se
     """Train on a text (by default this file), and print ten times along the way."""
     torch.manual_seed(seed)
     whole = text.read_text(encoding="utf-8")
+    if len(whole) <= CONTEXT:
+        raise typer.BadParameter(f"{text} has {len(whole)} characters; give more than {CONTEXT}.")
     letters = sorted(set(whole))
     ids = torch.tensor([letters.index(letter) for letter in whole])
     model = GPT(len(letters))

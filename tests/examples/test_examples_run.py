@@ -30,11 +30,16 @@ needs_minilm = pytest.mark.skipif(
 )
 
 
+def read_panel(printed: str) -> str:
+    """The words of a message in a frame."""
+    return " ".join(re.sub(r"[│╭╰─╮╯]", " ", printed).split())
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a script from its command line, where it may write, without the network; return what it printed."""
 
-    def script(path: Path, *arguments: str | Path) -> str:
+    def script(path: Path, *arguments: str | Path, code: int = 0) -> str:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         monkeypatch.chdir(tmp_path)
@@ -42,8 +47,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
         with torch.random.fork_rng(), pytest.raises(SystemExit) as ended:
             runpy.run_path(str(path), run_name="__main__")
-        assert not ended.value.code
-        return capsys.readouterr().out
+        assert (ended.value.code or 0) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
 
     yield script
     AcceleratorState._reset_state(True)
@@ -123,10 +129,19 @@ def test_a_language_model_is_fine_tuned_with_the_line_and_without(
     printed = run(script, *given, "--output", tmp_path / "out")
     before, after = re.search(r"perplexity before (\S+), after (\S+)", printed).groups()
     assert float(after) < float(before)
+    if not stripped:
+        refused = run(script, *given[:2], code=2)
+        assert "0 held-out rows of 512 tokens; give more text or a smaller --length" in read_panel(refused)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert sum(one.numel() for one in model.parameters()) == sum(
         one.numel() for one in LlamaForCausalLM(config).parameters()
     )
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path, run: Callable[..., str]):
+    (tmp_path / "my.txt").write_text("too short")
+    said = run(EXAMPLES / "nanogpt.py", "--text", tmp_path / "my.txt", code=2)
+    assert "has 9 characters; give more than 64" in read_panel(said)
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -134,11 +134,11 @@ def parse_lora(task: str, given: str | None) -> tuple[str, ...]:
         raise typer.BadParameter(f"task {task} takes no --lora; omit it.")
     names = {"r": "lora", "alpha": "lora_alpha"}
     chosen = {name.strip(): value.strip() for name, _, value in (piece.partition("=") for piece in given.split(","))}
-    rank = chosen.get("r", "")
     twice = len(chosen) < given.count("=")
-    if twice or chosen.keys() - names or not all(chosen.values()) or not (rank.isdecimal() and int(rank)):
+    positive = all(value.isdecimal() and int(value) for value in chosen.values())
+    if twice or chosen.keys() - names or "r" not in chosen or not positive:
         raise typer.BadParameter(
-            f"--lora is {given!r}; expected r=RANK or r=RANK,alpha=ALPHA with a rank of at least 1, as r=8."
+            f"--lora is {given!r}; expected r=RANK or r=RANK,alpha=ALPHA, both integers of at least 1, as r=8."
         )
     return tuple(f"{names[name]}={value}" for name, value in chosen.items())
 

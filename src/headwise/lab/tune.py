@@ -187,8 +187,7 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
     if len(list_scales(task, first.settings)) > 1:
         # what is dev for one fold is test for another
         raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
-    has_dropout = hasattr(tuning.scale, "dropout")
-    arms = [draw_arm(tuning, index, dropout=has_dropout) for index in range(tuning.draws)]
+    arms = [draw_arm(tuning, index) for index in range(tuning.draws)]
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)
     run_folder.write_json(tuning.out / TUNING, record)
@@ -272,11 +271,11 @@ def read_tuned(
     return tuple(best), {name: draw for name, (draw, _) in found.items()}
 
 
-def draw_arm(tuning: Tuning, index: int, *, dropout: bool = True) -> Arm:
+def draw_arm(tuning: Tuning, index: int) -> Arm:
     """Return one draw of an arm; draw 0 is the arm as it is given.
 
     A draw depends on the seed, its number and the setting alone, so that all arms see the same learning rates and
-    dropouts, and more draws add to the earlier ones. `dropout` says whether the model has any.
+    dropouts, and more draws add to the earlier ones. Dropout is drawn where the scale sets it.
     """
     if index == 0:
         return parse_arm(tuning.arm)
@@ -291,7 +290,7 @@ def draw_arm(tuning: Tuning, index: int, *, dropout: bool = True) -> Arm:
                 settings[setting] = _draw(RANGES[setting], tuning.seed, index, f"{name} {setting}")
         if number == 0 and given.learning_rate is None:
             settings["learning_rate"] = f"{rate:.3g}"
-        if number == 0 and given.dropout is None and dropout:
+        if number == 0 and given.dropout is None and tuning.scale.sets_dropout:
             settings["dropout"] = _draw(DROPOUT, tuning.seed, index, "dropout")
         parts.append(name + (":" if settings else "") + ",".join(f"{s}={value}" for s, value in settings.items()))
     return parse_arm("+".join(parts))

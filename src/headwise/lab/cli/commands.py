@@ -347,6 +347,8 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json to use instead of learning subwords.")
     ] = None,
+    pretrained: Pretrained = None,
+    sizes: Sizes = None,
 ) -> None:
     """Prepare the data of a task once, in a folder that can be moved to another machine."""
     require_task(task)
@@ -355,12 +357,13 @@ def prepare(
         raise typer.BadParameter(f"{task} needs no preparation; give its data to headwise compare {task} --data.")
     if data is None:
         raise typer.BadParameter("prepare needs --data.")
-    size = choose_scale(task, scale)
+    options = ScaleOptions(scale, pretrained=pretrained, sizes=tuple(sizes or ()))
     with stoppable("stopped; nothing was written.", [out]):
-        prepared = chosen.prepare(data, size, out, tokenizer=tokenizer, progress=True)
+        prepared = chosen.prepare(data, choose_scale(task, options), out, tokenizer=tokenizer, progress=True)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     say(prepared.summary())
-    say(f"{out}: {written / 2**20:.1f} MiB, for headwise compare {task} --scale {scale} --data {out}")
+    words = " ".join(["headwise compare", task, *options.words(), "--data", str(out)])
+    say(f"{out}: {written / 2**20:.1f} MiB, for {words}")
 
 
 COMMANDS = (tune, data, reproduce, roles, inspect, probe, prepare)

@@ -61,8 +61,11 @@ def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) ->
     """
     other, guided = arm.find(OtherModel), arm.find(Guided)
     if arm.dropout is not None:
-        if not hasattr(scale, "dropout"):
-            raise SettingError(f"arm {arm.name} sets dropout, which task {task.name} has none of; leave it out.")
+        if not scale.sets_dropout:
+            raise SettingError(
+                f"arm {arm.name} sets dropout, and the model of task {task.name} has none or is that of a folder; "
+                "leave it out."
+            )
         changed: Any = scale
         scale = replace(changed, dropout=arm.dropout)
     if other is not None:

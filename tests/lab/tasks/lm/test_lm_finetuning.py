@@ -26,6 +26,8 @@ from headwise.lab.tasks.lm.task import LmTask
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
+from headwise.lab.tune import Tuning, draw_arm
+from lab.command import call
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
@@ -169,6 +171,9 @@ def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
     [
         ("muon-heads", SettingError, "Muon was given no projection of heads that is trained itself"),
         ("talking", LayoutError, "holds adapters of peft, which would not save the matrices"),
+        ("gated", LayoutError, "holds adapters of peft, which would not save gates"),
+        ("mixture", LayoutError, "holds adapters of peft, which would not save gates"),
+        ("plain:dropout=0.2", SettingError, "has none or is that of a folder; leave it out"),
         ("paired", SettingError, r"attention computes nothing that the model of .*gpt2 learned"),
     ],
 )
@@ -196,8 +201,27 @@ def test_the_command_names_the_rank_as_peft_does(place):
     scale = choose_scale("lm", options)
     assert (getattr(scale, "lora", 0), getattr(scale, "lora_alpha", 0)) == (8, 24)
     assert parse_lora("lm", None) == ()
-    for wrong in ("8", "rank=8", "r=", "", "r=0", "r=-1", "alpha=16", "r=8,r=4"):
+    for wrong in ("8", "rank=8", "r=", "", "r=0", "r=-1", "alpha=16", "r=8,r=4", "r=8,alpha=0"):
         with pytest.raises(typer.BadParameter, match="expected r=RANK"):
             parse_lora("lm", wrong)
     with pytest.raises(typer.BadParameter, match="task logic takes no --lora; omit it"):
         parse_lora("logic", "r=8")
+
+
+def test_sizes_of_the_model_are_the_folders(place):
+    for size in ("layers=7", "dropout=0.3", "vocabulary_size=300"):
+        with pytest.raises(SettingError, match=f"--set {size}: .* is that of the model in .*gpt2; omit it"):
+            choose_scale("lm", ScaleOptions("demo", sizes=(size,), pretrained=place / "gpt2"))
+    tuning = Tuning("lm", "cka", 3, 5, dataclasses.replace(TOY, pretrained=place / "gpt2"), place / "tuned")
+    assert [draw_arm(tuning, index).dropout for index in range(3)] == [None] * 3
+    assert draw_arm(dataclasses.replace(tuning, scale=TOY), 2).dropout is not None
+
+
+def test_text_is_prepared_with_the_tokenizer_of_a_folder_and_other_sizes(place, tmp_path, capsys):
+    model, out = str(place / "gpt2"), str(tmp_path / "prepared")
+    given = ("--data", str(place / "docs.jsonl"), "--model", model, "--set", "length=32")
+    assert call("prepare", "lm", *given, "--out", out) == 0
+    said = f"headwise compare lm --scale demo --pretrained {model} --set length=32 --data {out}"
+    assert said in " ".join(capsys.readouterr().out.split())
+    scale = choose_scale("lm", ScaleOptions("demo", sizes=("length=32",), pretrained=place / "gpt2"))
+    assert TASK.load(tmp_path / "prepared", scale, None).train.length == 32

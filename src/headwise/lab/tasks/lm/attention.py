@@ -52,15 +52,16 @@ def measure_copying(model: Any, words: TextTokens, length: int) -> dict[str, flo
 
 
 def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
-    """Return how much attention goes to the first token that a query can see, in percent.
+    """Return how much attention goes to the first token of a document, in percent.
 
-    "sink_attention" is the mean weight over heads and queries with at least 8 tokens before them, and "sink_heads" the
-    share of heads whose mean weight is above 0.3.
+    "sink_attention" is the mean weight over heads and queries that see it, with at least 8 tokens before them, and
+    "sink_heads" the share of heads whose mean weight is above 0.3. A layer whose window never reaches back so far is
+    left out; nothing is returned where all are.
     """
     chosen = spread_evenly(len(rows), ROWS).tolist()
     size = _count_together(rows.length)
-    totals: Tensor | None = None
-    count = 0
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
     with Taps(find_heads(model), weights=True) as taps:
         for first in range(0, len(chosen), size):
             batch = TextRow.batch([rows[number] for number in chosen[first : first + size]])
@@ -68,17 +69,18 @@ def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
             model(**to_device({"input_ids": batch["input_ids"], "position_ids": positions}, model))
             places = torch.arange(positions.shape[1])
             firsts, read = places - positions, (positions >= READ).double()
-            sums = []
-            for capture in taps.read():
-                assert capture.weights is not None
-                index = firsts[:, None, :, None].expand(-1, capture.weights.shape[1], -1, -1)
-                weight = capture.weights.double().cpu().gather(3, index).squeeze(3)
-                sums.append((weight * read[:, None]).sum(dim=(0, 2)))
-            totals = torch.stack(sums) if totals is None else totals + torch.stack(sums)
-            count += int(read.sum())
-    if totals is None or not count:
+            weights = [_gather(one.weights, firsts) for one in taps.read()]
+            # a window that ends before the first token gives it a weight of exactly 0 in all heads
+            seeing = [read * (weight != 0).any(dim=1) for weight in weights]
+            pairs = zip(weights, seeing, strict=True)
+            sums.append(torch.stack([(weight * seen[:, None]).sum(dim=(0, 2)) for weight, seen in pairs]))
+            counts.append(torch.stack([seen.sum() for seen in seeing]))
+    if not sums:
         return {}
-    mean = totals / count
+    total, count = torch.stack(sums).sum(dim=0), torch.stack(counts).sum(dim=0)
+    if not count.any():
+        return {}
+    mean = total[count > 0] / count[count > 0, None]
     return {"sink_attention": 100 * float(mean.mean()), "sink_heads": 100 * float((mean > RESTING).double().mean())}
 
 
@@ -86,6 +88,13 @@ def _pick(weights: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
     """Return the weight from each query to its key, [B, H, number]."""
     assert weights is not None
     return weights.double().cpu()[:, :, queries, keys]
+
+
+def _gather(weights: Tensor | None, keys: Tensor) -> Tensor:
+    """Return the weight from each query to its key in `keys`, [B, T], for all heads, [B, H, T]."""
+    assert weights is not None
+    index = keys[:, None, :, None].expand(-1, weights.shape[1], -1, -1)
+    return weights.double().cpu().gather(3, index).squeeze(3)
 
 
 def _count_together(length: int) -> int:

@@ -20,7 +20,9 @@ from headwise.lab.tasks.lm.tokens import TextTokens
 MOST, TOGETHER = 256, 32
 # Words before the one that is left out.
 BEFORE = 8
-LAST_WORD = re.compile(r"(?<=\s)([^\W\d_]{2,})(?=\s?[.!?](?:\s|$))")
+# A point after one of these ends no sentence, nor does one before a small letter of the same line.
+TITLES = "Mr|Mrs|Ms|Dr|St|Mt|Prof|Gen|Col|Capt|Lt|Sgt|Rev|Hon|Messrs|Mme|Mlle|Jr|Sr|vs|etc|cf|al|No|Vol|Fig"
+LAST_WORD = re.compile(rf"(?<=\s)(?!(?:{TITLES})\s?\.)([^\W\d_]{{2,}})(?=\s?[.!?](?:\s*$|\s*\n|\s+[^\sa-z]))")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ class LmScale(Scale):
     """
 
     training: ClassVar[Mapping[str, Any]] = {"betas": (0.9, 0.95), "bfloat16": True, "schedule": "cosine"}
+    of_folder: ClassVar[tuple[str, ...]] = (
+        *("width", "hidden", "layers", "heads", "key_value_heads", "family", "dropout", "deviation", "tied"),
+        "vocabulary_size",
+    )
 
     name: str
     width: Count

@@ -118,11 +118,12 @@ def describe_contexts(sums: NDArray[np.float64], counts: NDArray[np.float64]) ->
 def score_unigrams(train: Rows, rows: Rows, words: TextTokens, most: int) -> Answers:
     """Return the likelihoods of predicting each token by its frequency in training.
 
-    p(token) = (count + 1) / (tokens + V) over at most `most` training rows.
+    p(token) = (count + 1) / (tokens + V) over the predicted tokens of at most `most` training rows.
     """
     counts = np.ones(words.vocabulary_size)
     for number in range(min(most, len(train))):
-        counts += np.bincount(train.ids(number), minlength=words.vocabulary_size)
+        predicted = train[number].labels[1:]
+        counts += np.bincount(predicted[predicted != IGNORED], minlength=words.vocabulary_size)
     losses = np.log(counts.sum()) - np.log(counts)
     labels = [rows[number].labels[1:] for number in range(len(rows))]
     kept = [one[one != IGNORED] for one in labels]
