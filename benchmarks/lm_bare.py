@@ -58,7 +58,8 @@ class InOrder(Trainer):
     """A Trainer that reads its rows in the order they have."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(train_dataset or self.train_dataset)
+        rows: Any = train_dataset or self.train_dataset
+        return SequentialSampler(rows)
 
 
 def begin(scale: LmScale, prepared: Path, seed: int) -> tuple[dict[str, Tensor], list[int]]:
