@@ -1,4 +1,4 @@
-"""Every figure on choosing a method, and of the study of shrinking, is in one of the records that its section names."""
+"""Every figure on choosing a method, and of two studies, is in one of the records that its section names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ def split_page(name: str) -> list[str]:
     return re.split(r"^## ", (DOCS / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 
 
-STUDY = [section for section in split_page("shrinking.md") if section.startswith("Do diverse heads prune better?")]
-SECTIONS = [*split_page("which-method.md"), *STUDY]
+STUDIES = [
+    section
+    for page, title in (("shrinking.md", "Do diverse heads prune better?"), ("lm.md", "What was found"))
+    for section in split_page(page)
+    if section.startswith(title)
+]
+SECTIONS = [*split_page("which-method.md"), *STUDIES]
 
 
 def read_figures(text: str) -> set[str]:
@@ -43,5 +48,5 @@ def test_every_figure_is_in_a_record_that_its_section_names(section: str):
 
 
 def test_there_are_figures_to_check():
-    assert len(STUDY) == 1
+    assert len(STUDIES) == 2
     assert sum(len(read_figures(section)) for section in SECTIONS) > 40

@@ -5,7 +5,7 @@ from typing import Any
 
 from headwise.lab.analyses.shrinking import SCORE
 from headwise.lab.papers.judge import Found, Judged
-from headwise.lab.results.cells import NONE, Cell, Grid, Line, Number, show_number
+from headwise.lab.results.cells import NONE, Cell, Grid, Line, Number, choose_digits, show_number
 from headwise.lab.results.table import record_judgement
 
 POWER = "What each contrast could have shown"
@@ -80,7 +80,9 @@ def _show_difference(found: Mapping[str, Any], value: float | None, *ends: float
         return NONE
     low, high = ends or (None, None)
     if is_shown_in_points(found["measure"]):
-        return Number(value, low, high, digits=2, factor=100, signed=signed, form="{} points" if signed else "{}")
+        places = (low, high) if signed and low is not None and high is not None else (low,)
+        digits = choose_digits(2, *(None if one is None else 100 * one for one in places))
+        return Number(value, low, high, digits=digits, factor=100, signed=signed, form="{} points" if signed else "{}")
     return Number(value, low, high, signed=signed)
 
 

@@ -56,6 +56,32 @@ def _compare_with_plain(arms: tuple[str, ...]) -> tuple[Contrast, ...]:
     return tuple(Contrast(arm, "plain") for arm in arms if _choose_control(arm) != "plain")
 
 
+def _claim_each(methods: tuple[str, ...], *openings: str) -> tuple[Claim, ...]:
+    """Return claims of each method: its score against its control and against plain, and its effective heads.
+
+    `openings` are what the statements of the three kinds begin with.
+    """
+    control, plain, heads = openings or ("", "", "")
+    return (
+        *(
+            Claim(f"{control}{label_arm(method)} scores higher than its control (the idea of it).", _compare((method,)))
+            for method in methods
+        ),
+        *(
+            Claim(f"{plain}{label_arm(method)} scores higher than plain attention.", against_plain)
+            for method in methods
+            if (against_plain := _compare_with_plain((method,)))
+        ),
+        *(
+            Claim(
+                f"{heads}{label_arm(method)} has more effective heads than its control (ours).",
+                _compare((method,), EFFECTIVE),
+            )
+            for method in methods
+        ),
+    )
+
+
 def _choose_control(arm: str) -> str:
     return CONTROLS[arm if arm in CONTROLS else arm.partition(":")[0]]
 
@@ -144,25 +170,7 @@ def _tune(
         f"tuned-{name}",
         f"Tuned against tuned on {title}",
         methods,
-        *(
-            Claim(
-                f"Tuned with as many draws, {label_arm(method)} scores higher than its control (the idea of it).",
-                _compare((method,)),
-            )
-            for method in methods
-        ),
-        *(
-            Claim(f"Tuned, {label_arm(method)} scores higher than plain attention.", against_plain)
-            for method in methods
-            if (against_plain := _compare_with_plain((method,)))
-        ),
-        *(
-            Claim(
-                f"Tuned for score, {label_arm(method)} has more effective heads than its control (ours).",
-                _compare((method,), EFFECTIVE),
-            )
-            for method in methods
-        ),
+        *_claim_each(methods, "Tuned with as many draws, ", "Tuned, ", "Tuned for score, "),
         *further,
         task=task,
         sizes=sizes,
@@ -203,9 +211,7 @@ DECODER_STUDY = _study(
     "lm",
     "Language models with grouped queries: effective heads and score",
     DECODED,
-    Claim("A method has more effective heads than its control (ours).", _compare(DECODED, EFFECTIVE)),
-    Claim("A method scores higher than its control (the idea of all of it).", _compare(DECODED)),
-    Claim("So it does against plain attention.", _compare_with_plain(DECODED)),
+    *_claim_each(DECODED),
     task="lm",
     sizes={name: Size(name) for name in ("demo", "cpu", "gpu")},
     extra=f"{STRENGTH}; gates that start at 1; Muon at the rate of the recipe; differential attention and its control "

@@ -14,7 +14,7 @@ from headwise.lab.papers.claims_grids import is_shown_in_points
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, name_section, read_records
 from headwise.lab.papers.run import choose_seeds
-from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number
+from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number, choose_digits
 from headwise.lab.results.verdicts import ORDER
 
 # What a record of the first format says of a contrast: "svgd over plain: +0.52 points [-0.31, +1.35], p = 0.412".
@@ -92,7 +92,7 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
 
     Args:
         papers: Folder with a folder for each paper.
-        most: How many contrasts of each verdict to list at the most.
+        most: How many contrasts of each verdict to list at the most, the largest of each table.
 
     Raises:
         DataError: A record is damaged.
@@ -101,7 +101,7 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
     lines = [_count([record for paper in records.values() for record in paper.values()])]
     for verdict in (ORDER[-1], _CONTRADICTED):
         found = [
-            (one, f"{_name_table(record)}: {one.contrast}", f"{folder.name}/{PAGE}#{_make_anchor(record)}")
+            (one, _name_table(record), f"{folder.name}/{PAGE}#{_make_anchor(record)}")
             for folder, paper in records.items()
             for record in paper.values()
             for claim in record["claims"]
@@ -110,8 +110,12 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
             and (one := choose_deciding(_read_contrasts(record, claim), verdict)) is not None
             and one.points
         ]
-        largest = sorted({name: (one, to) for one, name, to in found}.items(), key=lambda item: -abs(item[1][0].value))
-        shown = [f"[{name}]({papers.name}/{to}) {_show(one)}" for name, (one, to) in largest[:most]]
+        # the largest of each table, the later ones of a dict being kept
+        largest = {name: (one, to) for one, name, to in sorted(found, key=lambda item: abs(item[0].value))}
+        shown = [
+            f"[{name}: {one.contrast}]({papers.name}/{to}) {_show(one)}"
+            for name, (one, to) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
+        ]
         if shown:
             lines.append(f"{verdict[0].upper()}{verdict[1:]}, in points: {'; '.join(shown)}.")
     return "\n\n".join(lines)
@@ -189,7 +193,8 @@ def _read_contrasts(record: Mapping[str, Any], claim: Mapping[str, Any]) -> list
 
 
 def _show(found: Measured) -> Number:
-    return Number(found.value, found.low, found.high, digits=2 if found.points else None, signed=True)
+    digits = choose_digits(2, found.low, found.high) if found.points else None
+    return Number(found.value, found.low, found.high, digits=digits, signed=True)
 
 
 def _show_detectable(found: Measured) -> Cell:
@@ -197,7 +202,7 @@ def _show_detectable(found: Measured) -> Cell:
         return NONE
     # what is not tested is in no family
     most = found.detectable if found.detectable_in_family is None else found.detectable_in_family
-    return Number(None, found.detectable, most, digits=2 if found.points else None)
+    return Number(None, found.detectable, most, digits=choose_digits(2, found.detectable) if found.points else None)
 
 
 def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ...]]:

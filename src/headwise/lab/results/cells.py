@@ -21,6 +21,7 @@ MINUS = "\N{MINUS SIGN}"
 CROWDED = 8
 # Words up to this length are not broken, nor texts up to that one between their words.
 LONGEST_WORD, LONGEST_TEXT = 16, 28
+MOST_DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -213,14 +214,33 @@ class Grid:
         return "\n".join([f"**{_escape(self.title)}**", "", *lines])
 
 
+def choose_digits(least: int, *values: float | None) -> int:
+    """Return how many decimals tell values apart: at the least so many, and more where they are within two units.
+
+    A single value is told from zero.
+
+    >>> choose_digits(1, 97.8, 98.5), choose_digits(1, 1.385, 1.448), choose_digits(2, 0.0153)
+    (1, 2, 3)
+    """
+    known = [value for value in values if value is not None]
+    known += [0.0] if len(known) == 1 else []
+    width = max(known) - min(known) if known else 0.0
+    digits = least
+    while 0.0 < width < 2 * 10.0**-digits and digits < MOST_DIGITS:
+        digits += 1
+    return digits
+
+
 def show_percent(found: Estimate, *, interval: bool = True) -> Number:
     """Return a score times 100, with its interval.
 
     >>> print(show_percent(Estimate((0.978, 0.982, 0.983, 0.982), most=1.0)))
     98.1 (97.8 to 98.5)
     """
-    ends = (found.low, found.high) if interval and not found.is_one_number else (None, None)
-    return Number(found.value, *ends, digits=1, factor=100)
+    if found.is_one_number:
+        return Number(found.value, digits=1, factor=100)
+    digits = choose_digits(1, 100 * found.low, 100 * found.high)
+    return Number(found.value, *((found.low, found.high) if interval else (None, None)), digits=digits, factor=100)
 
 
 def show_points(found: Estimate | None) -> Cell:
@@ -231,8 +251,10 @@ def show_points(found: Estimate | None) -> Cell:
     """
     if found is None:
         return NONE
-    ends = (None, None) if found.is_one_number else (found.low, found.high)
-    return Number(found.value, *ends, digits=1, factor=100, signed=True)
+    if found.is_one_number:
+        return Number(found.value, digits=1, factor=100, signed=True)
+    digits = choose_digits(1, 100 * found.low, 100 * found.high)
+    return Number(found.value, found.low, found.high, digits=digits, factor=100, signed=True)
 
 
 def show_signed(value: float) -> Number:

@@ -11,6 +11,7 @@ from headwise.lab.results.cells import (
     Cell,
     Grid,
     Number,
+    choose_digits,
     show_number,
     show_p,
     show_p_range,
@@ -252,7 +253,8 @@ def _show_measure(name: str, value: float | None) -> Cell:
 def _show_detectable(found: Difference | None) -> Cell:
     if found is None or found.judgement.detectable is None or not found.judgement.family:
         return NONE
-    return Number(None, found.judgement.detectable, found.judgement.detectable_in_family, digits=1, factor=100)
+    low, high = found.judgement.detectable, found.judgement.detectable_in_family
+    return Number(None, low, high, digits=choose_digits(1, 100 * low), factor=100)
 
 
 def _show_mean_cost(score: str, drops: Sequence[Drop]) -> Cell:
