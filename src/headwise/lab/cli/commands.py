@@ -99,11 +99,21 @@ def data(
     scale: ScaleName = "demo",
     pipeline: Pipeline = None,
     embeddings: Embeddings = None,
+    pretrained: Pretrained = None,
+    trust_remote_code: TrustRemoteCode = False,
     sizes: Sizes = None,
 ) -> None:
     """Show the statistics of a task's data: splits, labels, vocabulary, and what was left out; nothing is trained."""
     require_task(task)
-    chosen = choose_scale(task, ScaleOptions(scale, pipeline, embeddings, sizes=tuple(sizes or ())))
+    options = ScaleOptions(
+        scale,
+        pipeline,
+        embeddings,
+        sizes=tuple(sizes or ()),
+        pretrained=pretrained,
+        trust_remote_code=trust_remote_code,
+    )
+    chosen = choose_scale(task, options)
     with stoppable("stopped."), TemporaryDirectory() as cache:
         found = named_task(task).load(folder, chosen, Path(cache), progress=standard_console().is_terminal)
     say(found.summary())

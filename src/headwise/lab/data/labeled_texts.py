@@ -125,7 +125,7 @@ class _File:
         if not rows:
             raise DataError(f"{path} has no lines; expected a label and a text in each.")
         self.path = path
-        self.header = _find_header(rows[0][1])
+        self.header = find_header(rows[0][1])
         self.body = rows if self.header is None else rows[1:]
         width = len(rows[0][1])
         if self.header is None and not fewest <= width <= 2:
@@ -201,7 +201,7 @@ def _unquote(field: str) -> str:
     return field
 
 
-def _find_header(fields: Sequence[str]) -> tuple[int, int] | None:
+def find_header(fields: Sequence[str]) -> tuple[int, int] | None:
     """Return the columns of labels and texts if the fields are a header."""
     names = [field.strip().lower() for field in fields]
     label = next((i for i, name in enumerate(names) if name in LABEL_NAMES), None)

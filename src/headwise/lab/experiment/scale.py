@@ -116,7 +116,6 @@ class Scale:
         embeddings: File of word vectors to start from; None for random ones.
         compile_routing: Whether routing is compiled: seconds per process, repaid where a run takes minutes.
         training: Settings of the recipe that are the same in all presets.
-        of_folder: Fields that say nothing where a model is read from a folder, `pretrained`.
 
     Raises:
         SettingError: A value is outside its range.
@@ -125,17 +124,20 @@ class Scale:
     name: str
     compile_routing: bool
     training: ClassVar[Mapping[str, Any]] = {}
-    of_folder: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
         assert self.recipe  # raises what a recipe refuses
 
     @property
+    def unused(self) -> Mapping[str, str]:
+        """The fields that say nothing beside the others, and what is said of one that is set."""
+        return {}
+
+    @property
     def sets_dropout(self) -> bool:
         """Whether the dropout of the model is the scale's to set."""
-        folder = getattr(self, "pretrained", None) is not None
-        return hasattr(self, "dropout") and not (folder and "dropout" in self.of_folder)
+        return hasattr(self, "dropout") and "dropout" not in self.unused
 
     @property
     def recipe(self) -> Recipe:

@@ -64,8 +64,7 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
         task: Name of the task, for messages.
 
     Raises:
-        SettingError: The scale has no such field, or a pretrained model has its own; or a value is of the wrong type
-            or out of range.
+        SettingError: The scale has no such field or does not use it, or a value is of the wrong type or out of range.
 
     >>> from headwise.lab.tasks.logic.scales import LOGIC_SCALES
     >>> with_options(LOGIC_SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name
@@ -88,14 +87,16 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
         name, equals, text = (part.strip() for part in piece.partition("="))
         if not equals or name not in known:
             raise SettingError(f"--set {piece}: expected size=value, with one of the sizes {', '.join(known)}.")
-        if options.pretrained is not None and name in scale.of_folder:
-            raise SettingError(f"--set {piece}: {name} is that of the model in {options.pretrained}; omit it.")
         sizes[name] = _parse_value(piece, text, hints[name])
     if not changes and not sizes:
         return scale
     named = sizes if options.folds is None else {**sizes, "folds": options.folds}
     name = "-".join([scale.name, *(f"{size}={value}" for size, value in named.items())])
-    return dataclasses.replace(typing.cast(Any, scale), name=name, **changes, **sizes)
+    changed = dataclasses.replace(typing.cast(Any, scale), name=name, **changes, **sizes)
+    for size, reason in changed.unused.items():
+        if size in sizes:
+            raise SettingError(f"--set {size}={sizes[size]}: {size} {reason}; omit it.")
+    return changed
 
 
 def _find_kind(hint: Any) -> Any:

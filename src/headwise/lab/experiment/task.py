@@ -253,4 +253,7 @@ class Task(ABC):
         Raises:
             DataError: The run cannot be read.
         """
-        raise DataError(f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer; train it again.")
+        raise DataError(
+            f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer, as after gates, talking "
+            "heads or differential attention; train an arm without them."
+        )

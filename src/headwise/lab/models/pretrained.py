@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.gating.link import NAME as GATES
@@ -20,6 +20,11 @@ from headwise.nn.mixing import CHILD as MIXER
 UNREAD = "pooler"
 # Modules of methods, which transformers passes over in a folder that holds them.
 ADDED = (GATES, MIXER, DIFFERENCE)
+
+
+def holds_added(network: nn.Module) -> bool:
+    """Return whether a model has gates, talking heads or differential attention, which its folder would lose."""
+    return any({*ADDED} & {*module._modules} for module in network.modules())
 
 
 def require_whole(

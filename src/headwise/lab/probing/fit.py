@@ -148,7 +148,7 @@ def _make_hidden_layer(classifier: Classifier, penalty: float, count: int) -> ML
         (classifier.hidden,),
         activation="logistic",
         # scikit-learn divides alpha by the sentences of a batch
-        alpha=penalty * BATCH,
+        alpha=penalty * min(BATCH, count),
         batch_size=cast(Any, min(BATCH, count)),  # a number or "auto"; scikit-learn's type hint has the latter only
         learning_rate_init=1e-2,
         max_iter=EPOCHS,

@@ -60,14 +60,15 @@ def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) ->
         DataError: A role needs what the data does not have.
     """
     other, guided = arm.find(OtherModel), arm.find(Guided)
-    if arm.dropout is not None:
+    dropout = task.remaining_arm(arm, data).dropout
+    if dropout is not None:
         if not scale.sets_dropout:
             raise SettingError(
                 f"arm {arm.name} sets dropout, and the model of task {task.name} has none or is that of a folder; "
                 "leave it out."
             )
         changed: Any = scale
-        scale = replace(changed, dropout=arm.dropout)
+        scale = replace(changed, dropout=dropout)
     if other is not None:
         if other.model not in task.models:
             raise SettingError(

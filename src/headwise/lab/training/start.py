@@ -16,7 +16,7 @@ from headwise.foreign_code import refuse_foreign_code
 from headwise.lab.data.arrays import digest
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.finished import require_intact, require_intact_export
-from headwise.lab.experiment.run_folder import RESULT, read_json
+from headwise.lab.experiment.run_folder import RESULT, is_finished, read_json
 from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
 from headwise.routing.save import load
@@ -68,6 +68,11 @@ class Start:
         run = self.place / escape_arm_name(arm) / f"seed-{number}"
         found = run / (MODEL if self.task == "glue" else DISCRIMINATOR)
         if not (found / CONFIG).is_file():
+            if is_finished(run) and self.task == "pretraining":
+                raise DataError(
+                    f"{run} kept no {DISCRIMINATOR}: transformers would load it without the gates, talking heads or "
+                    "differential attention that it has; leave the arm out."
+                )
             remedy = " with --set keep_model=true" if self.task == "glue" else ""
             raise DataError(
                 f"{run} holds no finished run with a model to begin with; run {self.task} with arm {arm} and seed "

@@ -241,7 +241,7 @@ def _build_trainer(
     heartbeat: Heartbeat,
 ) -> HeadTrainer:
     recipe, seed = settings.scale.recipe, settings.seed
-    rate = settings.arm.learning_rate or recipe.learning_rate
+    rate = task.remaining_arm(settings.arm, data).learning_rate or recipe.learning_rate
     batches: Any = task.batches(data, settings.scale, derive_key(seed, "order"))
     steps = math.ceil(len(batches) / recipe.accumulation)
     staging = folder / run_folder.UNFINISHED

@@ -185,6 +185,15 @@ def test_a_file_of_ones_own_that_cannot_be_used_is_refused(tmp_path, lines, mess
         load_data(tmp_path / "a.tsv", CPU, None)
 
 
+def test_a_label_that_one_of_the_folds_would_not_have_is_refused_before_any_is_trained(tmp_path):
+    both, scale = [f"{i % 2}\tt{i}" for i in range(60)], dataclasses.replace(CPU, folds=5)
+    place = folder(tmp_path, a=both, b=[*both, "odd\tonce"])
+    assert len(list_folds(place / "a.tsv", scale, None)) == 5
+    # training has it in three of the folds
+    with pytest.raises(DataError, match="no training text has the label 'odd'"):
+        list_folds(place / "b.tsv", scale, None)
+
+
 def test_a_label_that_training_does_not_have_is_refused_by_its_line(tmp_path):
     train = ["0\ta b", "1\tc d", "0\te", "1\tf"]
     with pytest.raises(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.settings import RunSettings
@@ -90,6 +90,11 @@ def test_with_many_classes_counts_is_naive_bayes(tense, monkeypatch):
     bayes = TASK.baseline("counts", data, 0)
     assert np.mean(bayes.statistics) > 0.8
     assert regression.predicted.shape == bayes.predicted.shape == data.test.labels.shape
+
+
+def test_folds_are_refused(tense):
+    with pytest.raises(SettingError, match="probing is not cross-validated; omit --folds"):
+        TASK.load(tense, dataclasses.replace(TOY, folds=5), None)
 
 
 def test_without_a_file_it_says_what_it_takes():

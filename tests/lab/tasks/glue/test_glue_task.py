@@ -15,6 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import f1_score
 from transformers import TrainingArguments
 
 import headwise as hw
@@ -32,6 +34,7 @@ from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.start import Classifier, find_start
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
+from lab.command import call
 from lab.tasks.glue.glue_toy import PUBLISHED, TASK, sentence, settings, toy, truth
 
 
@@ -77,7 +80,7 @@ def test_a_run_leaves_its_score_the_answers_for_the_server_and_a_model(finetuned
     answers = np.load(finetuned / "predictions.npz")
     assert found["score"]["pooled"] == pytest.approx((answers["predicted"] == answers["statistics"][:, 2]).mean())
     assert found["answers"]["accuracy"] == pytest.approx(100 * found["score"]["pooled"])
-    assert {"F1", "loss"} <= set(found["answers"])
+    assert found["answers"]["F1"] == pytest.approx(f1_score(answers["statistics"][:, 2], answers["predicted"]))
     lines = (finetuned / "submission" / "RTE.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction"
     assert len(lines) == 7
@@ -93,9 +96,34 @@ def test_a_run_leaves_its_score_the_answers_for_the_server_and_a_model(finetuned
 def test_a_score_is_learned_as_a_number_and_answered_within_its_range(glue, model, tmp_path):
     train_run(settings("plain", glue / "STS-B", toy(model, epochs=1)), tmp_path / "run")
     found = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert -1 <= found["score"]["pooled"] <= 1
+    trained = load_trained(settings("plain", glue / "STS-B", toy(model, epochs=1)), tmp_path / "run")
+    batch = TASK.collate([trained.data.test[number] for number in range(len(trained.data.test))])
+    truth = batch.pop("labels").double().numpy()
+    with torch.no_grad():
+        answers = 5 * trained.model.eval()(**batch)["logits"].double().numpy()
+    assert found["score"]["pooled"] == pytest.approx(spearmanr(answers, truth).statistic, abs=1e-5)
+    assert found["answers"]["Pearson"] == pytest.approx(pearsonr(answers, truth).statistic, abs=1e-3)
+    assert found["answers"]["loss"] == pytest.approx(np.square((answers - truth) / 5).mean(), rel=1e-4)
     lines = (tmp_path / "run" / "submission" / "STS-B.tsv").read_text().splitlines()[1:]
     assert all(0.0 <= float(line.split("\t")[1]) <= 5.0 for line in lines)
+
+
+def test_the_statistics_of_a_set_are_shown(glue, model, capsys):
+    assert call("data", "glue", "--data", str(glue / "RTE"), "--pretrained", str(model)) == 0
+    assert "RTE" in capsys.readouterr().out
+
+
+def test_measures_of_answers_that_are_all_alike_are_zero(glue, model):
+    data = TASK.load(glue / "RTE", toy(model), None)
+    built = TASK.model(data, toy(model)).eval()
+    with torch.no_grad():
+        built.network.classifier.out_proj.weight.zero_()
+        built.network.classifier.out_proj.bias.copy_(torch.tensor([1.0, -1.0]))
+        assert TASK.on_test(built, data).measures["F1"] == 0.0
+        scores = TASK.load(glue / "STS-B", toy(model), None)
+        built = TASK.model(scores, toy(model)).eval()
+        built.network.classifier.out_proj.weight.zero_()
+        assert TASK.on_test(built, scores).measures["Pearson"] == 0.0
 
 
 def test_a_second_fine_tuning_goes_on_from_the_first_of_the_same_seed(finetuned, glue, tmp_path):
@@ -124,8 +152,12 @@ def test_each_arm_begins_with_its_own_pre_training_and_does_nothing_more(glue, m
     _, methods = attach_arm(TASK, parse_arm("svgd:alpha=0.1"), data, toy(made), seed=3)
     methods.repel(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]))
     assert methods.repulsion is None
-    kept = TASK.remaining_arm(parse_arm("svgd:alpha=0.1,learning_rate=0.01"), data)
-    assert (kept.methods, kept.learning_rate, kept.control) == ((), 0.01, "smooth")
+    # rate and dropout were those of pre-training
+    arm = parse_arm("svgd:alpha=0.1,learning_rate=0.01,dropout=0.3")
+    kept = TASK.remaining_arm(arm, data)
+    assert (kept.methods, kept.learning_rate, kept.dropout, kept.control) == ((), None, None, "smooth")
+    comparison(tmp_path / "pre", "pretraining", model, {arm.name: 1})
+    attach_arm(TASK, arm, data, toy(made), seed=0)
     whole = TASK.load(glue / "RTE", toy(model), None)
     assert TASK.remaining_arm(parse_arm("svgd"), whole) == parse_arm("svgd")
     found = run_folder.read_json(made / "comparison.json")

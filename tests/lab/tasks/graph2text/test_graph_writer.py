@@ -189,8 +189,13 @@ def test_the_loss_is_the_product_of_the_steps_a_search_takes():
 
 def test_nothing_of_the_graph_but_its_size_reaches_a_blind_model():
     model = writer(blind=True)
-    changed = {**GRAPHS[0], "entities": [[9]] * 4, "triples": [(1, 4, 2)]}
-    assert torch.equal(model(**collate([GRAPHS[0]]))["loss"], model(**collate([changed]))["loss"])
+    changed = {**GRAPHS[0], "entities": [[9]] * 4, "triples": [(1, 4, 2)], "types": GRAPHS[0]["types"][::-1]}
+    assert changed["types"] != GRAPHS[0]["types"]
+    before, after = collate([GRAPHS[0]]), collate([changed])
+    assert torch.equal(model(**before)["loss"], model(**after)["loss"])
+    mention = torch.tensor([model.embedding.num_embeddings])
+    one, other = (model.embed_words(read(model, batch), mention) for batch in (before, after))
+    assert torch.equal(one, other)
     assert not torch.equal(writer()(**collate([GRAPHS[0]]))["loss"], writer()(**collate([changed]))["loss"])
 
 

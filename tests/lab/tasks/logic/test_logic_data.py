@@ -53,6 +53,16 @@ def test_generated_splits_are_disjoint_and_about_eighty_ten_ten():
     assert len(test) / total == pytest.approx(0.1, abs=0.03)
 
 
+def test_pairs_of_training_with_their_sides_swapped_are_counted(published):
+    data = load_logic(None, TOY, None)
+    train = texts(data, data.train)
+    expected = sum((hypothesis, premise) in train for premise, hypothesis in texts(data, data.test))
+    assert 0 < expected == data.count_swapped() < len(data.test)
+    assert f"{expected} test pairs are training pairs with their sides swapped" in data.summary()
+    with pytest.raises(SettingError, match=r"generated_draws is set, and .*published has pairs"):
+        load_logic(published, replace(TOY, name="demo-generated_draws=3000"), None)
+
+
 def test_more_draws_never_move_a_pair_to_another_split():
     few, many = (load_logic(None, replace(TOY, generated_draws=draws), None) for draws in (2_000, 4_000))
     for name in ("train", "dev", "test"):

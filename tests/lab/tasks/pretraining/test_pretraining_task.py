@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy.special import expit
+from sklearn.metrics import log_loss, roc_auc_score
 
 import headwise as hw
 from headwise.errors import DataError, SettingError
@@ -23,14 +25,17 @@ from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Task
+from headwise.lab.frozen.open import open_frozen
 from headwise.lab.packed_text.prepare import prepare_text
-from headwise.lab.tasks.pretraining.data import PACKING
+from headwise.lab.tasks.pretraining.data import PACKING, MaskedRow
 from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
-from headwise.lab.tasks.pretraining.scores import compute_placements
+from headwise.lab.tasks.pretraining.scores import compute_placements, score_batches, score_rows
 from headwise.lab.tasks.pretraining.task import PretrainingTask
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import build_optimizer
+from headwise.lab.training.start import Start
 from headwise.lab.training.train import never, train_run
+from headwise.lab.training.trained import load_trained
 from lab.stopping import same_bits, stop_after
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
 
@@ -49,8 +54,15 @@ def text(tmp_path_factory) -> Path:
     return folder / "prepared"
 
 
-def settings(arm: str, text: Path, **changes) -> RunSettings:
-    return RunSettings("pretraining", TOY, parse_arm(arm), seed=3, data=text, **changes)
+def settings(arm: str, text: Path, scale=TOY) -> RunSettings:
+    return RunSettings("pretraining", scale, parse_arm(arm), seed=3, data=text)
+
+
+def original(row: MaskedRow) -> list[int]:
+    """The tokens of a row before some were masked."""
+    ids = row.input_ids.copy()
+    ids[row.positions] = row.labels
+    return ids.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +148,35 @@ def test_arms_of_a_seed_see_the_same_text_masks_and_start(text):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     batches = [list(islice(TASK.batches(data, TOY, 5), 3)) for _ in range(2)]
     assert batches[0] == batches[1]
+    # another seed masks the same row elsewhere
+    first = [TASK.batches(data, TOY, seed).first_draw for seed in (5, 6)]
+    row, same = (data.train[draw * len(data.train) + 7] for draw in first)
+    assert original(row) == original(same)
+    assert row.input_ids.tolist() != same.input_ids.tolist()
+
+
+def test_the_scores_follow_from_the_outputs(runs, text):
+    data, model = TASK.load(text, TOY, None), load_trained(settings("plain", text), runs["plain"]).model.eval()
+    with torch.no_grad():
+        found = score_rows(model, data.test)
+        (out,) = score_batches(model, data.test)
+    replaced, scores = out["replaced"].numpy().ravel(), out["logits"].double().numpy().ravel()
+    assert found.measures["replaced"] == pytest.approx(100 * replaced.mean())
+    assert found.measures["discriminator_loss"] == pytest.approx(log_loss(replaced, expit(scores)), rel=1e-5)
+    placed = found.statistics.sum(axis=0)
+    assert placed[0] / placed[1] == pytest.approx(roc_auc_score(replaced, scores), rel=1e-6)
+    assert found.measures["generator_accuracy"] == pytest.approx(100 * out["filled"].double().mean().item())
+    assert 0 <= found.measures["generator_accuracy"] <= 100
+
+
+def test_a_discriminator_with_gates_is_not_written(text, tmp_path):
+    run = tmp_path / "gated" / "seed-0"
+    train_run(settings("gated", text, dataclasses.replace(TOY, steps=4, rounds=1)), run)
+    assert not (run / "discriminator").exists()
+    with pytest.raises(DataError, match="kept no discriminator: transformers would load it without the gates"):
+        Start(tmp_path, "pretraining", "0").folder("gated", 0, 1)
+    with pytest.raises(DataError, match=r"keeps no folder 'discriminator'.*as after gates"):
+        open_frozen(run, None)
 
 
 def test_the_discriminator_goes_to_plain_transformers_and_one_with_an_aggregator_does_not(runs, tmp_path):

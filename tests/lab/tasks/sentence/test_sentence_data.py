@@ -237,6 +237,23 @@ def test_lines_that_do_not_fit_are_refused_by_their_number(content, message, tmp
         load_sentences(path, SCALE, None)
 
 
+@pytest.mark.parametrize(
+    ("header", "row", "texts"),
+    [
+        ("sentiment\ttext\tsource", "pos\tit is fine\tweb", ("it is fine",)),
+        ("target\treview\tauthor", "pos\tit is fine\tann", ("it is fine",)),
+        ("id\tclass\ttext", "7\tpos\tit is fine", ("it is fine",)),
+        ("class\tpremise\thypothesis", "pos\ta dog runs\tit moves", ("a dog runs", "it moves")),
+        ("id\tsentence2\tlabel\tsentence1", "7\tit moves\tpos\ta dog runs", ("a dog runs", "it moves")),
+    ],
+)
+def test_a_header_says_what_the_columns_are(header, row, texts, tmp_path):
+    other = row.replace("pos", "neg")
+    (tmp_path / "mine.tsv").write_text(f"{header}\n{row}\n{other}\n", encoding="utf-8")
+    found = read_set(tmp_path / "mine.tsv").splits["all"]
+    assert [(one.label, one.texts) for one in found] == [("pos", texts), ("neg", texts)]
+
+
 def test_vectors_are_read_and_their_words_kept_however_rare(tmp_path):
     path = write_texts(tmp_path / "mine.tsv", 60)
     vectors = tmp_path / "vectors.txt"

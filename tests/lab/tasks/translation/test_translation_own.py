@@ -74,6 +74,20 @@ def test_two_files_are_a_corpus_whose_dev_and_test_are_cut_the_same_every_time(t
     assert len(set(data.sources("test")) ^ set(again.sources("test"))) <= 3
 
 
+def test_pairs_with_a_blank_side_are_dropped_and_in_no_split_that_is_cut(tmp_path):
+    for name, words, turn in (("my.en", SOURCE_WORDS, 0), ("my.de", TARGET_WORDS, 3)):
+        text = lines(2_000, 4, words)
+        write(tmp_path / name, [" " if number % 7 == turn else line for number, line in enumerate(text)])
+    data = load(f"{tmp_path}/my.en,{tmp_path}/my.de", tmp_path / "cache")
+    sizes = {name: len(split) for name, split in data.whole.splits.items()}
+    assert data.whole.record["splits"]["train"]["dropped"]["blank"] == 2 * 286
+    assert sum(sizes.values()) + 2 * 286 == 2_000
+    assert sizes["dev"] > 40 < sizes["test"]
+    for split in ("dev", "test"):
+        assert all(data.sources(split))
+        assert all(data.references(split))
+
+
 def test_two_files_with_one_ending_are_told_apart_by_their_names(tmp_path):
     for name in ("source.txt", "target.txt"):
         write(tmp_path / name, lines(200, 3, TARGET_WORDS))

@@ -127,9 +127,15 @@ class ClassificationData:
 
 def list_folds(place: Path, scale: ClassificationScale, cache: Path | None) -> tuple[ClassificationScale, ...]:
     """Return the scale of each training of a run: one per fold if the set has no test split."""
-    if scale.folds is None or scale.fold is not None or load_texts(place, scale, cache).layout.test is not None:
+    if scale.folds is None or scale.fold is not None:
         return (scale,)
-    return tuple(replace(scale, fold=fold) for fold in range(scale.folds))
+    texts = load_texts(place, scale, cache)
+    if texts.layout.test is not None:
+        return (scale,)
+    scales = tuple(replace(scale, fold=fold) for fold in range(scale.folds))
+    for one in scales:
+        _require_labels(texts, _cut_splits(texts, one)[0]["train"], place)
+    return scales
 
 
 def load_data(
@@ -164,11 +170,8 @@ def encode_splits(
     for name, numbers in splits.items():
         if not len(numbers):
             raise DataError(f"{place}: the {name} split holds no text; add data.")
-    missing = sorted({*range(len(texts.labels))} - {*texts.classes[splits["train"]].tolist()})
-    if missing and every_label:
-        raise DataError(
-            f"{place}: no training text has the label {texts.labels[missing[0]]!r:.60}; add data or drop it."
-        )
+    if every_label:
+        _require_labels(texts, splits["train"], place)
     vocabulary = _make_vocabulary(texts, splits["train"], scale.min_count)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
     type_ids = [ids.get(word, UNKNOWN) for word in texts.lower]
@@ -201,6 +204,14 @@ def collate(examples: Sequence[Sentence]) -> dict[str, Tensor]:
         "labels": torch.tensor([one["label"] for one in examples]),
         "numbers": torch.tensor([one["number"] for one in examples]),
     }
+
+
+def _require_labels(texts: Texts, train: NDArray[np.int64], place: Path) -> None:
+    missing = sorted({*range(len(texts.labels))} - {*texts.classes[train].tolist()})
+    if missing:
+        raise DataError(
+            f"{place}: no training text has the label {texts.labels[missing[0]]!r:.60}; add data or drop it."
+        )
 
 
 def _cut_splits(texts: Texts, scale: ClassificationScale) -> tuple[dict[str, NDArray[np.int64]], int]:

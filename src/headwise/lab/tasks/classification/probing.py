@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.lab.data.probing_files import find_probing_file
 from headwise.lab.experiment.task import Answers
 from headwise.lab.models.text_classifiers import EncoderSizes, SentenceTransformer, WordVectors
@@ -68,6 +68,8 @@ class ProbingTask(ClassificationTask):
                 "probing needs --data: the file of one task, as SentEval's past_present.txt, with partition, label and "
                 "sentence in each line."
             )
+        if scale.folds is not None:
+            raise SettingError("probing is not cross-validated; omit --folds.")
         return load_probing(folder, scale, cache, progress=progress)
 
     def find(self, folder: Path, scale: ClassificationScale) -> None:  # noqa: ARG002  any scale reads the same files

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,8 +80,11 @@ class GlueTask(Task):
         return model
 
     def remaining_arm(self, arm: Arm, data: GlueData) -> Arm:
-        """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with."""
-        return replace(arm, methods=()) if data.start.of_arms else arm
+        """Return what an arm does while fine-tuning: nothing where it acted in the run that it begins with.
+
+        Nor are its rate and dropout those of fine-tuning then.
+        """
+        return replace(arm, methods=(), learning_rate=None, dropout=None) if data.start.of_arms else arm
 
     def initial_run(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> int | None:
         """Return the seed of the pre-training that a run goes back to; None where all begin with one model."""
@@ -197,12 +200,12 @@ def _measure(data: GlueData, answers: NDArray[np.float64]) -> dict[str, float]:
         from scipy.stats import pearsonr
 
         if np.ptp(answers) == 0.0 or np.ptp(truth) == 0.0:
-            return {}
+            return {"Pearson": 0.0}
         found: Any = pearsonr(answers, truth)
         return {"Pearson": float(found.statistic)}
     measures = {"accuracy": 100 * score_answers(ACCURACY, answers, truth)}
-    if len(data.found.labels) == 2 and answers.any() and truth.any():
+    if len(data.found.labels) == 2:
         from sklearn.metrics import f1_score
 
-        measures["F1"] = float(f1_score(truth, answers))
+        measures["F1"] = float(f1_score(truth, answers, zero_division=cast(Any, 0.0)))
     return measures

@@ -52,7 +52,7 @@ def rate(
         names = (_name(run), _name(against))
         prepare_folder(out)
         form, key = write_rating(out, found, (run, against), names, count=items, seed=seed)
-        make_outputs_page(found[:items], names, title="Texts of two runs").write(out / "outputs.html")
+        make_outputs_page(found, names, title="Texts of two runs").write(out / "outputs.html")
     say(f"form: {form}, for the raters: each saves a file")
     say(f"key: {key}, not for the raters: headwise ratings {key} FILE...")
     say(f"texts with names: {out / 'outputs.html'}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError
 from headwise.lab.models.encoder import ScaledEmbedding
-from headwise.lab.tasks.graph2text.coder import GraphCoder
+from headwise.lab.tasks.graph2text.coder import UNKNOWN, GraphCoder
 from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED, Departures, GraphEncoder
 from headwise.lab.tasks.graph2text.scales import GraphScale
 
@@ -171,6 +171,10 @@ class GraphWriter(nn.Module):
         state = self.start(memory)
         if self.departures.late_context and self.training:
             state = dataclasses.replace(state, graph=0 * state.graph, title=0 * state.title)
+        if self.blind:
+            # what was written before, were it of an entity, says its type
+            mentions = labels[:, :-1] >= self.embedding.num_embeddings
+            inputs = torch.cat([inputs[:, :1], inputs[:, 1:].masked_fill(mentions, UNKNOWN)], dim=1)
         found = []
         for vectors in self._vectors(inputs).unbind(1):
             state = self.step(memory, state, vectors)
@@ -190,6 +194,7 @@ class GraphWriter(nn.Module):
             copies = phrases[rows] * there.unsqueeze(-1)
         if self.blind:
             states, copies = torch.zeros_like(states), torch.zeros_like(copies)
+            types = torch.full_like(types, UNKNOWN)
         return Memory(
             graph=self.graph_attention.project(states),
             nodes=self._visible(nodes != 0),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.lab.experiment.run_folder import whole_folder, write_text
-from headwise.lab.models.pretrained import ADDED, quietly
+from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.tasks.lm.data import LmData
 from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
@@ -22,7 +22,7 @@ def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> Non
     heads or differential attention is not written, since transformers would load it without them; of a fine-tuned one,
     `folder` / "start" gets the configuration and the tokenizer that it began with.
     """
-    if any({*ADDED} & {*module._modules} for module in network.modules()):
+    if holds_added(network):
         if data.start_model is not None:
             _keep_start(data.start_model.any_folder(), scale, folder)
         return

@@ -53,10 +53,6 @@ class LmScale(Scale):
     """
 
     training: ClassVar[Mapping[str, Any]] = {"betas": (0.9, 0.95), "bfloat16": True, "schedule": "cosine"}
-    of_folder: ClassVar[tuple[str, ...]] = (
-        *("width", "hidden", "layers", "heads", "key_value_heads", "family", "dropout", "deviation", "tied"),
-        "vocabulary_size",
-    )
 
     name: str
     width: Count
@@ -106,6 +102,14 @@ class LmScale(Scale):
     def epochs(self) -> int:
         """A round counts as an epoch."""
         return self.rounds
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """With a model's folder, all that describes a new model."""
+        if self.pretrained is None:
+            return {}
+        described = ("width", "hidden", "layers", "heads", "key_value_heads", "family", "dropout", "deviation", "tied")
+        return dict.fromkeys((*described, "vocabulary_size"), f"is that of the model in {self.pretrained}")
 
     @property
     def preparation(self) -> TextPreparation:

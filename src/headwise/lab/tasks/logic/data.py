@@ -4,7 +4,7 @@ It is generated, or read from the published files (Bowman et al. 2015). Training
 test set has longer ones too, in bins by number of operators (Tran et al. 2018).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import Ragged, cache_arrays, digest, require_files, stable_key
 from headwise.lab.data.batching import pad
 from headwise.lab.tasks.logic.files import read_pairs
@@ -91,7 +91,14 @@ class LogicData:
     def summary(self) -> str:
         """Return the number of pairs of each split, in one line."""
         sizes = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
-        return "pairs: " + ", ".join(f"{size:,} {name}" for name, size in sizes.items())
+        listed = ", ".join(f"{size:,} {name}" for name, size in sizes.items())
+        return f"pairs: {listed}; {self.count_swapped():,} test pairs are training pairs with their sides swapped"
+
+    def count_swapped(self) -> int:
+        """Return how many test pairs are in training the other way round, where their relation follows."""
+        swapped = Counter((tuple(one["hypothesis"]), tuple(one["premise"])) for one in self.test)
+        known = {(tuple(one["premise"]), tuple(one["hypothesis"])) for one in self.train}
+        return sum(count for pair, count in swapped.items() if pair in known)
 
 
 def find_files(folder: Path, scale: LogicScale) -> dict[str, Path]:
@@ -118,7 +125,10 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
 
     Raises:
         DataError: A file is missing or malformed, the cache cannot be written, or a split is empty.
+        SettingError: A number of draws was set beside published files.
     """
+    if folder is not None and "-generated_draws=" in scale.name:
+        raise SettingError(f"generated_draws is set, and {folder} has pairs that were published; omit one of them.")
     most = max(scale.train_operators, *scale.test_bins)
     place = "generated pairs" if folder is None else str(folder)
     kept = f"{scale.train_operators} {scale.test_bins} {scale.train_examples} {scale.dev_examples}"

@@ -14,7 +14,7 @@ from headwise.lab.experiment.metrics import Auc
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.electra import ElectraPretraining
-from headwise.lab.models.pretrained import quietly
+from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.packed_text.folder import find_packed, require_text, write_packed
 from headwise.lab.packed_text.prepare import TOKENIZER
 from headwise.lab.packed_text.stream import StreamBatches
@@ -130,8 +130,11 @@ class PretrainingTask(Task):
     def export(self, model: ElectraPretraining, data: PretrainingData, scale: PretrainingScale, folder: Path) -> None:  # noqa: ARG002  every scale's is exported
         """Write the discriminator and its tokenizer: `from_pretrained` takes the folder.
 
-        With an aggregator in it only `headwise.load` does, and transformers refuses it.
+        With an aggregator in it only `headwise.load` does, and transformers refuses it. A discriminator with gates,
+        talking heads or differential attention is not written, since transformers would load it without them.
         """
+        if holds_added(model.discriminator):
+            return
         with quietly(), whole_folder(folder / DISCRIMINATOR) as temporary:
             exported: Any = model.discriminator
             exported.save_pretrained(temporary)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import is_file, read_numbered_lines
-from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled, read_rows
+from headwise.lab.data.labeled_texts import (
+    LABEL_NAMES,
+    LabeledText,
+    Layout,
+    find_header,
+    find_layout,
+    read_labeled,
+    read_rows,
+)
 from headwise.lab.tasks.sentence.author_profiles import find_truth, read_profiles
 from headwise.strict_json import parse_json
 
@@ -15,7 +23,7 @@ from headwise.strict_json import parse_json
 YELP_LINES = 504_000
 YELP = ("review.json", "yelp_academic_dataset_review.json")
 SICK: Mapping[str, str] = {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"}
-PAIR_LABELS = {"label", "gold_label", "entailment_judgment"}
+PAIR_LABELS = {"gold_label", "entailment_judgment", *LABEL_NAMES}
 PAIR_TEXTS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_a", "sentence_b"))
 # SNLI's label of pairs on which its annotators did not agree.
 UNDECIDED = "-"
@@ -166,7 +174,8 @@ def _find_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
         if label is not None and one in names and other in names:
             return label, names.index(one), names.index(other)
     # without names a pair has the label first, as in the published files
-    return (0, 1, 2) if len(fields) == 3 and label is None else None
+    headed = find_header(fields) is not None or not {"label", "gold_label"}.isdisjoint(names)
+    return (0, 1, 2) if len(fields) == 3 and not headed else None
 
 
 def _read_reviews(path: Path) -> list[Example]:

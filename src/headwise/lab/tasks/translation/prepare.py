@@ -64,7 +64,9 @@ def compute_fingerprint(corpus: Corpus, layout: Layout, files: Files, preparatio
     languages = corpus.source_language, corpus.target_language
     # the endings choose the reader
     endings = [path.name.removesuffix(".gz").rpartition(".")[2] for path in flat]
-    described = f"{FORMAT} {languages} {counts} {endings} {layout.dev_every} {how} {preparation.cleaning}"
+    # before, dev and test that are cut had blank lines
+    cut = "" if counts.keys() >= {"dev", "test"} else " no blanks cut"
+    described = f"{FORMAT} {languages} {counts} {endings} {layout.dev_every}{cut} {how} {preparation.cleaning}"
     return digest(described, flat)
 
 
@@ -125,6 +127,9 @@ class _Text:
                 yield pair
 
     def _choose_split(self, number: int, pair: TextPair) -> str:
+        if not (pair.source.text.strip() and pair.target.text.strip()):
+            # where it is dropped and counted
+            return "train"
         if "dev" in self.cut and self.dev_every:
             return "dev" if number % self.dev_every == 0 else "train"
         # by the source line alone: a line that occurs twice stays on one side of the cut

@@ -66,6 +66,11 @@ class TranslationScale(Scale):
     pipeline: Path | None = field(default=None, metadata=UNRECORDED)
     compile_routing: bool = True
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Marian is post-norm in any case."""
+        return {"norm_first": "says nothing to Marian, which is post-norm"} if self.model == "marian" else {}
+
 
 # paper: fairseq's transformer_iwslt_de_en, which An et al. 2020 train on IWSLT14.
 # paper-base, paper-big: those of Vaswani et al. 2017, as An et al. 2020 train them on WMT14.
