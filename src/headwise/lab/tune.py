@@ -189,6 +189,11 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         # what is dev for one fold is test for another
         raise SettingError("an arm is tuned on one cut of the data; leave the folds out (--folds 1).")
     arms = [draw_arm(tuning, index) for index in range(tuning.draws)]
+    if any(task.remaining_arm(arm, data) != arm for arm in arms):
+        raise SettingError(
+            f"{tuning.arm} begins with what its own earlier training left, whose settings cannot be drawn here; begin "
+            "with one model, as that of --pretrained RUNS/plain/seed-0."
+        )
     for arm in arms:
         require_fits(arm, task, data, tuning.scale)
     run_folder.write_json(tuning.out / TUNING, record)

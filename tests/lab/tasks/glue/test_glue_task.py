@@ -34,6 +34,7 @@ from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.start import Classifier, find_start
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
+from headwise.lab.tune import Tuning, tune
 from lab.command import call
 from lab.tasks.glue.glue_toy import PUBLISHED, TASK, sentence, settings, toy, truth
 
@@ -111,6 +112,15 @@ def test_a_score_is_learned_as_a_number_and_answered_within_its_range(glue, mode
 def test_the_statistics_of_a_set_are_shown(glue, model, capsys):
     assert call("data", "glue", "--data", str(glue / "RTE"), "--pretrained", str(model)) == 0
     assert "RTE" in capsys.readouterr().out
+
+
+def test_what_an_earlier_training_of_each_arm_settles_is_not_tuned_nor_set(glue, model, tmp_path):
+    made = comparison(tmp_path / "pre", "pretraining", model, {"plain": 1})
+    tuning = Tuning("glue", "plain", 2, 5, toy(made), tmp_path / "tuned", data=glue / "RTE")
+    with pytest.raises(SettingError, match="plain begins with what its own earlier training left"):
+        tune(tuning, Console(quiet=True))
+    with pytest.raises(SettingError, match="starts is set, and all runs begin with"):
+        TASK.load(glue / "RTE", toy(model, name="demo-starts=3", starts=3), None)
 
 
 def test_measures_of_answers_that_are_all_alike_are_zero(glue, model):

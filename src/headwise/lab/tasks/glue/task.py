@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
@@ -56,6 +56,8 @@ class GlueTask(Task):
         if folder is None:
             raise DataError(f"glue needs --data: the folder of one of GLUE's sets, {', '.join(GLUE)}.")
         data = load_glue(folder, scale)
+        if not data.start.of_arms and "-starts=" in scale.name:
+            raise SettingError(f"starts is set, and all runs begin with {data.start.place}; omit it.")
         self._padding = data.tokenizer.pad_token_id or 0
         return data
 
