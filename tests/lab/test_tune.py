@@ -5,6 +5,8 @@ import io
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from headwise.lab.results.tabulate import read_table
 from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.tasks.logic.task import LogicTask
 from headwise.lab.training.attach import attach_arm, build_model
+from headwise.lab.training.start import Start
 from headwise.lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, expect_best, read_tuned, tune
 from lab.command import call
 from lab.tasks.logic.logic_toy import TOY
@@ -132,8 +135,9 @@ def test_every_arm_sees_the_same_dropouts_and_the_model_has_them(tmp_path):
 
 
 def test_dropout_is_refused_where_a_task_has_none():
+    data: Any = SimpleNamespace(start=Start(Path("model"), "", "0"))
     with pytest.raises(SettingError, match="sets dropout, and the model of task glue has none"):
-        build_model(named_task("glue"), parse_arm("plain:dropout=0.1"), None, GLUE_SCALES["demo"], seed=0)
+        build_model(named_task("glue"), parse_arm("plain:dropout=0.1"), data, GLUE_SCALES["demo"], seed=0)
 
 
 def test_a_draw_of_several_seeds_scores_their_mean(tmp_path, inline):
