@@ -154,6 +154,9 @@ class BestDraw:
         if isinstance(record, str):
             return cls(record)
         tried = tuple((str(one["arm"]), float(one["dev_score"])) for one in record["tried"])
+        if not all(math.isfinite(score) for _, score in tried):
+            raise ValueError("a score is not finite")
+        require_integer("seeds", record["seeds"], low=1)
         return cls(str(record["arm"]), tried, record["seeds"])
 
     def to_record(self) -> dict[str, Any]:
@@ -319,7 +322,7 @@ def _read_best(path: Path) -> tuple[BestDraw, Arm]:
         found = BestDraw.from_record(_read_object(path))
         return found, parse_arm(found.arm)
     except (SettingError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} holds no arm ({str(error)[:300]}); delete it and tune again.") from None
+        raise DataError(f"{path} does not hold the draws of an arm ({str(error)[:300]}); tune again.") from None
 
 
 def _read_dev_score(job: Job) -> float:

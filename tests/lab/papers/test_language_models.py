@@ -12,7 +12,10 @@ from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.run import make_plans
 
 STUDY = REPRODUCTIONS["diversity/lm"]
-EFFECTIVE, SCORE, PLAIN = STUDY.claims
+CONTRASTS = [one for claim in STUDY.claims for one in claim.contrasts]
+PLAIN = [one for claim in STUDY.claims for one in claim.contrasts if "plain attention" in claim.statement]
+EFFECTIVE = [one for one in CONTRASTS if one.measure == "effective_heads"]
+SCORE = [one for one in CONTRASTS if one not in EFFECTIVE and one not in PLAIN]
 
 
 @pytest.mark.parametrize("scale", ["demo", "cpu", "gpu"])
@@ -29,12 +32,12 @@ def test_every_arm_runs_with_its_control(scale: str, tmp_path: Path):
 
 
 def test_every_contrast_is_with_the_control_or_with_plain():
-    for claim in (EFFECTIVE, SCORE):
-        assert {one.arm: one.against for one in claim.contrasts} == {
-            one.arm: parse_arm(one.arm).control for one in claim.contrasts
-        }
-        assert len(claim.contrasts) == 7
-    assert {one.measure for one in EFFECTIVE.contrasts} == {"effective_heads"}
-    assert {one.against for one in PLAIN.contrasts} == {"plain"}
+    for contrasts in (EFFECTIVE, SCORE):
+        assert {one.arm: one.against for one in contrasts} == {one.arm: parse_arm(one.arm).control for one in contrasts}
+        assert len(contrasts) == 7
+    assert {one.measure for one in (*SCORE, *PLAIN)} == {None}
+    assert {one.against for one in PLAIN} == {"plain"}
     # of two numbers of heads, effective heads are no comparison
-    assert not any(one.arm == "differential" and one.against == "plain" for one in EFFECTIVE.contrasts)
+    assert not any(one.arm == "differential" and one.against == "plain" for one in EFFECTIVE)
+    # each method has a verdict of its own
+    assert all(len(claim.contrasts) == 1 for claim in STUDY.claims)

@@ -108,9 +108,9 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
     assert counts.endswith("judged by calibrated tests: 2 contradicted; 2 borne out; 1 not shown.")
     assert earlier == "1 claims of 1 tables and figures, judged by version 0.1: 1 borne out."
-    assert gains.startswith("Borne out, in points: [x: c](")
+    assert gains.startswith("Borne out, in points: [guided/x: c](")
     assert ";" not in gains
-    assert losses.startswith("Contradicted, in points: [x: b](")
+    assert losses.startswith("Contradicted, in points: [guided/x: b](")
 
 
 def test_a_link_is_text_everywhere_but_in_markdown():

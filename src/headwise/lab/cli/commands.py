@@ -372,7 +372,7 @@ def prepare(
         prepared = chosen.prepare(data, choose_scale(task, options), out, tokenizer=tokenizer, progress=True)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     say(prepared.summary())
-    words = " ".join(["headwise compare", task, *options.words(), "--data", str(out)])
+    words = shlex.join(["headwise", "compare", task, *options.words(), "--data", str(out)])
     say(f"{out}: {written / 2**20:.1f} MiB, for {words}")
 
 

@@ -254,6 +254,6 @@ class Task(ABC):
             DataError: The run cannot be read.
         """
         raise DataError(
-            f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer, as after gates, talking "
-            "heads or differential attention; train an arm without them."
+            f"{folder} has no folder {self.exported!r} with a model and its tokenizer: one with gates, talking heads "
+            "or differential attention is not written; of any other arm, train it again."
         )

@@ -32,9 +32,9 @@ _WHY_ABSENT = (
 _READING = (
     "Published and ours are differences, ours with its 95 % interval: in points for scores, in units of the number for "
     "others. A claim of several contrasts shows the one that decides it. Detectable is the smallest difference that "
-    "our test finds with 80 % power, alone to among all of its family. Claims marked version 0.1 were judged before "
-    "the tests were calibrated, by a bootstrap that finds less than its level allows, and also where plain is not "
-    "shown to beat a model without attention; their records hold text and cannot be computed again. See "
+    "our test finds with 80 % power: tested alone, to tested among all of its family. Claims marked version 0.1 were "
+    "judged before the tests were calibrated, by a bootstrap that finds less than its level allows, and also where "
+    "plain is not shown to beat a model without attention; their records hold text and cannot be computed again. See "
     "[how arms are compared](../docs/statistics.md)."
 )
 
@@ -101,7 +101,7 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
     lines = [_count([record for paper in records.values() for record in paper.values()])]
     for verdict in (ORDER[-1], _CONTRADICTED):
         found = [
-            (one, _name_table(record), f"{folder.name}/{PAGE}#{_make_anchor(record)}")
+            (one, record["id"], f"{folder.name}/{PAGE}#{_make_anchor(record)}")
             for folder, paper in records.items()
             for record in paper.values()
             for claim in record["claims"]
@@ -111,10 +111,10 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
             and one.points
         ]
         # the largest of each table, the later ones of a dict being kept
-        largest = {name: (one, to) for one, name, to in sorted(found, key=lambda item: abs(item[0].value))}
+        largest = {to: (one, name) for one, name, to in sorted(found, key=lambda item: abs(item[0].value))}
         shown = [
             f"[{name}: {one.contrast}]({papers.name}/{to}) {_show(one)}"
-            for name, (one, to) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
+            for to, (one, name) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
         ]
         if shown:
             lines.append(f"{verdict[0].upper()}{verdict[1:]}, in points: {'; '.join(shown)}.")
@@ -178,10 +178,6 @@ def _read_papers(papers: Path) -> dict[Path, dict[Path, Mapping[str, Any]]]:
     return {folder: read_records(folder) for folder in sorted(path.parent for path in papers.glob(f"*/{FOLDER}"))}
 
 
-def _name_table(record: Mapping[str, Any]) -> str:
-    return record["id"].partition("/")[2]
-
-
 def _make_anchor(record: Mapping[str, Any]) -> str:
     """Return the anchor of a record's section, as GitHub makes it from the heading."""
     return re.sub(r"[^\w\- ]", "", name_section(record).lower()).replace(" ", "-")
@@ -206,7 +202,7 @@ def _show_detectable(found: Measured) -> Cell:
 
 
 def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ...]]:
-    link = Link(_name_table(record), to=f"{paper}/{PAGE}#{_make_anchor(record)}")
+    link = Link(record["id"].partition("/")[2], to=f"{paper}/{PAGE}#{_make_anchor(record)}")
     for claim in record["claims"]:
         one = choose_deciding(_read_contrasts(record, claim), claim["verdict"])
         verdict = claim["verdict"] if record.get("format") == FORMAT else f"{claim['verdict']} (version 0.1)"

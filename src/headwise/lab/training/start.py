@@ -70,8 +70,9 @@ class Start:
         if not (found / CONFIG).is_file():
             if is_finished(run) and self.task == "pretraining":
                 raise DataError(
-                    f"{run} kept no {DISCRIMINATOR}: transformers would load it without the gates, talking heads or "
-                    "differential attention that it has; leave the arm out."
+                    f"{run} has no folder {DISCRIMINATOR!r}: one with gates, talking heads or differential attention "
+                    "is not written, as transformers would load it without them; leave such an arm out, and copy the "
+                    "folder of any other again."
                 )
             remedy = " with --set keep_model=true" if self.task == "glue" else ""
             raise DataError(

@@ -54,11 +54,12 @@ def test_a_record_is_written_and_a_slower_task_or_another_loss_fails(benchmark, 
     assert len(record["losses"]["bare"]) == 1
     assert record["ratio"] > 0
     monkeypatch.setattr(benchmark, "LEAST_SPEED", 1e6)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^1$"):
         benchmark.main()
     monkeypatch.setattr(benchmark, "LEAST_SPEED", 0.0)
     losses = iter((5.0, 5.03))
     for name in ("train_ours", "train_bare"):
         monkeypatch.setattr(benchmark, name, lambda *_: (next(losses, 5.0), 1.0))
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^1$"):
         benchmark.main()
+    assert json.loads((tmp_path / "r.json").read_text())["apart"] == pytest.approx(5.0 / 5.03 - 1)

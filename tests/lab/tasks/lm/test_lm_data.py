@@ -17,7 +17,7 @@ from headwise.lab.data.subwords import describe_tokenizer
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.packed_text import prepare as preparing
 from headwise.lab.packed_text.prepare import TextPreparation, prepare_text
-from headwise.lab.tasks.lm.cloze import LAST_WORD, find_items
+from headwise.lab.tasks.lm.cloze import find_items, find_last_words
 from headwise.lab.tasks.lm.data import PACKING, TextRow
 from headwise.lab.tasks.lm.model import keeps_documents_apart
 from headwise.lab.tasks.lm.rows import Packer, make_labels, number_positions
@@ -193,9 +193,10 @@ def test_cloze_items_end_with_the_last_word_of_a_sentence(prepared):
 
 def test_a_point_inside_a_sentence_ends_none():
     text = " He met Mr. Smith of St. Ives vs. the men, i.e. some, and Dr . Lee saw . She slept! they left? “So.”"
-    assert [match[1] for match in LAST_WORD.finditer(text)] == ["saw", "left"]
+    assert [match[1] for match in find_last_words(text)] == ["saw", "left"]
     lines = " He slept! They left.\nand no. more of it"
-    assert [match[1] for match in LAST_WORD.finditer(lines)] == ["slept", "left"]
+    assert [match[1] for match in find_last_words(lines)] == ["slept", "left"]
+    assert [match[1] for match in find_last_words(" на улице. и потом пришёл. Он")] == ["пришёл"]
 
 
 def test_what_is_said_beside_a_tokenizer_is_part_of_what_text_is_prepared_from(tmp_path):

@@ -27,7 +27,7 @@ from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.train import train_run
 from headwise.lab.training.trained import load_trained
 from headwise.lab.tune import Tuning, draw_arm
-from lab.command import call
+from lab.command import call, refused
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
@@ -225,3 +225,10 @@ def test_text_is_prepared_with_the_tokenizer_of_a_folder_and_other_sizes(place, 
     assert said in " ".join(capsys.readouterr().out.split())
     scale = choose_scale("lm", ScaleOptions("demo", sizes=("length=32",), pretrained=place / "gpt2"))
     assert TASK.load(tmp_path / "prepared", scale, None).train.length == 32
+    other = str(place / "prepared" / "tokenizer.json")
+    assert "has its own tokenizer; omit --tokenizer" in refused(
+        capsys, "prepare", "lm", *given, "--tokenizer", other, "--out", str(tmp_path / "b")
+    )
+    longer = (*given[:-1], "length=64")
+    assert "has positions for 32 tokens" in refused(capsys, "prepare", "lm", *longer, "--out", str(tmp_path / "b"))
+    assert not (tmp_path / "b").exists()

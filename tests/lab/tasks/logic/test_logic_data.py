@@ -57,7 +57,7 @@ def test_pairs_of_training_with_their_sides_swapped_are_counted(published):
     data = load_logic(None, TOY, None)
     train = texts(data, data.train)
     expected = sum((hypothesis, premise) in train for premise, hypothesis in texts(data, data.test))
-    assert 0 < expected == data.count_swapped() < len(data.test)
+    assert 0 < expected == data.swapped < len(data.test)
     assert f"{expected} test pairs are training pairs with their sides swapped" in data.summary()
     with pytest.raises(SettingError, match=r"generated_draws is set, and .*published has pairs"):
         load_logic(published, replace(TOY, name="demo-generated_draws=3000"), None)

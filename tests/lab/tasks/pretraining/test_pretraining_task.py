@@ -173,9 +173,9 @@ def test_a_discriminator_with_gates_is_not_written(text, tmp_path):
     run = tmp_path / "gated" / "seed-0"
     train_run(settings("gated", text, dataclasses.replace(TOY, steps=4, rounds=1)), run)
     assert not (run / "discriminator").exists()
-    with pytest.raises(DataError, match="kept no discriminator: transformers would load it without the gates"):
+    with pytest.raises(DataError, match="has no folder 'discriminator': one with gates"):
         Start(tmp_path, "pretraining", "0").folder("gated", 0, 1)
-    with pytest.raises(DataError, match=r"keeps no folder 'discriminator'.*as after gates"):
+    with pytest.raises(DataError, match="has no folder 'discriminator' with a model and its tokenizer: one with gates"):
         open_frozen(run, None)
 
 

@@ -244,6 +244,11 @@ def test_lines_that_do_not_fit_are_refused_by_their_number(content, message, tmp
         ("target\treview\tauthor", "pos\tit is fine\tann", ("it is fine",)),
         ("id\tclass\ttext", "7\tpos\tit is fine", ("it is fine",)),
         ("class\tpremise\thypothesis", "pos\ta dog runs\tit moves", ("a dog runs", "it moves")),
+        (
+            "category\tsentence1\tsentence2\tgold_label",
+            "fiction\ta dog runs\tit moves\tpos",
+            ("a dog runs", "it moves"),
+        ),
         ("id\tsentence2\tlabel\tsentence1", "7\tit moves\tpos\ta dog runs", ("a dog runs", "it moves")),
     ],
 )
@@ -252,6 +257,11 @@ def test_a_header_says_what_the_columns_are(header, row, texts, tmp_path):
     (tmp_path / "mine.tsv").write_text(f"{header}\n{row}\n{other}\n", encoding="utf-8")
     found = read_set(tmp_path / "mine.tsv").splits["all"]
     assert [(one.label, one.texts) for one in found] == [("pos", texts), ("neg", texts)]
+
+
+def test_a_file_of_pairs_without_a_header_may_begin_with_any_label(tmp_path):
+    (tmp_path / "mine.tsv").write_text("y\ta dog runs\tit moves\nn\ta cat\ta dog\ny\tone\tother\n", encoding="utf-8")
+    assert [one.label for one in read_set(tmp_path / "mine.tsv").splits["all"]] == ["y", "n", "y"]
 
 
 def test_vectors_are_read_and_their_words_kept_however_rare(tmp_path):

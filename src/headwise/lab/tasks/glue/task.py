@@ -18,7 +18,7 @@ from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
 from headwise.lab.experiment.run_folder import whole_folder, write_text
 from headwise.lab.experiment.task import Answers, Task
-from headwise.lab.models.pretrained import quietly
+from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, format_submission
 from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale
@@ -155,7 +155,7 @@ class GlueTask(Task):
         """
         raise DataError(
             f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer; run it with --set "
-            "keep_model=true."
+            "keep_model=true. One with gates, talking heads or differential attention is never kept."
         )
 
     def _logits(self, model: Any, split: GlueSplit) -> NDArray[np.float32]:
@@ -187,7 +187,9 @@ def _make_answers(data: GlueData, answers: NDArray[np.float64], measures: Mappin
 
 
 def _save_model(model: Classifier, data: GlueData, folder: Path) -> None:
-    """Write a folder that another fine-tuning can begin with."""
+    """Write a folder that another fine-tuning can begin with; none where transformers would lose what an arm added."""
+    if holds_added(model.network):
+        return
     with quietly(), whole_folder(folder / MODEL) as temporary:
         if find_aggregators(model.network):
             save(model.network, temporary)

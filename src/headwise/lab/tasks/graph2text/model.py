@@ -115,7 +115,8 @@ class GraphWriter(nn.Module):
         heads: Attention heads H of the blocks and of the decoder's attentions.
         dropout: Dropout of words, in the blocks and before the output layers, in [0, 1).
         departures: Departures from the paper, as in the released code.
-        blind: Whether all nodes are zeroed: the model then sees only the size of the graph.
+        blind: Whether all nodes are zeroed, and what was written for an entity is read as an unknown word: the model
+            then sees only the size of the graph.
     """
 
     def __init__(

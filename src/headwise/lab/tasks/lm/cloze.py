@@ -22,7 +22,7 @@ MOST, TOGETHER = 256, 32
 BEFORE = 8
 # A point after one of these ends no sentence, nor does one before a small letter of the same line.
 TITLES = "Mr|Mrs|Ms|Dr|St|Mt|Prof|Gen|Col|Capt|Lt|Sgt|Rev|Hon|Messrs|Mme|Mlle|Jr|Sr|vs|etc|cf|al|No|Vol|Fig"
-LAST_WORD = re.compile(rf"(?<=\s)(?!(?:{TITLES})\s?\.)([^\W\d_]{{2,}})(?=\s?[.!?](?:\s*$|\s*\n|\s+[^\sa-z]))")
+LAST_WORD = re.compile(rf"(?<=\s)(?!(?:{TITLES})\s?\.)([^\W\d_]{{2,}})(?=\s?[.!?](?:\s*$|\s*\n|\s+(\S)))")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,15 @@ class ClozeItem:
 
     ids: tuple[int, ...]
     first: int
+
+
+def find_last_words(text: str) -> list[re.Match[str]]:
+    """Return the last word of each sentence of a text.
+
+    >>> [match[1] for match in find_last_words("so said Mr. Ox the elder. à la fin she slept. Then")]
+    ['slept']
+    """
+    return [match for match in LAST_WORD.finditer(text) if not (match[2] or "").islower()]
 
 
 def find_items(rows: Rows, words: TextTokens) -> list[ClozeItem]:
@@ -73,7 +82,7 @@ def _answer(model: Any, items: list[ClozeItem], padding: int) -> Iterator[bool]:
 def _find_item(row: NDArray[np.int64], words: TextTokens) -> ClozeItem | None:
     documents = np.split(row, np.flatnonzero(row == words.start))
     text = words.decode(max(documents, key=len).tolist())
-    matches = [match for match in LAST_WORD.finditer(text) if len(text[: match.start()].split()) >= BEFORE]
+    matches = [match for match in find_last_words(text) if len(text[: match.start()].split()) >= BEFORE]
     if not matches:
         return None
     before, whole = text[: matches[-1].start()].rstrip(), text[: matches[-1].end()]

@@ -76,7 +76,10 @@ class LmTask(Task):
 
         Raises:
             DataError: As `load`, or `place` holds something else.
+            SettingError: There are both a model, which has a tokenizer, and another tokenizer.
         """
+        if find_model(scale) is not None and tokenizer is not None:
+            raise SettingError(f"the model in {scale.pretrained} has its own tokenizer; omit --tokenizer.")
         given = tokenizer or scale.preparation.tokenizer
         found = write_packed(PACKING, folder, scale.preparation, place, tokenizer=given, progress=progress)
         return LmData(place, *found, scale.dev_rows, scale.test_rows)

@@ -7,6 +7,7 @@ test set has longer ones too, in bins by number of operators (Tran et al. 2018).
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -92,10 +93,11 @@ class LogicData:
         """Return the number of pairs of each split, in one line."""
         sizes = {"train": len(self.train), "dev": len(self.dev), "test": len(self.test)}
         listed = ", ".join(f"{size:,} {name}" for name, size in sizes.items())
-        return f"pairs: {listed}; {self.count_swapped():,} test pairs are training pairs with their sides swapped"
+        return f"pairs: {listed}; {self.swapped:,} test pairs are training pairs with their sides swapped"
 
-    def count_swapped(self) -> int:
-        """Return how many test pairs are in training the other way round, where their relation follows."""
+    @cached_property
+    def swapped(self) -> int:
+        """How many test pairs are in training the other way round, from where their relation follows."""
         swapped = Counter((tuple(one["hypothesis"]), tuple(one["premise"])) for one in self.test)
         known = {(tuple(one["premise"]), tuple(one["hypothesis"])) for one in self.train}
         return sum(count for pair, count in swapped.items() if pair in known)

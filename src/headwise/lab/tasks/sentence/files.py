@@ -23,7 +23,8 @@ from headwise.strict_json import parse_json
 YELP_LINES = 504_000
 YELP = ("review.json", "yelp_academic_dataset_review.json")
 SICK: Mapping[str, str] = {"train": "SICK_train.txt", "dev": "SICK_trial.txt", "test": "SICK_test_annotated.txt"}
-PAIR_LABELS = {"gold_label", "entailment_judgment", *LABEL_NAMES}
+# The first of these that names a column, where two others are named as texts.
+PAIR_LABELS = ("gold_label", "entailment_judgment", "label", *sorted(LABEL_NAMES - {"label"}))
 PAIR_TEXTS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_a", "sentence_b"))
 # SNLI's label of pairs on which its annotators did not agree.
 UNDECIDED = "-"
@@ -147,13 +148,13 @@ def _read_pairs(path: Path) -> list[Example]:
     first = next(rows, None)
     if first is None:
         raise DataError(f"{path} has no lines; expected a label and two texts in each.")
-    columns = _find_columns(first[1])
+    named = _find_named(first[1])
+    columns = named or _find_columns(first[1])
     if columns is None:
         raise DataError(
             f"{path}, line {first[0]}: expected a label and two texts, or a header that names them (label, premise, "
             "hypothesis)."
         )
-    named = first[1][columns[0]].strip().lower() in PAIR_LABELS
     width, found = len(first[1]), []
     for number, fields in [*([] if named else [first]), *rows]:
         if len(fields) != width:
@@ -167,15 +168,21 @@ def _read_pairs(path: Path) -> list[Example]:
 
 
 def _find_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
-    """Return the columns of the label and of both texts, from a first line."""
-    names = [field.strip().lower() for field in fields]
-    label = next((place for place, name in enumerate(names) if name in PAIR_LABELS), None)
-    for one, other in PAIR_TEXTS:
-        if label is not None and one in names and other in names:
-            return label, names.index(one), names.index(other)
+    """Return the columns of the label and of both texts, from a first line; None where it is none of pairs."""
+    if named := _find_named(fields):
+        return named
     # without names a pair has the label first, as in the published files
-    headed = find_header(fields) is not None or not {"label", "gold_label"}.isdisjoint(names)
+    names = {field.strip().lower() for field in fields}
+    headed = find_header(fields) is not None or not names.isdisjoint(("label", "gold_label"))
     return (0, 1, 2) if len(fields) == 3 and not headed else None
+
+
+def _find_named(fields: Sequence[str]) -> tuple[int, int, int] | None:
+    """Return the columns of the label and of both texts that a header names; None where the fields are no header."""
+    names = [field.strip().lower() for field in fields]
+    label = next((names.index(name) for name in PAIR_LABELS if name in names), None)
+    texts = next(((one, other) for one, other in PAIR_TEXTS if one in names and other in names), None)
+    return None if label is None or texts is None else (label, *map(names.index, texts))
 
 
 def _read_reviews(path: Path) -> list[Example]:
