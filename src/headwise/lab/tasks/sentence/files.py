@@ -181,8 +181,10 @@ def _find_named(fields: Sequence[str]) -> tuple[int, int, int] | None:
     """Return the columns of the label and of both texts that a header names; None where the fields are no header."""
     names = [field.strip().lower() for field in fields]
     label = next((names.index(name) for name in PAIR_LABELS if name in names), None)
-    texts = next(((one, other) for one, other in PAIR_TEXTS if one in names and other in names), None)
-    return None if label is None or texts is None else (label, *map(names.index, texts))
+    for one, other in PAIR_TEXTS:
+        if label is not None and one in names and other in names:
+            return label, names.index(one), names.index(other)
+    return None
 
 
 def _read_reviews(path: Path) -> list[Example]:
