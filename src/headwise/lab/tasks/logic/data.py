@@ -4,10 +4,11 @@ It is generated, or read from the published files (Bowman et al. 2015). Training
 test set has longer ones too, in bins by number of operators (Tran et al. 2018).
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -98,9 +99,15 @@ class LogicData:
     @cached_property
     def swapped(self) -> int:
         """How many test pairs are in training the other way round, from where their relation follows."""
-        swapped = Counter((tuple(one["hypothesis"]), tuple(one["premise"])) for one in self.test)
-        known = {(tuple(one["premise"]), tuple(one["hypothesis"])) for one in self.train}
-        return sum(count for pair, count in swapped.items() if pair in known)
+        known = {*zip(_list_bytes(self.train.premises), _list_bytes(self.train.hypotheses), strict=True)}
+        swapped = zip(_list_bytes(self.test.hypotheses), _list_bytes(self.test.premises), strict=True)
+        return sum(pair in known for pair in swapped)
+
+
+def _list_bytes(sides: Ragged) -> list[bytes]:
+    ids = sides.values.astype(np.int32)
+    whole, places = ids.tobytes(), (ids.itemsize * sides.offsets).tolist()
+    return [whole[start:end] for start, end in pairwise(places)]
 
 
 def find_files(folder: Path, scale: LogicScale) -> dict[str, Path]:
