@@ -146,7 +146,7 @@ class BestDraw:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any] | str) -> BestDraw:
-        """Return what `to_record` wrote, or what headwise tune did; text alone is the arm.
+        """Return what `to_record` wrote, or what headwise tune did; text alone is an arm whose draws are not known.
 
         >>> BestDraw.from_record("cka:ratio=0.3").tried
         ()
@@ -154,13 +154,15 @@ class BestDraw:
         if isinstance(record, str):
             return cls(record)
         tried = tuple((str(one["arm"]), float(one["dev_score"])) for one in record["tried"])
-        if not all(math.isfinite(score) for _, score in tried):
-            raise ValueError("a score is not finite")
+        if not tried or not all(math.isfinite(score) for _, score in tried):
+            raise ValueError("no draw, or a score that is not finite")
         require_integer("seeds", record["seeds"], low=1)
         return cls(str(record["arm"]), tried, record["seeds"])
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any] | str:
         """Return it as JSON data."""
+        if not self.tried:
+            return self.arm
         tried = [{"arm": arm, "dev_score": score} for arm, score in self.tried]
         return {"arm": self.arm, "tried": tried, "seeds": self.seeds}
 
