@@ -13,6 +13,7 @@ from headwise import moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    # type checkers read the names of `api`, which are imported one by one below
     from headwise.api import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 else:
 

@@ -187,5 +187,10 @@ def test_arms_that_were_not_tuned_alike_are_refused(tmp_path):
         read_tuned(tmp_path, [plain, em], "logic", SMALL)
     with pytest.raises(SettingError, match=r"was tuned for sizes .*expected the task and the sizes"):
         read_tuned(tmp_path, [plain], "logic", dataclasses.replace(SMALL, width=2 * SMALL.width))
+    kept = json.loads((tmp_path / "plain" / "tuned.json").read_text())
+    for changed in ({"tried": []}, {"seeds": 0}, {"tried": [{"arm": "plain", "dev_score": "inf"}]}):
+        (tmp_path / "plain" / "tuned.json").write_text(json.dumps({**kept, **changed}))
+        with pytest.raises(DataError, match=r"tuned\.json does not hold the draws of an arm"):
+            read_tuned(tmp_path, [plain], "logic", SMALL)
     with pytest.raises(DataError, match=r"has no tuning\.json; give the --out of headwise tune"):
         read_tuned(tmp_path / "plain", [plain], "logic", SMALL)

@@ -18,6 +18,7 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.models.text_classifiers import masked_mean
+from headwise.lab.probing import fit as fitting
 from headwise.lab.probing import run
 from headwise.lab.probing.figures import make_heads_grid, make_layers_grid
 from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
@@ -285,3 +286,11 @@ def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, cap
     assert (tmp_path / "out" / "heads.png").stat().st_size > 5_000
     assert call(*words, "--classifier", "mlp") == 2
     assert "choose another --out" in capsys.readouterr().err
+
+
+def test_a_small_set_is_fit_with_the_penalty_that_is_named():
+    # scikit-learn divides by the batch, which has all of a small set
+    for count, batch in ((40, 40), (5_000, fitting.BATCH)):
+        layer = fitting._make_hidden_layer(Classifier("mlp"), 0.3, count)
+        assert layer.alpha / layer.batch_size == pytest.approx(0.3)
+        assert layer.batch_size == batch

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from headwise.lab.experiment.run_folder import write_json
-from headwise.lab.results.cells import Grid
+from headwise.lab.results.cells import Grid, show_percent, show_points
 from headwise.lab.results.grids import (
     bins_grid,
     cost_grid,
@@ -19,6 +19,7 @@ from headwise.lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
+from headwise.lab.results.statistics import Estimate
 from headwise.lab.results.table import Table, make_record
 from headwise.lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
@@ -292,3 +293,10 @@ def test_the_costs_of_heads_are_pooled_over_seeds_and_split_by_kind(tmp_path):
     assert rows["svgd"]["loss"] == pytest.approx(
         {"seeds": 1, "heads": 2, "redundant_share": 0.0, "raising_share": 0.0, "unshown_share": 0.5, "mean_cost": 0.015}
     )
+
+
+def test_a_narrow_interval_has_as_many_decimals_as_tell_its_ends_apart():
+    narrow = Estimate((0.00021, 0.00024, 0.00026, 0.00024))
+    assert str(show_points(narrow)) == "+0.024 (+0.020 to +0.027)"
+    assert str(show_percent(narrow)) == "0.024 (0.020 to 0.027)"
+    assert str(show_points(Estimate((0.021, 0.024, 0.029, 0.024)))) == "+2.5 (+1.9 to +3.0)"

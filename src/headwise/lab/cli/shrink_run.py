@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +125,8 @@ def _compare(
     states = {WHOLE: before.numbers, CUT: _count(subject) | {"score": subject.score()}}
     if request.recover:
         bar = bars.add_task("training", total=request.recover)
-        advance: Callable[[], None] = lambda: bars.advance(bar)  # noqa: E731
         torch.manual_seed(0)
-        subject.recover(request.recover, whole, request.rate, advance)
+        subject.recover(request.recover, whole, request.rate, partial(bars.advance, bar))
         states[RECOVERED] = states[CUT] | {"score": subject.score()}
     for name, numbers in states.items():
         score = numbers.pop("score")

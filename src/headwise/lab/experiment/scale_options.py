@@ -99,6 +99,16 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     return changed
 
 
+def was_set(scale: Scale, size: str) -> bool:
+    """Return whether --set changed a size, which is part of the scale's name then.
+
+    >>> from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+    >>> was_set(with_options(LOGIC_SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic"), "layers")
+    True
+    """
+    return f"-{size}=" in scale.name
+
+
 def _find_kind(hint: Any) -> Any:
     """Return the int, float, bool or `Literal` of a field, which may be optional; None for other types."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)

@@ -80,8 +80,8 @@ def _show_difference(found: Mapping[str, Any], value: float | None, *ends: float
         return NONE
     low, high = ends or (None, None)
     if is_shown_in_points(found["measure"]):
-        places = (low, high) if signed and low is not None and high is not None else (low,)
-        digits = choose_digits(2, *(None if one is None else 100 * one for one in places))
+        # what is detectable alone and in its family is no interval
+        digits = choose_digits(2, *((low, high) if signed else (low,)), factor=100)
         return Number(value, low, high, digits=digits, factor=100, signed=signed, form="{} points" if signed else "{}")
     return Number(value, low, high, signed=signed)
 

@@ -214,15 +214,15 @@ class Grid:
         return "\n".join([f"**{_escape(self.title)}**", "", *lines])
 
 
-def choose_digits(least: int, *values: float | None) -> int:
-    """Return how many decimals tell values apart: at the least so many, and more where they are within two units.
+def choose_digits(least: int, *values: float | None, factor: float = 1.0) -> int:
+    """Return how many decimals tell values, times a factor, apart: so many, or more where they are within two units.
 
     A single value is told from zero.
 
-    >>> choose_digits(1, 97.8, 98.5), choose_digits(1, 1.385, 1.448), choose_digits(2, 0.0153)
+    >>> choose_digits(1, 97.8, 98.5), choose_digits(1, 0.01385, 0.01448, factor=100), choose_digits(2, 0.0153)
     (1, 2, 3)
     """
-    known = [value for value in values if value is not None]
+    known = [factor * value for value in values if value is not None]
     known += [0.0] if len(known) == 1 else []
     width = max(known) - min(known) if known else 0.0
     digits = least
@@ -239,7 +239,7 @@ def show_percent(found: Estimate, *, interval: bool = True) -> Number:
     """
     if found.is_one_number:
         return Number(found.value, digits=1, factor=100)
-    digits = choose_digits(1, 100 * found.low, 100 * found.high)
+    digits = choose_digits(1, found.low, found.high, factor=100)
     return Number(found.value, *((found.low, found.high) if interval else (None, None)), digits=digits, factor=100)
 
 
@@ -253,7 +253,7 @@ def show_points(found: Estimate | None) -> Cell:
         return NONE
     if found.is_one_number:
         return Number(found.value, digits=1, factor=100, signed=True)
-    digits = choose_digits(1, 100 * found.low, 100 * found.high)
+    digits = choose_digits(1, found.low, found.high, factor=100)
     return Number(found.value, found.low, found.high, digits=digits, factor=100, signed=True)
 
 

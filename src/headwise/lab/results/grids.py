@@ -254,7 +254,7 @@ def _show_detectable(found: Difference | None) -> Cell:
     if found is None or found.judgement.detectable is None or not found.judgement.family:
         return NONE
     low, high = found.judgement.detectable, found.judgement.detectable_in_family
-    return Number(None, low, high, digits=choose_digits(1, 100 * low), factor=100)
+    return Number(None, low, high, digits=choose_digits(1, low, factor=100), factor=100)
 
 
 def _show_mean_cost(score: str, drops: Sequence[Drop]) -> Cell:

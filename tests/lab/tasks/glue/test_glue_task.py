@@ -94,6 +94,12 @@ def test_a_run_leaves_its_score_the_answers_for_the_server_and_a_model(finetuned
     assert all(torch.equal(kept[name], own[name].cpu()) for name in kept)
 
 
+def test_a_model_with_gates_is_not_kept(glue, model, tmp_path):
+    train_run(settings("gated", glue / "RTE", toy(model, keep_model=True, epochs=1)), tmp_path / "run")
+    assert (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def test_a_score_is_learned_as_a_number_and_answered_within_its_range(glue, model, tmp_path):
     train_run(settings("plain", glue / "STS-B", toy(model, epochs=1)), tmp_path / "run")
     found = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -148,7 +148,12 @@ def test_the_commands_write_the_form_and_count(pair, tmp_path, capsys):
     run, other, data = map(str, pair)
     assert call("rate", run, other, "--data", data, "--out", str(out), "--items", "3") == 0
     answers = saved(tmp_path / "a.json", out / FORM, "Ann", favours("svgd"))
-    assert HOSTILE not in (out / "outputs.html").read_text()
+    page = (out / "outputs.html").read_text()
+    assert HOSTILE not in page
+    # all texts, however many are on the form
+    fewer = tmp_path / "fewer"
+    assert call("rate", run, other, "--data", data, "--out", str(fewer), "--items", "1") == 0
+    assert (fewer / "outputs.html").read_text() == page
     capsys.readouterr()
     assert call("ratings", str(out / KEY), str(answers), "--record") == 0
     assert "100%" in capsys.readouterr().out

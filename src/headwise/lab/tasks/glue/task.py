@@ -17,6 +17,7 @@ from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
 from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.lab.experiment.scale_options import was_set
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
@@ -56,7 +57,7 @@ class GlueTask(Task):
         if folder is None:
             raise DataError(f"glue needs --data: the folder of one of GLUE's sets, {', '.join(GLUE)}.")
         data = load_glue(folder, scale)
-        if not data.start.of_arms and "-starts=" in scale.name:
+        if not data.start.of_arms and was_set(scale, "starts"):
             raise SettingError(f"starts is set, and all runs begin with {data.start.place}; omit it.")
         self._padding = data.tokenizer.pad_token_id or 0
         return data

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import Ragged, cache_arrays, digest, require_files, stable_key
 from headwise.lab.data.batching import pad
+from headwise.lab.experiment.scale_options import was_set
 from headwise.lab.tasks.logic.files import read_pairs
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
 from headwise.lab.tasks.logic.generator import generate
@@ -136,7 +137,7 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
         DataError: A file is missing or malformed, the cache cannot be written, or a split is empty.
         SettingError: A number of draws was set beside published files.
     """
-    if folder is not None and "-generated_draws=" in scale.name:
+    if folder is not None and was_set(scale, "generated_draws"):
         raise SettingError(f"generated_draws is set, and {folder} has pairs that were published; omit one of them.")
     most = max(scale.train_operators, *scale.test_bins)
     place = "generated pairs" if folder is None else str(folder)

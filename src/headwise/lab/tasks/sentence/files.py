@@ -148,15 +148,14 @@ def _read_pairs(path: Path) -> list[Example]:
     first = next(rows, None)
     if first is None:
         raise DataError(f"{path} has no lines; expected a label and two texts in each.")
-    named = _find_named(first[1])
-    columns = named or _find_columns(first[1])
+    columns = _find_columns(first[1])
     if columns is None:
         raise DataError(
             f"{path}, line {first[0]}: expected a label and two texts, or a header that names them (label, premise, "
             "hypothesis)."
         )
     width, found = len(first[1]), []
-    for number, fields in [*([] if named else [first]), *rows]:
+    for number, fields in [*([] if _find_named(first[1]) else [first]), *rows]:
         if len(fields) != width:
             raise DataError(f"{path}, line {number}: {len(fields)} fields; expected {width} as in the first line.")
         label, one, other = (" ".join(fields[column].split()) for column in columns)
