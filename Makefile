@@ -20,6 +20,7 @@
 #   make bench-first-steps TEXT=FILE  time the README's way from nothing to a report; FILE has a sentence a line
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
+#   make records     write the records and result pages of papers/ anew from the numbers kept with them
 #   make docs        build the documentation as a site in build/site, running its tutorials
 #   make wheel       build the wheel in build/dist, install it into a bare environment and use it there
 #   make picture     draw docs/heads.png by running the first example of the README
@@ -36,7 +37,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -130,6 +131,9 @@ api: $(VENV)/.dev
 	$(BIN)/python docs/generate_statistics.py
 	$(BIN)/python docs/generate_claims.py
 	$(BIN)/python docs/generate_readme.py
+
+records: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python docs/generate_records.py
 
 docs: $(VENV)/.docs
 	$(ONE_THREAD) $(BIN)/python docs/build_site.py

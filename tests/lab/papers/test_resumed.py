@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from headwise.lab.papers.archive import ARCHIVE
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.recomputed import find_record
 from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.papers.resumed import restore_runs
-from headwise.lab.papers.run import Plan, do_plans, make_plans, report
+from headwise.lab.papers.resumed import count_seeds, restore_runs
+from headwise.lab.papers.run import Plan, do_plans, make_plans, report, write_commands
 from lab.command import call
 from lab.inline import do_inline
 
@@ -72,6 +73,30 @@ def test_it_goes_on_with_other_parts_and_seeds(paper: Path, tmp_path: Path, inli
     assert restore_runs(record, plans) == 0
 
 
+@pytest.mark.usefixtures("inline")
+def test_parts_that_are_not_asked_for_stay_in_the_record(paper: Path, tmp_path: Path, monkeypatch):
+    shutil.copytree(paper, tmp_path / "paper")
+    monkeypatch.setitem(REPRODUCTIONS, STUDY.id, STUDY)
+    sizes = [word for size in (*SMALL, "dev_examples=24") for word in ("--set", size)]
+    words = ["--scale", "demo", *sizes, "--part", "3x", "--seeds", "2", "--out", str(tmp_path / "runs")]
+    assert call("reproduce", STUDY.id, *words, "--resume", "--record", str(tmp_path / "paper"), "--quiet") == 0
+    record = json.loads(find_record(tmp_path / "paper", STUDY.id, "demo").read_text())
+    assert {part: table["seeds"] for part, table in record["tables"].items()} == {"1x": [0], "3x": [0, 1]}
+    first, second = record["command"].splitlines()
+    assert first.endswith("--seeds 1 --part 1x")
+    assert second.endswith("--seeds 2 --part 3x")
+    page = find_record(tmp_path / "paper", STUDY.id, "demo").with_suffix(".md").read_text()
+    assert f"```console\n$ {first}\n$ {second}\n```" in page
+
+
+def test_commands_of_every_part_name_none(tmp_path: Path):
+    plans = plan(tmp_path, STUDY, 2)
+    assert write_commands(STUDY, "demo", plans, "--scale demo", " --data FOLDER") == (
+        f"headwise reproduce {STUDY.id} --scale demo --seeds 2 --data FOLDER"
+    )
+    assert write_commands(STUDY, "demo", plans[1:], "--scale demo", "").endswith("--seeds 2 --part 3x")
+
+
 def test_runs_of_an_arm_that_has_other_settings_now_are_refused(paper: Path, tmp_path: Path):
     plans = plan(tmp_path / "runs", STUDY, 1)
     restore_runs(find_record(paper, STUDY.id, "demo"), plans)
@@ -105,8 +130,9 @@ def test_runs_of_other_sizes_are_not_put_beside_those_there(paper: Path, tmp_pat
 def test_a_damaged_record_is_named(tmp_path: Path):
     record = tmp_path / "dose-logic-demo.json"
     record.write_text("{}")
-    with pytest.raises(DataError, match="is not the record of a reproduction"):
-        restore_runs(record, ())
+    for read in (count_seeds, lambda path: restore_runs(path, ())):
+        with pytest.raises(DataError, match="is not the record of a reproduction"):
+            read(record)
     record.write_text('{"parts": {"1x": ""}}')
     record.with_suffix(ARCHIVE).write_text("nothing")
     with pytest.raises(DataError, match="cannot be read as an archive of runs"):

@@ -169,7 +169,7 @@ def reproduce(
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
     from headwise.lab.papers.recomputed import find_record, recompute
-    from headwise.lab.papers.resumed import restore_runs
+    from headwise.lab.papers.resumed import count_seeds, restore_runs
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -192,7 +192,11 @@ def reproduce(
         return
     if resume and record is None:
         raise typer.BadParameter("--resume takes over the runs of a record; name its folder with --record.")
-    reproduction = with_data(reproduction.only(parts or (), scale), scale, data)
+    before = find_record(record, identifier, scale) if resume and record is not None else None
+    # a part that is not asked for stays in the record as it is
+    kept_seeds = count_seeds(before) if before is not None and parts else {}
+    whole = with_data(reproduction, scale, data)
+    reproduction = with_data(reproduction.only((*(parts or ()), *kept_seeds), scale), scale, data)
     seeds = reproducing.choose_seeds(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
@@ -200,8 +204,12 @@ def reproduce(
     options = ScaleOptions(
         scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained, trust_remote_code
     )
+    seeds_of = {
+        part.name: kept_seeds.get(part.name, seeds) if part.name not in (parts or ()) else seeds
+        for part in reproduction.parts_at(scale)
+    }
     plans = reproducing.make_plans(
-        reproduction, scale, seeds=seeds, data=data, out=out, workers=workers, options=options, tuned=tuned
+        reproduction, scale, seeds=seeds_of, data=data, out=out, workers=workers, options=options, tuned=tuned
     )
     if dry_run:
         for plan in (*plans[0].before, *plans):
@@ -209,14 +217,12 @@ def reproduce(
         reproducing.require_analysable(reproduction, plans)
         lists.show_plans(reproduction, plans, standard_console())
         return
-    command = f"headwise reproduce {identifier} {shlex.join(options.words(for_others=True))} --seeds {seeds}"
-    command += "".join(f" --part {shlex.quote(part)}" for part in parts or ())
     # the record is for others, whose folders have other names
-    command += "" if data is None else " --data FOLDER"
-    command += "" if tuned is None else " --tuned TUNING"
+    more = ("" if data is None else " --data FOLDER") + ("" if tuned is None else " --tuned TUNING")
+    command = reproducing.write_commands(whole, scale, plans, shlex.join(options.words(for_others=True)), more)
     with stoppable(folders=[out] if record is None else [out, record]):
-        if resume and record is not None:
-            say(f"taken over from the record: {restore_runs(find_record(record, identifier, scale), plans)} runs")
+        if before is not None:
+            say(f"taken over from the record: {restore_runs(before, plans)} runs")
         failures = reproducing.do_plans(reproduction, plans, standard_console())
         if any(plan.finished for plan in plans):
             found = reproducing.report(reproduction, scale, plans, out, record, standard_console(), command)

@@ -94,7 +94,8 @@ def _render_section(found: Mapping[str, Any], details: str) -> str:
 
 def _render_details(found: Mapping[str, Any]) -> str:
     lines = [f"# {name_section(found)}", "", f"Source: {found['source']}. [All results](../{PAGE})."]
-    lines += ["", _describe_extra(found), "", "```console", f"$ {found['command']}", "```", ""]
+    commands = [f"$ {line}" for line in found["command"].splitlines()]
+    lines += ["", _describe_extra(found), "", "```console", *commands, "```", ""]
     if found.get("described"):
         lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
     curves = {part: text for part, table in found.get("tables", {}).items() if (text := describe_plateau(table))}

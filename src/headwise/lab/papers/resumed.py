@@ -23,6 +23,21 @@ from headwise.lab.results.runs import COMPARISON, TEST
 _FIXED = ("task", "scale", "sizes", "data", "primary", "metric", "difficulty")
 
 
+def count_seeds(record: Path) -> dict[str, int]:
+    """Return how many seeds a record has of each of its parts.
+
+    Args:
+        record: The record, as `find_record` returns it.
+
+    Raises:
+        DataError: The record is damaged.
+    """
+    try:
+        return {str(part): len(table["seeds"]) for part, table in read_json(record)["tables"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+
+
 def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
     """Put the runs kept with a record into the folders of a reproduction's comparisons; return how many.
 

@@ -6,6 +6,7 @@ folder with the page of each reproduction.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def make_plans(
     reproduction: Reproduction,
     scale: str,
     *,
-    seeds: int,
+    seeds: int | Mapping[str, int],
     data: Path | None,
     out: Path,
     workers: int,
@@ -106,7 +107,7 @@ def make_plans(
     Args:
         reproduction: What to run; `with_data` leaves out what there is no data for.
         scale: One of its scales.
-        seeds: Number of runs per arm.
+        seeds: Number of runs per arm, or that of each part by its name.
         data: Folder of the data, or with a folder for each corpus.
         out: Folder that holds the comparisons' folders.
         workers: Number of parallel runs.
@@ -149,7 +150,7 @@ def make_plans(
         comparison = Comparison(
             reproduction.task,
             arms,
-            tuple(range(seeds)),
+            tuple(range(seeds if isinstance(seeds, int) else seeds[part.name])),
             model,
             place,
             folder,
@@ -159,6 +160,27 @@ def make_plans(
         )
         plans.append(Plan(part, comparison, before, best))
     return tuple(plans)
+
+
+def write_commands(reproduction: Reproduction, scale: str, plans: Sequence[Plan], options: str, more: str) -> str:
+    """Return the commands that make these plans, a line for each number of seeds.
+
+    Args:
+        reproduction: The reproduction with all of its parts.
+        scale: One of its scales.
+        plans: The plans of some or all of these parts.
+        options: The options that choose scale and sizes.
+        more: What else the command has, after its seeds and parts.
+    """
+    by_seeds: dict[int, list[str]] = {}
+    for plan in plans:
+        by_seeds.setdefault(len(plan.comparison.seeds), []).append(plan.part.name)
+    every = [part.name for part in reproduction.parts_at(scale)]
+    lines = []
+    for seeds, names in by_seeds.items():
+        named = "" if names == every else "".join(f" --part {shlex.quote(name)}" for name in names)
+        lines.append(f"headwise reproduce {reproduction.id} {options} --seeds {seeds}{named}{more}")
+    return "\n".join(lines)
 
 
 def require_analysable(reproduction: Reproduction, plans: Sequence[Plan]) -> None:
