@@ -133,7 +133,7 @@ api: $(VENV)/.dev
 	$(BIN)/python docs/generate_readme.py
 
 records: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/python docs/generate_records.py
+	$(ONE_THREAD) $(BIN)/python docs/write_records.py
 
 docs: $(VENV)/.docs
 	$(ONE_THREAD) $(BIN)/python docs/build_site.py

@@ -24,13 +24,15 @@ def recompute(contrast: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a contrast from the means of its seeds and its mean squares."""
     means, items = np.array(contrast["by_seed"]), contrast["items"]
     seeds, value = len(means), float(means.mean())
+    # records made before means over several sets of items were told apart are of one
+    inside = items - contrast.get("sets", 1)
     ms_seeds = items * float(means.var(ddof=1))
     errors = [(math.sqrt(ms_seeds / (seeds * items)), seeds - 1.0)]
     excess = contrast["between_items"] - contrast["rest"]
     if excess > 0:
         total = ms_seeds + excess
-        squares = ms_seeds**2 / (seeds - 1) + contrast["between_items"] ** 2 / (items - 1)
-        squares += contrast["rest"] ** 2 / ((seeds - 1) * (items - 1))
+        squares = ms_seeds**2 / (seeds - 1) + contrast["between_items"] ** 2 / inside
+        squares += contrast["rest"] ** 2 / ((seeds - 1) * inside)
         errors.append((math.sqrt(total / (seeds * items)), max(total**2 / squares, seeds - 1.0)))
     half, error, freedom = max((stats.t.ppf(0.975, freedom) * error, error, freedom) for error, freedom in errors)
     low, high = value - half, value + half

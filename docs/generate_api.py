@@ -28,6 +28,13 @@ MODULES = (
 )
 # What has no docstring of its own.
 CONSTANTS = {
+    "KINDS": "The kinds of attention, in order.",
+    "GROUPINGS": "How query heads that share keys and values are grouped: within a group, or groups as wholes.",
+    "Aggregator": "Any module that `aggregate` puts in the place of an output projection.",
+    "ROLE_MASK": "The name of the entry of a batch that holds the role mask.",
+    "RoleSetting": "Any role that `Roles` takes.",
+    "Sentence": "A row of an encoding: a `WordTable`, or a tuple of those that are encoded as one.",
+    "BINS": "The number of bins of confidence that calibration takes unless told.",
     "LAYOUTS": "The rows that `find_heads` tries, in order.",
     "PROJECTIONS": "The projections of a site, in order: query, key, value.",
     "BiasFunction": "A function that returns the bias of a call of an attention.",
@@ -60,6 +67,10 @@ def _table(rows: Iterable[tuple[str, str, object]]) -> str:
     lines = ["| name | what it is |", "|---|---|"]
     for name, shown, value in sorted(rows, key=lambda row: row[0].lower()):
         text = CONSTANTS[name] if name in CONSTANTS else _first_paragraph(value)
+        if name not in CONSTANTS and not (
+            inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
+        ):
+            raise SystemExit(f"{name} is no function and no class, and has no docstring; say in CONSTANTS what it is.")
         lines.append(f"| `{shown}` | {_cell(text)} |")
     return "\n".join(lines)
 

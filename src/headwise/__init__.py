@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise import moved
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     # type checkers read the names of `api`, which are imported one by one below

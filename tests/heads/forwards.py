@@ -56,7 +56,7 @@ def first_key_only(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
 
 
 def weighed(output: Tensor) -> Tensor:
-    """A loss that a final normalisation does not make constant."""
+    """A loss that a final normalization does not make constant."""
     return (output * torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype)).mean()
 
 

@@ -98,3 +98,19 @@ def test_a_refusal_leaves_the_model_as_it_was():
     with pytest.raises(hw.LayoutError, match="no output projection"):
         hw.ablate(dataclasses.replace(heads, sites=(heads.sites[0], blind)), 1)
     torch.testing.assert_close(model(x), before)
+
+
+def test_heads_before_an_output_projection_of_two_attentions_are_left_alone():
+    model = nn.Sequential(SeparateAttention(), SeparateAttention())
+    model[1].o_proj = model[0].o_proj
+    heads, x = hw.find_heads(model), torch.randn(2, 6, 12)
+    told = r"^1 calls the same output projection as another attention.*of its own"
+    for attach in (
+        lambda: hw.ablate(heads.layer(1), 2),
+        lambda: hw.drop_heads(heads.layer(1), 0.3),
+        lambda: hw.importance(heads.layer(1), lambda: model(x).std()),
+        lambda: hw.importance(heads.layer(1), lambda: model(x).std((1, 2)), method="first_order"),
+    ):
+        with pytest.raises(hw.LayoutError, match=told):
+            attach()
+    assert not model[0].o_proj._forward_pre_hooks

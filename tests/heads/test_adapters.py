@@ -196,6 +196,22 @@ def test_a_report_measures_the_effective_weight():
     assert not torch.allclose(torch.tensor(found["query_distance"]), torch.tensor(plain["query_distance"]), rtol=0.01)
 
 
+def test_what_heads_add_under_an_adapter_of_w_o_is_measured_by_the_effective_weight():
+    entry = BY_NAME["BERT"]
+    model = adapted(entry.build(), target_modules=["query", "attention.output.dense"]).float()
+    merged = copy.deepcopy(model).merge_and_unload()
+    found, expected = (hw.measure(own, hw.find_heads(own), [entry.inputs()]).layers[1] for own in (model, merged))
+    assert {"contribution_cka", "output_span"} <= set(found.pairs) == set(expected.pairs)
+    for name, pairs in found.pairs.items():
+        torch.testing.assert_close(torch.tensor(pairs), torch.tensor(expected.pairs[name]), rtol=1e-4, atol=1e-5)
+    assert found.effective_heads == pytest.approx(expected.effective_heads, rel=1e-4)
+    site = hw.find_heads(model).sites[1]
+    torch.testing.assert_close(site.find_output_weights(), hw.find_heads(merged).sites[1].find_output_weights())
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+    assert site.find_output_weights() is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -179,6 +179,9 @@ def test_what_cannot_be_called_is_left_to_verify():
         hw.verify(heads, (x, x, x, None))
     with torch.device("meta"):
         assert hw.find_heads(StridedAttention())
+    strided = StridedAttention()
+    with torch.device("meta"), pytest.raises(hw.LayoutError, match="misreads StridedAttention"):
+        hw.find_heads(strided)
 
     class Drawing(StridedAttention):
         def join(self, heads: Tensor) -> Tensor:

@@ -185,6 +185,86 @@ def test_zero_grad_clears_the_whole_weights_until_removed():
     assert model.self_attn.in_proj_weight.grad.any()
 
 
+def _make_optimizer(model: torch.nn.Module) -> tuple[hw.HeadBlocks, torch.optim.Optimizer]:
+    blocks = hw.head_blocks(hw.find_heads(model))
+    optimizer = torch.optim.SGD([*blocks, *blocks.rest], lr=0.5, momentum=0.9)
+    blocks.attach(optimizer)
+    return blocks, optimizer
+
+
+def _assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    for (name, one), two in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(one, two[1], msg=name)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_with_a_closure_is_that_of_the_weights(named):
+    model, other = make(), make()
+    _, optimizer = _make_optimizer(model)
+    plain = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        for trained, holder in ((model, optimizer), (other, plain)):
+
+            def closure(trained=trained, holder=holder, step=step) -> torch.Tensor:
+                holder.zero_grad()
+                # gradients that no backward pass accumulates
+                weights, loss = list(trained.parameters()), run(trained, step)
+                for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                    weight.grad = gradient
+                return loss
+
+            assert (holder.step(closure=closure) if named else holder.step(closure)) > 0
+    _assert_same(model, other)
+
+
+def test_gradients_of_blocks_are_clipped_as_those_of_the_weights():
+    model, other = make(), make()
+    blocks, optimizer = _make_optimizer(model)
+    plain = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        run(model, step).backward()
+        run(other, step).backward()
+        norms = [
+            torch.nn.utils.clip_grad_norm_(trained, 0.01)
+            for trained in ([*blocks, *blocks.rest], list(other.parameters()))
+        ]
+        assert norms[0] > 0.01
+        torch.testing.assert_close(*norms)
+        for holder in (optimizer, plain):
+            holder.step()
+            holder.zero_grad()
+    _assert_same(model, other)
+
+
+def test_scaled_losses_train_blocks_as_they_do_the_weights():
+    model, other = make(), make()
+    _, optimizer = _make_optimizer(model)
+    plain = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    for trained, holder in ((model, optimizer), (other, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            scaler.scale(run(trained, step)).backward()
+            scaler.step(holder)
+            scaler.update()
+            # not by the optimizer, which would clear the gradients of the blocks
+            trained.zero_grad()
+    _assert_same(model, other)
+
+
+def test_blocks_under_lora_are_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj"]))
+    with pytest.raises(LayoutError, match=r"q_proj\.base_layer\.weight is the base of a LoRA layer.*merge_and_unload"):
+        hw.head_blocks(hw.find_heads(model).projection("query", "key"))
+
+
+def test_printed_blocks_tell_whether_an_optimizer_is_attached():
+    blocks = hw.head_blocks(hw.find_heads(make()))
+    assert repr(blocks) == "HeadBlocks(12 heads of 2 parameters; attached to no optimizer)"
+    blocks.attach(torch.optim.SGD(list(blocks), lr=0.1))
+    assert repr(blocks) == "HeadBlocks(12 heads of 2 parameters)"
+
+
 def test_rest_and_blocks_are_all_of_the_model():
     model = make()
     blocks = hw.head_blocks(hw.find_heads(model))
@@ -200,12 +280,12 @@ def test_what_would_not_train_is_refused():
     blocks = hw.head_blocks(hw.find_heads(model))
     with pytest.raises(SettingError, match="holds none of the 12 blocks"):
         blocks.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(list(blocks), lr=0.1)
-    blocks.attach(optimizer)
+    with pytest.raises(SettingError, match="holds 11 of the 12 blocks"):
+        blocks.attach(torch.optim.SGD(list(blocks)[:-1], lr=0.1))
+    blocks.attach(torch.optim.SGD(list(blocks), lr=0.1))
     model.double()
-    run(model.float(), 0).backward()
     with pytest.raises(LayoutError, match=r"another place of memory|was replaced"):
-        optimizer.step()
+        run(model.float(), 0).backward()
     model.self_attn.in_proj_weight.requires_grad_(False)
     with pytest.raises(LayoutError, match="does not require a gradient"):
         hw.head_blocks(hw.find_heads(model))

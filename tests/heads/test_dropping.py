@@ -104,6 +104,15 @@ def test_a_seed_is_a_generator_of_its_own_and_none_is_torchs():
         assert not torch.equal(torch.get_rng_state(), after)
 
 
+def test_a_seed_drops_the_same_heads_under_another_default_device():
+    model = encoder().train()
+    x = torch.randn(8, 6, HEADS * SIZE)
+    with hw.drop_heads(hw.find_heads(model), 0.5, seed=1):
+        expected = model(x)
+    with torch.device("meta"), hw.drop_heads(hw.find_heads(model), 0.5, seed=1):
+        assert torch.equal(model(x), expected)
+
+
 def test_checkpoints_drop_the_same_heads_again_and_a_generator_of_its_own_is_refused():
     model = encoder().train()
     gradients = []
@@ -145,5 +154,6 @@ def test_what_would_drop_nothing_or_otherwise_is_refused():
         hw.drop_heads(model, 0.1)
     hw.drop_heads(heads, 0.5, seed=0)
     model.self_attn.out_proj = nn.Linear(HEADS * SIZE, HEADS * SIZE)
+    model.eval()(torch.randn(2, 3, HEADS * SIZE))
     with pytest.raises(NotFired, match=r"set after hw\.drop_heads"):
         model.train()(torch.randn(2, 3, HEADS * SIZE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -327,3 +329,46 @@ def test_one_name_of_a_projection_in_two_orders_is_told_by_the_flag_of_its_modul
     heads = hw.find_heads(attention)
     assert [site.layout for site in heads] == [layout]
     assert hw.verify(heads, (torch.randn(2, 6, 12),)).sites == ("",)
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        # torch.jit itself is deprecated
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
+
+
+def test_modules_compiled_by_torch_jit_are_passed_by_unless_they_are_attention():
+    compiled = _compile(nn.Sequential(nn.Linear(12, 12), nn.ReLU()))
+    model = nn.Sequential(SeparateAttention(), compiled)
+    heads = hw.find_heads(model)
+    assert [site.name for site in heads] == ["0"]
+    assert hw.verify(heads, (torch.randn(2, 6, 12),)).sites == ("0",)
+    model.append(_compile(nn.MultiheadAttention(12, 3)))
+    with pytest.raises(hw.LayoutError, match=r"2: RecursiveScriptModule is compiled by torch\.jit"):
+        hw.find_heads(model)
+    assert len(hw.find_heads(model, exclude="2")) == 1
+    with pytest.raises(hw.LayoutError, match=r"^MultiheadAttention is compiled by torch\.jit.*torch\.jit\.script"):
+        hw.find_heads(model[2])
+
+
+def test_lazy_modules_are_passed_by_unless_an_attention_holds_them():
+    assert len(hw.find_heads(nn.Sequential(SeparateAttention(), nn.LazyLinear(3)))) == 1
+    for name in ("q_proj", "o_proj"):
+        model = nn.Sequential(SeparateAttention())
+        setattr(model[0], name, nn.LazyLinear(getattr(model[0], name).out_features))
+        with pytest.raises(hw.LayoutError, match=rf"^0 \(SeparateAttention\): its {name}\.weight has no shape.*once"):
+            hw.find_heads(model)
+        model(torch.randn(2, 6, 12))
+        assert len(hw.find_heads(model)) == 1
+    own = Holding()
+    for name in ("w_q", "w_k", "w_v"):
+        own.register_parameter(name, nn.UninitializedParameter())
+    with pytest.raises(hw.LayoutError, match=r"^the model \(Holding\): its w_q has no shape before the first forward"):
+        hw.find_heads(own)
+    with pytest.raises(hw.LayoutError, match=r"x_proj: LazyLinear with weight of no shape yet"):
+        hw.find_heads(Holding(x_proj=nn.LazyLinear(3)))
+    model = SeparateAttention()
+    model.q_extra = nn.LazyLinear(3)
+    with pytest.raises(hw.LayoutError, match=r"holds q_extra in addition to"):
+        hw.find_heads(model)

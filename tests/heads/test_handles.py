@@ -126,7 +126,7 @@ def test_what_was_attached_before_an_aggregator_is_told_and_what_comes_after_it_
     heads = hw.find_heads(model)
     taps, ablation, bias = (ATTACH[name](heads) for name in ("taps", "ablation", "bias"))
     aggregation = hw.aggregate(heads, setting)
-    with pytest.raises(hw.NotFired, match=r"output projection is now a \w+Aggregator, set after ablate"):
+    with pytest.raises(hw.NotFired, match=r"output projection is now a \w+Aggregator, set after hw\.ablate"):
         model(**inputs)
     ablation.remove()
     model(**inputs)
@@ -253,7 +253,7 @@ def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_aga
             continue
         handle = attach(heads)
         pruned(model)
-        told = r"find_heads, call|set after ablate|expected \(2 or 1, 3 or 1|been replaced after"
+        told = r"find_heads, call|set after hw\.ablate|expected \(2 or 1, 3 or 1|been replaced after"
         with pytest.raises(hw.HeadwiseError, match=told):
             read_after_a_forward(handle, model, inputs)
         handle.remove()

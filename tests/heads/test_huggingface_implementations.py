@@ -98,6 +98,37 @@ def test_weights_and_biases_stay_when_the_implementation_is_set_to_another(name:
     assert {site.module.config._attn_implementation for site in heads.sites} == {then}
 
 
+def test_eager_weights_are_read_in_a_subclass_of_a_family_s_attention():
+    family = BY_NAME["Llama"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    model.set_attn_implementation("eager")
+    heads = hw.find_heads(model)
+
+    def read() -> list[Tensor]:
+        with hw.Taps(heads, weights=True) as taps:
+            model(**inputs)
+            return [capture.weights for capture in taps.read()]
+
+    expected = read()
+    kind = type(heads.sites[0].module)
+
+    class Own(kind):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class Unrelated(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return kind.forward(self, *args, **kwargs)
+
+    for site in heads:
+        site.module.__class__ = Own
+    assert all(map(torch.equal, read(), expected))
+    for site in heads:
+        site.module.__class__ = Unrelated
+    with pytest.raises(hw.LayoutError, match=r"Unrelated attends by an eager function.*_implementation\('sdpa'\)"):
+        read()
+
+
 @pytest.mark.parametrize("what", ["taps", "bias"])
 def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forward(what: str):
     model, inputs = BY_NAME["BERT"].build(), BY_NAME["BERT"].inputs()

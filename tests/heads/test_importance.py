@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from heads.attentions import SeparateAttention
@@ -127,7 +128,10 @@ def test_heads_that_pass_through_no_module_have_their_gates_at_the_call():
     x = torch.randn(3, 6, 12, dtype=torch.float64)
     row = hw.FusedParameter("mine", fused=("w_qkv",), axes="p d h e", output=("w_o",), output_axes="h e d")
     losses, slopes = losses_of_stack(model, x), []
-    found = first_order(hw.find_heads(model, row), losses)
+    heads = hw.find_heads(model, row)
+    found = first_order(heads, losses)
+    checkpointed = losses_of_stack(lambda x: checkpoint(model, x, use_reentrant=False), x)
+    require_close(first_order(heads, checkpointed), found)
     with torch.no_grad():
         for own in model.w_o.data:
             ends = []
@@ -138,7 +142,7 @@ def test_heads_that_pass_through_no_module_have_their_gates_at_the_call():
     require_close(found, {"(model)": torch.stack(slopes)})
 
 
-def losses_of_stack(model: nn.Module, x: Tensor) -> Losses:
+def losses_of_stack(model: Callable[[Tensor], Tensor], x: Tensor) -> Losses:
     return lambda: model(x).cos().mean((1, 2)) * torch.tensor([1.0, -2.0, 3.0], dtype=x.dtype)[: len(x)]
 
 
@@ -237,6 +241,28 @@ def test_what_is_no_loss_of_items_is_refused():
         assert not model.o_proj._forward_pre_hooks
     with pytest.raises(hw.SettingError, match="method is 'taylor'"):
         hw.importance(heads, lambda: 1.0, method="taylor")
+
+
+def test_what_is_no_score_is_refused():
+    torch.manual_seed(0)
+    model, x = SeparateAttention(), torch.randn(2, 6, 12)
+    heads = hw.find_heads(model)
+    calls = iter([0.5, float("nan")])
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (lambda: None, hw.SettingError, "score returned a NoneType; .* expects one number"),
+        (lambda: model(x), hw.SettingError, r"score returned a tensor of shape \(2, 6, 12\)"),
+        (lambda: model(x).mean((1, 2)).tolist(), hw.SettingError, "score returned a list"),
+        (lambda: model(x).mean() * float("inf"), hw.HeadwiseError, "score returned -?inf"),
+        (lambda: model(x).mean().item() * 0 + next(calls), hw.HeadwiseError, "score returned nan"),
+    ]
+    for score, error, told in wrong:
+        with pytest.raises(error, match=told):
+            hw.importance(heads, score)
+        assert not model.o_proj._forward_pre_hooks
+    for method in ("exact", "first_order"):
+        with pytest.raises(hw.SettingError, match="score is a float; expected a function"):
+            hw.importance(heads, 0.5, method=method)
+    assert hw.importance(heads, lambda: model(x).std()[None]).baseline > 0
 
 
 def test_heads_divided_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -55,6 +55,7 @@ def test_a_deep_model_is_shown_without_its_middle(deep: nn.Module):
     assert lines[-1] == "150 heads in 50 sites; projections: query, key, value"
     assert len(str(heads.layers(*range(38))).splitlines()) == 40
     assert "more sites" not in str(heads.layers(*range(38)))
+    assert str(heads.layer(2)).splitlines()[-1] == "3 heads in 1 site; projections: query, key, value"
 
 
 def test_what_keeps_repulsion_from_a_deep_model_is_printed_within_the_limit(deep: nn.Module):

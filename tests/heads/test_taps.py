@@ -37,6 +37,27 @@ def test_outputs_values_and_weights_are_those_of_each_head():
     torch.testing.assert_close(capture.outputs, torch.einsum("bhqk,bkhe->bqhe", expected_weights, values))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_projections_that_two_attentions_share_are_read_in_the_calls_of_each(training: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(SeparateAttention(key_value_heads=2), SeparateAttention(key_value_heads=2)).train(training)
+    model[1].v_proj, model[1].o_proj = model[0].v_proj, model[0].o_proj
+    apart = copy.deepcopy(model)
+    apart[1].v_proj, apart[1].o_proj = copy.deepcopy(apart[0].v_proj), copy.deepcopy(apart[0].o_proj)
+    first, second = torch.randn(3, 5, 12), torch.randn(2, 6, 12)
+    read = []
+    for own in (model, apart):
+        with hw.Taps(hw.find_heads(own), outputs=True, values=True) as taps:
+            own(first)
+            own(second)
+            read.append(taps.read())
+    assert [len(captures) for captures in read] == ([4, 4] if training else [2, 2])
+    for found, expected in zip(*read, strict=True):
+        assert found.site.name == expected.site.name
+        assert torch.equal(found.outputs, expected.outputs)
+        assert torch.equal(found.values, expected.values)
+
+
 def test_weights_are_read_before_dropout():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.6, batch_first=True)
     with hw.Taps(hw.find_heads(model), weights=True) as taps:

@@ -55,6 +55,18 @@ def test_torch_attention_verifies_packed_and_separate(settings):
     assert hw.verify(hw.find_heads(attention), inputs).sites == ("",)
 
 
+def test_a_model_verifies_under_another_default_device():
+    heads = hw.find_heads(SeparateAttention(key_value_heads=2))
+    with torch.device("meta"):
+        assert hw.verify(heads, (X,)).sites == ("",)
+
+
+def test_an_attention_without_values_is_not_taken_for_a_quantized_one():
+    model = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).to("meta")
+    with pytest.raises(hw.LayoutError, match=r"self_attn: its in_proj_weight is on the meta device.*load the weights"):
+        hw.verify(hw.find_heads(model), (X.to("meta"),))
+
+
 def test_a_whole_transformer_verifies_and_is_left_as_it_was():
     model = nn.Transformer(12, 2, 1, 1, 24, batch_first=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -129,7 +129,7 @@ UNUSUAL_IMAGE_AND_SOUND: tuple[Family, ...] = (
         interface=False,
         maskable=False,
         replaceable=False,
-        note="it calls none of its projections; they are called while something is attached",
+        note="it calls none of its projections; they are called once something was attached",
     ),
     Family(
         "Perceiver",

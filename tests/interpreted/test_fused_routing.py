@@ -79,6 +79,19 @@ def test_simple_routing_equals_its_plain_form(heads, capsules, size, iterations,
         torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "plain",
+    [SimpleKernel(3, True, 2**-20), SimpleKernel(3, False, 2**-20), EMKernel((0.75, 1.5, 2.25), 2**-20)],
+    ids=str,
+)
+@pytest.mark.usefixtures("undisturbed")
+def test_float64_is_routed_in_float64(plain):
+    # settings that float32 holds, and numbers of heads, capsules and dimensions whose quotients it does not
+    tensors = problem(3, 7, 3, active=isinstance(plain, EMKernel))
+    for fast, slow in zip(everything(FusedKernel(plain), *tensors), everything(plain, *tensors), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("over_capsules", [True, False])
 @pytest.mark.usefixtures("undisturbed", "tiles")
 def test_simple_routing_in_half_precision_and_other_layouts(over_capsules):
@@ -191,6 +204,41 @@ def test_what_differs_or_fails_is_told_once_and_left(damage, monkeypatch, caplog
     [said] = caplog.messages
     assert "using the plain kernel" in said
     assert ("from the plain kernel on votes" if damage == "wrong" else "no such instruction") in said
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_votes_that_are_not_finite_take_the_plain_kernel_and_decide_nothing():
+    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
+    fused = FusedKernel(plain)
+    votes, *betas = problem(3, 6, 2, active=True)
+    for wrong in (float("nan"), float("inf")):
+        damaged, damaged_betas = votes.clone(), [beta.clone() for beta in betas]
+        damaged[1, 2, 3, 0] = damaged_betas[1][4] = wrong
+        for given in ([damaged, *betas], [votes, *damaged_betas]):
+            for fast, slow in zip(everything(fused, *given), everything(plain, *given), strict=True):
+                torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
+    assert not fused._trusted
+    everything(fused, votes, *betas)
+    assert list(fused._trusted.values()) == [True]
+
+
+@pytest.mark.parametrize("name", ["launch_forward", "launch_backward"])
+def test_results_that_are_not_finite_are_told(name, monkeypatch, caplog):
+    plain = EMKernel(em_schedule(2, 1.0, 3.0), FLOOR)
+    fused = FusedKernel(plain)
+    launch = getattr(em_triton, name)
+
+    def damaged(*arguments):
+        found = launch(*arguments)
+        # what is written, capsules or the gradient of the votes
+        arguments[-1][0, 0] = float("nan")
+        return found
+
+    monkeypatch.setattr(em_triton, name, damaged)
+    votes, *betas = problem(3, 6, 2, active=True)
+    torch.testing.assert_close(fused.forward(votes, *betas), plain.forward(votes, *betas), rtol=0, atol=0)
+    [said] = caplog.messages
+    assert "differs by nan from the plain kernel" in said
 
 
 def test_votes_that_fit_no_tile_take_the_plain_kernel_which_is_told_once(caplog: pytest.LogCaptureFixture):

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.integrations.methods import Repel
+from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.experiment.arm import named_arms
 from headwise.lab.experiment.arm_record import restore_arm
 from headwise.lab.experiment.arm_text import list_settings, parse_arm
@@ -178,6 +179,25 @@ def test_a_comparison_takes_the_best_draws_under_the_names_of_the_arms(tmp_path,
         )
     assert read_table(tmp_path / "runs" / "logic-demo").row("svgd").to_plain is not None
     assert "--tuned tuned" in " ".join((tmp_path / "runs/logic-demo/report.html").read_text().split())
+
+
+def test_draws_of_other_ranges_are_not_credited_with_earlier_scores(tmp_path, monkeypatch):
+    tune(tuning("cka", tmp_path, draws=2), quiet())
+    monkeypatch.setitem(RANGES, "ratio", Uniform(50.0, 90.0))
+    with pytest.raises(SettingError, match=r"settings\.json has .* but .* is requested"):
+        tune(tuning("cka", tmp_path, draws=2), quiet())
+
+
+def test_a_tuning_on_other_data_is_refused(tmp_path):
+    tune(tuning("plain", tmp_path / "tuned", draws=1), quiet())
+    record = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
+    (tmp_path / "tuned" / "tuning.json").write_text(json.dumps(record | {"data": "another"}))
+    arms, _ = read_tuned(tmp_path / "tuned", [parse_arm("plain")], "logic", SMALL)
+    comparison = Comparison("logic", arms, (0,), SMALL, tmp_path / "runs", None, 1, tuned=tmp_path / "tuned")
+    with pytest.raises(SettingError, match="tuned on data with digest another, and the data now has"):
+        plan_runs(comparison, quiet())
+    (tmp_path / "tuned" / "tuning.json").write_text(json.dumps(record))
+    assert "plain seed 0" in [job.name for job in plan_runs(comparison, quiet())]
 
 
 def test_arms_that_were_not_tuned_alike_are_refused(tmp_path):

@@ -133,10 +133,41 @@ def test_no_mask_of_all_pairs_of_tokens_is_made_on_the_way(monkeypatch):
     assert largest <= 2 * 4 * 32 * 320
 
 
-def test_it_moves_to_a_device_and_refuses_heads_that_are_not_there():
+def test_it_moves_to_a_device():
     flex, _ = both("WordPiece", "right", empty="self", causal=True)
     moved = flex.to("meta")
     assert {tensor.device.type for tensor in moved._tensors.values()} == {"meta"}
     assert (moved.empty, moved.causal) == ("self", True)
-    with pytest.raises(hw.MaskError, match=r"heads \[0, 7\]; expected different heads of 0 to 6"):
-        hw.Roles(hw.Separator(), hw.Window(3)).for_flex(SENTENCE, 7, heads=(0, 7))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"heads": (0, 7)}, hw.MaskError, r"heads is \(0, 7\) for 2 roles; expected 2 different heads of 0 to 6"),
+        ({"heads": (3,)}, hw.MaskError, r"heads is \(3,\) for 2 roles"),
+        ({"heads": (3, 0, 1)}, hw.MaskError, r"heads is \(3, 0, 1\) for 2 roles"),
+        ({"heads": (2, 2)}, hw.MaskError, "2 different heads"),
+        ({"empty": "nothing"}, hw.SettingError, "empty is 'nothing'; expected one of regular, self"),
+        ({"num_heads": 2.5}, hw.SettingError, "num_heads is 2.5; expected an integer"),
+        ({"num_heads": -3}, hw.SettingError, "num_heads is -3; expected an integer"),
+        ({"num_heads": 1}, hw.MaskError, "2 different heads of 0 to 0"),
+    ],
+)
+def test_both_forms_of_a_mask_refuse_the_same(given: dict, error: type[Exception], message: str):
+    roles = hw.Roles(hw.Separator(), hw.Window(3))
+    for make in (roles, roles.for_flex):
+        with pytest.raises(error, match=message):
+            make(SENTENCE, **{"num_heads": HEADS, **given})
+
+
+def test_a_mask_made_of_tables_refuses_heads_and_policies_that_are_not_there():
+    keep, places = torch.ones(1, 3, dtype=torch.bool), torch.arange(3)[None]
+    given = {"num_heads": 4, "columns": {1: keep}, "windows": {2: 1}, "pairs": {}}
+    FlexMask.from_tables(keep, places, places, **given)
+    for wrong, error, message in (
+        ({"windows": {4: 1}}, hw.MaskError, r"heads \[1, 4\]; expected different heads of 0 to 3"),
+        ({"empty": "nothing"}, hw.SettingError, "empty is 'nothing'"),
+        ({"num_heads": 3.0}, hw.SettingError, "num_heads is 3.0"),
+    ):
+        with pytest.raises(error, match=message):
+            FlexMask.from_tables(keep, places, places, **{**given, **wrong})

@@ -29,12 +29,27 @@ def test_a_new_gate_changes_nothing_and_a_learned_one_weighs_the_heads():
     weights = 3 * exponentials / exponentials.sum()
     expected = old((outputs * weights[:, None]).flatten(2))
     found = attention(x, x, x)[0]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, expected)
     found.square().sum().backward()
     assert bool((attention.out_proj.gate.grad.abs() > 0).all())
     handle.remove()
     torch.testing.assert_close(attention(x, x, x)[0], plain)
     assert attention.out_proj is old
+
+
+def test_the_gate_has_the_precision_of_float64():
+    torch.manual_seed(0)
+    gated = GatedProjection(hw.Gate(), nn.Linear(6, 4), 3, 2, 4).double()
+    with torch.no_grad():
+        gated.gate.copy_(torch.tensor([0.3, -0.7, 1.1]))
+    assert torch.equal(gated.weights(), 3 * gated.gate.softmax(0))
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+
+    def call(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(gated, {"gate": gate}, x)
+
+    assert torch.autograd.gradcheck(call, (x, gated.gate.detach().clone().requires_grad_()))
+    assert gated.bfloat16().weights().dtype == torch.float32
 
 
 def test_a_gated_model_is_guided_and_comes_back_from_its_folder(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -69,6 +70,28 @@ def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.HeadMas
     assert torch.equal(mask[order].allowed(), whole[list(order)])
     parts = [part for part in (mask[:cut], mask[cut:]) if part.batch]
     assert torch.equal(hw.HeadMask.concatenate(parts).allowed(), whole)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_sentences_are_chosen_by_integers_of_any_kind_or_by_a_boolean_for_each(shared: bool):
+    roles = torch.rand(1 if shared else 3, 2, 4, 4, generator=torch.Generator().manual_seed(2)) < 0.4
+    mask = hw.HeadMask(roles, torch.tensor([[True] * 4, [True, False, True, False], [False, True, True, True]]), 3)
+    whole = mask.allowed()
+    for one in (1, -2, np.int64(1), torch.tensor(1), torch.tensor(-2)):
+        assert torch.equal(mask[one].allowed(), whole[1:2])
+    for chosen in ([True, False, True], (True, False, True), np.array([True, False, True]), [np.True_, False, True]):
+        assert torch.equal(mask[chosen].allowed(), whole[[0, 2]])
+    assert torch.equal(mask[torch.tensor([False, True, True])].allowed(), whole[1:])
+    for chosen in ([2, 0], np.array([2, 0]), [np.int64(2), 0], torch.tensor([-1, 0]), torch.tensor([2, 0]).byte()):
+        assert torch.equal(mask[chosen].allowed(), whole[[2, 0]])
+    assert mask[[]].batch == 0
+    assert [part.batch for part in mask] == [1, 1, 1]
+    for wrong in (True, [True, False], [0.0, 1.0], 1.0, "01", None, [[0, 1]], torch.zeros(3, dtype=torch.complex64)):
+        with pytest.raises(hw.SettingError, match="a list of integers, or 3 booleans, one for each sentence"):
+            mask[wrong]
+    for outside in (3, -4, np.int64(3), torch.tensor(3), [0, 3]):
+        with pytest.raises(IndexError):
+            mask[outside]
 
 
 @settings(max_examples=60)

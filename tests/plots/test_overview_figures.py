@@ -86,6 +86,22 @@ def test_two_models_are_drawn_with_their_labels():
     ]
 
 
+def test_another_score_or_role_of_the_model_before_is_not_drawn_under_the_name_of_this_ones():
+    roles = ((0.1, 0.2, 0.3), (0.9, 0.8, 0.7))
+    found = dataclasses.replace(layer(0), roles=roles, chance=(0.5, 0.4))
+    now = dataclasses.replace(report(found), roles=("syntax", ROLE))
+    before = dataclasses.replace(report(layer(0)), score="perplexity")
+    figure = hw.plots.overview(now, before=before)
+
+    def means(title: str) -> dict[str, float]:
+        return {line.get_label(): line.get_ydata()[0] for line in panel(figure, title).lines}
+
+    assert means("fall of accuracy without the head") == {"now": pytest.approx(0.1)}
+    assert means("attention on syntax") == {"now": pytest.approx(0.2)}
+    assert means(f"attention on {ROLE}") == {"before": pytest.approx(0.4), "now": pytest.approx(0.8)}
+    assert set(means("entropy of attention, nats")) == {"before", "now"}
+
+
 def test_a_layer_without_weights_leaves_a_gap_and_no_number():
     figure = hw.plots.overview(report(layer(0), dataclasses.replace(layer(1), entropy=()), layer(2)))
     np.testing.assert_allclose(panel(figure, "entropy of attention, nats").lines[0].get_xdata(), [0, 2])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,22 @@ def layer(number: int, heads: int) -> LayerReport:
         pairs={"output_cosine": matrix, "attention_js": matrix},
         entropy=(1.0,) * heads,
         drops=tuple(Interval(0.02 * head - 0.01, 0.02 * head - 0.02, 0.02 * head) for head in range(heads)),
-        roles=((0.5, 0.25, 0.125)[:heads],),
+        roles=((0.5, 0.25, 0.125, 0.0625)[:heads],),
         chance=(0.2,),
     )
+
+
+def grouped(number: int) -> LayerReport:
+    """A layer of four query heads with two key/value heads."""
+    found = layer(number, 4)
+    return replace(found, pairs={**found.pairs, "value_cosine": ((1.0, 0.25), (0.25, 1.0))})
 
 
 REPORT = Report(
     "Encoder",
     1,
     9,
-    (layer(0, 2), layer(1, 3)),
+    (layer(0, 2), layer(1, 3), grouped(2)),
     "accuracy",
     7,
     Interval(0.9, 0.8, 1.0),
@@ -60,7 +67,7 @@ def sentences() -> list[Sentence]:
         for head in range(heads):
             rows[head, :, head] = 0.6
         weights.append(rows)
-    return [Sentence(HOSTILE, tuple(weights)), Sentence(("one", "two"), (None, torch.full((3, 2, 2), 0.5)))]
+    return [Sentence(HOSTILE, (*weights, None)), Sentence(("one", "two"), (None, torch.full((3, 2, 2), 0.5), None))]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,7 @@ def test_a_script_that_would_end_its_element_and_data_that_is_none_are_refused()
 
 
 def test_weights_of_another_shape_are_refused():
-    wrong = Sentence(("one", "two"), (torch.ones(2, 3, 3), None))
+    wrong = Sentence(("one", "two"), (torch.ones(2, 3, 3), None, None))
     with pytest.raises(SettingError, match=r"weights of layers\.0 have shape \(2, 3, 3\); expected \(2, 2, 2\)"):
         make_inspection_page(REPORT, [wrong])
     with pytest.raises(SettingError, match="weights of 1 layers"):
@@ -157,6 +164,18 @@ def test_similarity_worth_and_roles_are_those_of_the_report(browser: Chromium):
     assert browser.run("document.getElementById('pick-head').value") == "2"
     assert browser.run("document.activeElement.dataset.head") == "2"
     assert texts(browser, ".bars div")[-1] == "<i>role</i>13 % (20 %)"
+
+
+def test_under_grouped_queries_the_key_value_head_that_a_head_reads_is_marked(browser: Chromium):
+    pick(browser, "layer", "2")
+    titles = "[...document.querySelectorAll('#inspection h3')].map((e) => e.textContent)"
+    marked = "[...document.querySelectorAll('#inspection table.matrix td')].map((e) => e.className === 'picked')"
+    assert "Similarity of heads" in browser.run(titles)
+    pick(browser, "measure", "value_cosine")
+    assert "Similarity of key/value heads" in browser.run(titles)
+    for head, expected in ((1, [True, True, True, False]), (2, [False, True, True, True])):
+        pick(browser, "head", str(head))
+        assert browser.run(marked) == expected
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -108,6 +109,35 @@ def test_a_report_comes_back_from_its_file(tmp_path):
     for damage in (text[:-30], "[]", text.replace('"layers"', '"layer"'), text.replace('"low"', '"lowest"')):
         (tmp_path / "damaged.json").write_text(damage)
         with pytest.raises(DataError, match=r"damaged\.json"):
+            hw.load_report(tmp_path / "damaged.json")
+    record = {**json.loads(text), "roles": ["window"]}
+    for one in record["layers"]:
+        one |= {"heads": 3.0, "roles": [[0.5, 0.25, 0.125]], "chance": [0.2]}
+    (tmp_path / "roles.json").write_text(json.dumps(record))
+    assert hw.load_report(tmp_path / "roles.json").head_table().row_count == 9
+    for keys, wrong in (
+        (("layers", 1, "heads"), "three"),
+        (("layers", 1, "heads"), 2),
+        (("layers", 1, "pairs", "output_cka", 2), [0.5, 1.0]),
+        (("layers", 1, "pairs", "output_cka", 2), [0.5, 0.5, "one"]),
+        (("layers", 1, "entropy"), [1.0, 2.0]),
+        (("layers", 1, "drops", 0, "value"), "large"),
+        (("layers", 1, "drops"), record["layers"][1]["drops"][:1]),
+        (("layers", 1, "roles"), [[0.5, 0.5]]),
+        (("layers", 1, "chance"), []),
+        (("roles",), []),
+        (("layers", 1, "effective_heads"), "many"),
+        (("whole", "value"), "high"),
+        (("notes",), 4),
+    ):
+        changed = copy.deepcopy(record)
+        *path, last = keys
+        place = changed
+        for key in path:
+            place = place[key]
+        place[last] = wrong
+        (tmp_path / "damaged.json").write_text(json.dumps(changed))
+        with pytest.raises(DataError, match=r"damaged\.json is a damaged report .*; measure again"):
             hw.load_report(tmp_path / "damaged.json")
     with pytest.raises(DataError, match="cannot be read"):
         hw.load_report(tmp_path / "absent.json")
@@ -220,6 +250,14 @@ def test_one_token_has_no_cka_and_the_note_says_so():
     report = hw.measure(model, hw.find_heads(model), [torch.randn(1, 1, 12)])
     assert "output_cka" not in report.layers[0].pairs
     assert any("CKA was omitted: it needs at least two tokens" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+def test_too_few_tokens_have_no_effective_heads_and_the_note_says_so(tokens: int):
+    model = Stack("plain").eval()
+    report = hw.measure(model, hw.find_heads(model), [torch.randn(1, tokens, 12)])
+    told = "effective heads and CKA were omitted: they need at least 4 tokens." in report.notes
+    assert told is (report.layers[0].effective_heads is None) is (tokens < 4)
 
 
 def test_spans_are_the_mean_squared_cosine_of_principal_angles():

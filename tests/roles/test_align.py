@@ -7,12 +7,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 import headwise as hw
 from headwise.roles.align import AlignedRow, tokens_as_words, words_of_tokens
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer, tokenizer_of
 
-# what has tripped alignments before: spaces of all kinds, joined emoji, marks, ligatures that normalisation takes apart
+# what has tripped alignments before: spaces of all kinds, joined emoji, marks, ligatures that normalization takes apart
 ALPHABET = st.one_of(
     st.sampled_from("aeinorst'.,!? "),
     st.sampled_from(list(" \t\n\u00a0\u2028\u3000\u200b\u0301éß数ﬁ½Ⅳ👩\u200d👧🏽нй")),
@@ -126,6 +127,35 @@ def test_words_given_to_the_tokenizer_are_aligned_by_their_number():
         if word is not None:
             assert standing_for(row, place) == {(0, word)}
     assert row.special == (0, row.units - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "words", [["the", "old", "man", "."], ["I", "do", "n't"], ["the", "\u200bold"], list("数据数据"), ["数", "film"]]
+)
+def test_words_given_to_the_tokenizer_are_noticed_where_it_is_not_said(kind: str, words: list[str]):
+    tokenizer, tables = fast_tokenizer(kind), [(hw.WordTable(["so"]), hw.WordTable(words)), hw.WordTable(words)]
+    pair = tokenizer([["so"]], [words], is_split_into_words=True)
+    alone = tokenizer([words], is_split_into_words=True, padding="max_length", max_length=30)
+    for table, encoding in zip(tables, (pair, alone), strict=True):
+        with pytest.raises(hw.DataError, match=r"row 0: .* use hw.align\(tables, encoding, split_into_words=True\)"):
+            hw.align([table], encoding)
+        hw.align([table], encoding, split_into_words=True)
+
+
+@pytest.mark.parametrize("text", ["н", "ну 👽!", "½", "a½ b", "\tfilm", "\n", "⑴.", "½ мир", "🙽 no"])
+def test_a_character_of_several_words_of_the_tokenizer_is_a_text_nevertheless(text: str):
+    made = Tokenizer.from_str(tokenizer_of("byte-level BPE").to_str())
+    split_bytes = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=True), pre_tokenizers.Digits(True)]
+    )
+    split_forms = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])
+    table = hw.WordTable.split(text)
+    for normalizer, splitter in ((None, split_bytes), (normalizers.NFKC(), split_forms)):
+        made.normalizer, made.pre_tokenizer = normalizer, splitter
+        encoding = made.encode(text)
+        (row,) = hw.align([table], [encoding]).rows
+        require_right(row, [table], encoding)
 
 
 def test_texts_that_overflow_give_a_row_for_each_part():

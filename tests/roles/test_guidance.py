@@ -217,6 +217,25 @@ def test_a_second_handle_takes_over_and_a_part_of_the_first_ones_sites_is_refuse
     other.remove()
 
 
+def test_a_handle_that_was_removed_or_replaced_takes_no_mask():
+    model = encoder().eval()
+    heads, x, mask = hw.find_heads(model), torch.randn(2, 5, 12), random_mask(2, 3, 5)
+    plain = model(x)
+    with hw.guide(heads) as first:
+        model(x, role_mask=mask)
+    second = hw.guide(heads)
+    third = hw.guide(heads)
+    for handle in (first, second):
+        assert repr(handle) == "Guidance(2 attentions, removed)"
+        with pytest.raises(hw.NotFired, match=r"was removed, .* a later hw.guide, .* call the handle that guides now"):
+            handle(mask)
+    guided = third(mask) and model(x)
+    assert not torch.equal(guided, plain)
+    assert repr(third).startswith("Guidance(2 attentions, HeadMask(")
+    third.remove()
+    assert torch.equal(model(x), plain)
+
+
 def test_a_copy_of_a_guided_model_is_not_guided():
     model = encoder().eval()
     x = torch.randn(2, 5, 12)

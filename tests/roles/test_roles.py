@@ -87,7 +87,7 @@ def cells(mask: Tensor) -> list[list[int]]:
     return mask.int().tolist()
 
 
-def test_windows_are_centred_and_end_at_the_sentence():
+def test_windows_are_centered_and_end_at_the_sentence():
     tables = [hw.WordTable(list("abcd")), hw.WordTable(list("ab"))]
     mask = hw.Roles(hw.Window(), hw.Window.released())(tables, num_heads=2)
     assert mask.names == ("window", "window 2")
@@ -287,3 +287,66 @@ def test_numbers_of_special_tokens_are_not_negative():
     for given_numbers in ({"before": -1}, {"after": -1}, {"before": 1.5}):
         with pytest.raises(hw.SettingError, match=r"expected an integer of at least 0"):
             hw.Roles(hw.Window())(SENTENCE, num_heads=1, **given_numbers)
+
+
+def test_an_alignment_takes_the_parse_of_the_tables_given_with_it():
+    roles = hw.Roles(hw.Dependency(), hw.Major())
+    encoding = fast_tokenizer("WordPiece")([SENTENCE.text, "It bored me."], padding=True)
+    other = hw.WordTable(["It", "bored", "me", "."], [1, 1, 1, 1], ["nsubj", "ROOT", "obj", "punct"], "It bored me.")
+    aligned = hw.align([SENTENCE, other], encoding)
+    shuffled = [SENTENCE.shuffled_parse(3), other]
+    for make in (roles, roles.for_flex):
+        shown, expected = (make(shuffled, 3, encoding=one) for one in (aligned, encoding))
+        if make is roles:
+            assert torch.equal(shown.roles, expected.roles)
+            assert not torch.equal(shown.roles, make([SENTENCE, other], 3, encoding=aligned).roles)
+        else:
+            assert torch.equal(shown.pairs, expected.pairs)
+    with pytest.raises(hw.DataError, match=r"row 1 was aligned with 'It bored me \.' and is given 'It bored me'"):
+        roles([SENTENCE, other[:3]], 3, encoding=aligned)
+    moved = hw.WordTable(other.words, other.heads, other.relations, "It  bored me.")
+    with pytest.raises(hw.DataError, match="expected the same words at the same characters"):
+        roles([SENTENCE, moved], 3, encoding=aligned)
+    with pytest.raises(hw.DataError, match="2 aligned texts were given for 1 word tables"):
+        roles([SENTENCE], 3, encoding=aligned)
+
+
+def test_an_alignment_of_texts_that_overflow_is_one_row_for_each_part():
+    tables = [SENTENCE, hw.WordTable(["film", "!"], [0, 0], ["ROOT", "punct"])]
+    encoding = fast_tokenizer("WordPiece")(
+        [table.text for table in tables], truncation=True, max_length=9, stride=2, return_overflowing_tokens=True
+    )
+    aligned = hw.align(tables, encoding)
+    assert aligned.origins == tuple(encoding["overflow_to_sample_mapping"]) == (0,) * (len(aligned.rows) - 1) + (1,)
+    roles = hw.Roles.paper(FREQUENT)
+    mask = roles(tables, num_heads=5, encoding=aligned)
+    for index in range(len(aligned.rows)):
+        assert torch.equal(mask.roles[index], by_words(roles, aligned, index))
+    assert torch.equal(mask.roles, roles(tables, num_heads=5, encoding=encoding).roles)
+    with pytest.raises(hw.DataError, match="2 encoded texts were given for 3 word tables"):
+        roles([*tables, SENTENCE], num_heads=5, encoding=encoding)
+
+
+def test_arguments_without_effect_beside_an_encoding_are_refused():
+    encoding = fast_tokenizer("WordPiece")([SENTENCE.text])
+    aligned = hw.align([SENTENCE], encoding, length=70)
+    for make in (hw.Roles(hw.Separator()), hw.Roles(hw.Separator()).for_flex):
+        with pytest.raises(hw.SettingError, match="before is 1 and after is 0, and the encoding has its own"):
+            make(SENTENCE, 2, encoding=encoding, before=1)
+        with pytest.raises(hw.SettingError, match="before is 0 and after is 2, and the encoding has its own"):
+            make(SENTENCE, 2, encoding=aligned, after=2)
+        with pytest.raises(hw.SettingError, match="length is 80 and the alignment has 70 tokens; pass length=80 to"):
+            make(SENTENCE, 2, encoding=aligned, length=80)
+        assert make(SENTENCE, 2, encoding=aligned, length=70).keep.shape == (1, 70)
+        assert make(SENTENCE, 2, encoding=encoding, length=80).keep.shape == (1, 80)
+
+
+def test_the_random_control_of_a_causal_mask_keeps_as_many_keys_for_each_query():
+    roles, tables = hw.Roles(hw.Window(5)), [hw.WordTable([f"w{i}" for i in range(20)])]
+    mask = roles(tables, num_heads=2, causal=True)
+    assert mask.causal
+    drawn = mask.randomized([3])
+    assert torch.equal(drawn.allowed().sum(-1), mask.allowed().sum(-1))
+    assert not torch.equal(drawn.allowed(), mask.allowed())
+    late = roles(tables, num_heads=2)
+    assert not torch.equal(late.randomized([3]).allowed(causal=True).sum(-1), late.allowed(causal=True).sum(-1))

@@ -37,6 +37,15 @@ def test_a_part_of_a_table_keeps_what_hangs_together():
         table[::2]
 
 
+def test_a_table_is_no_list_of_words():
+    table = hw.WordTable(list("abc"))
+    message = r"indexed by 0; expected a slice: table\[:1\] is a table of its first word, table.words\[0\] that word"
+    with pytest.raises(hw.SettingError, match=message):
+        table[0]
+    with pytest.raises(hw.SettingError, match=message):
+        list(table)
+
+
 def depths(table: hw.WordTable) -> list[int]:
     found = []
     for word in range(len(table)):

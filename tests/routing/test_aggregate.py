@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equations.aggregators import random
+from heads.attentions import SeparateAttention
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.find import find_heads
 from headwise.routing.aggregate import aggregate
-from headwise.routing.modules import EMAggregator, Residual, TrunkAggregator
+from headwise.routing.modules import EMAggregator, Gate, Residual, TrunkAggregator
 from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
 
 
@@ -86,6 +87,34 @@ def test_aggregators_take_dtype_and_mode_of_the_projection_they_replace():
     assert isinstance(module, EMAggregator)
     assert not module.training
     assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+class Quantized(nn.Module):
+    """A projection by a matrix of integers."""
+
+    def __init__(self, linear: nn.Linear, *, bias: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = float(linear.weight.detach().abs().max()) / 127
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float64, True), (torch.float32, False)])
+@pytest.mark.parametrize("setting", [EMRouting(capsules=4), Residual(SimpleRouting()), Gate()], ids=str)
+def test_a_quantized_projection_is_replaced_or_kept(setting, dtype: torch.dtype, bias: bool):
+    model = SeparateAttention(8, 2, key_value_heads=2).to(dtype)
+    model.o_proj = Quantized(model.o_proj, bias=bias)
+    x = random(3, 5, 8, dtype=dtype)
+    before = model(x)
+    (place,) = aggregate(find_heads(model), setting).replaced
+    assert {p.dtype for p in place.new.parameters()} - {torch.int8} == {dtype}
+    after = model(x)
+    assert after.dtype == dtype
+    assert torch.allclose(after, before) == isinstance(setting, Residual | Gate)
 
 
 def test_a_model_with_aggregators_can_be_copied_and_its_state_loaded():

@@ -146,6 +146,30 @@ def test_a_model_that_a_folder_does_not_fit_is_left_as_it_was(tmp_path: Path):
     )
 
 
+def test_a_failed_load_leaves_the_attentions_and_the_fast_path_of_torch(tmp_path: Path):
+    encoder = make_encoder()
+    hw.aggregate(hw.find_heads(encoder), hw.SimpleRouting())
+    encoder.norm = nn.LayerNorm(7)
+    hw.save(encoder, tmp_path / "other norm")
+    record = shutil.copytree(tmp_path / "other norm", tmp_path / "other attention")
+    edit(record, lambda written: written["adopted"].append("layers.1.linear1"))
+    other = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), num_layers=2)
+    other.norm = nn.LayerNorm(8)
+    for name, message in (
+        ("other norm", r"norm\.weight has shape \(7,\)"),
+        ("other attention", "names 'layers.1.linear1' as an attention of torch, and it is a Linear"),
+    ):
+        with pytest.raises(hw.DataError, match=message):
+            hw.load(tmp_path / name, other)
+        assert {type(layer.self_attn) for layer in other.layers} == {nn.MultiheadAttention}
+        assert not any(layer.self_attn._forward_pre_hooks for layer in other.layers)
+        assert other.use_nested_tensor
+    other.norm = nn.LayerNorm(7)
+    hw.load(tmp_path / "other norm", other)
+    assert {type(layer.self_attn) for layer in other.layers} == {hw.nn.MultiheadAttention}
+    assert not other.use_nested_tensor
+
+
 def test_a_kernel_is_taken_from_the_hub_only_when_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
     from transformers.integrations import hub_kernels
 

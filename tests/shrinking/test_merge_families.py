@@ -76,7 +76,7 @@ def test_a_merged_encoder_is_refused_by_transformers_and_loaded_by_headwise(fami
 def test_one_layer_merged_is_for_headwise_and_all_of_them_for_transformers(tmp_path: Path):
     model = build("Llama", HEADS)
     merging = hw.merge(hw.find_heads(model).layer(1), 4, batches=[tokens(0)])
-    assert "holds one number of heads for all layers" in str(merging.stock)
+    assert merging.stock == "its configuration holds one number of key/value heads for all layers, and they have 4, 8"
     assert [site.key_value_heads for site in hw.find_heads(model)] == [8, 4]
     model.save_pretrained(tmp_path / "one")
     assert apart([model(tokens(3)).logits], [hw.load(tmp_path / "one")(tokens(3)).logits]) == 0.0

@@ -248,6 +248,17 @@ def test_a_layer_that_is_not_there_an_optimizer_that_is_none_and_a_model_are_ref
         hw.prune(model, {0: [0]})
 
 
+def test_inputs_that_are_no_arguments_are_refused_as_by_verify():
+    heads = hw.find_heads(SeparateAttention())
+    for given in (torch.randn(1, 2, 6, 12), "x"):
+        with pytest.raises(hw.SettingError, match=r"^inputs is a (Tensor|str); expected what .*, \(x,\)") as pruned:
+            hw.prune(heads, {0: [1]}, inputs=given)
+        with pytest.raises(hw.SettingError) as verified:
+            hw.verify(heads, given)
+        assert str(pruned.value) == str(verified.value)
+    assert hw.find_heads(heads.model).sites[0].num_heads == 4
+
+
 def test_heads_of_a_group_stay_together_or_go_in_equal_numbers():
     model: Any = named(FAMILIES, "Llama")[0].build()
     heads = hw.find_heads(model)

@@ -86,12 +86,20 @@ def test_layers_that_share_a_table_of_positions_lose_the_same_heads():
         ({"keep": 0.95, "importance": "even"}, hw.SettingError, "no attention would lose a head"),
         ({"keep": 0.5, "importance": {"other": [1.0]}}, hw.SettingError, "has no entry 'encoder.layer.0"),
         ({"keep": 0.5, "importance": "short"}, hw.ShapeError, r"has shape \(3,\); expected \(4,\)"),
+        ({"keep": 0.5, "importance": "named"}, hw.SettingError, r"is \['a', 'b', 'c', 'd'\]; expected 4 numbers"),
+        ({"keep": 0.5, "importance": "empty"}, hw.SettingError, "is None; expected 4 numbers, one for each head"),
         ({"keep": 0.5, "importance": "endless"}, hw.HeadwiseError, "holds NaN or infinity"),
     ],
 )
 def test_what_is_no_choice_is_refused(given: dict[str, Any], error: type, message: str):
     heads = hw.find_heads(named(FAMILIES, "BERT")[0].build())
-    numbers = {"even": [1.0] * 4, "short": [1.0] * 3, "endless": [float("nan")] * 4}
+    numbers: dict[str, Any] = {
+        "named": [*"abcd"],
+        "empty": None,
+        "even": [1.0] * 4,
+        "short": [1.0] * 3,
+        "endless": [float("nan")] * 4,
+    }
     if isinstance(given.get("importance"), str):
         given = {**given, "importance": {site.name: numbers[given["importance"]] for site in heads}}
     with pytest.raises(error, match=message):

@@ -133,12 +133,20 @@ def test_a_loss_of_before_may_still_be_alive():
     assert loss.grad_fn is not None
 
 
-def test_an_optimizer_that_trains_something_else_stays_as_it_was():
-    model: Any = named(FAMILIES, "BERT")[0].build()
-    other = nn.Linear(2, 2)
-    own = torch.optim.AdamW(other.parameters())
-    other(torch.ones(2)).sum().backward()
-    own.step()
-    before = copy.deepcopy(own.state_dict())
-    hw.prune(hw.find_heads(model), {0: [1]}, optimizer=own)
-    assert str(own.state_dict()) == str(before)
+def test_an_optimizer_of_other_parameters_or_with_one_state_for_all_is_refused_and_nothing_cut():
+    model: Any = named(FAMILIES, "Llama")[0].build()
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    flat = torch.optim.LBFGS(model.parameters())
+    heads = hw.find_heads(model)
+    for own, message in (
+        (other, "AdamW given as optimizer holds no parameter of the Llama"),
+        (flat, "is an LBFGS, .* cannot be cut; leave it out, and make a new one"),
+    ):
+        with pytest.raises(hw.SettingError, match=message):
+            hw.prune(heads, {0: [0, 1]}, optimizer=own)
+        with pytest.raises(hw.SettingError, match=message):
+            hw.merge(heads, 1, optimizer=own)
+    assert [site.num_heads for site in hw.find_heads(model)] == [4, 4]
+    # one that trains a part of the model is its optimizer
+    part = torch.optim.AdamW(model.get_input_embeddings().parameters())
+    hw.prune(hw.find_heads(model), {0: [0, 1]}, optimizer=part)

@@ -20,6 +20,7 @@ from headwise.heads.new_parameters import RequireTrained, require_unwrapped
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.compiled import guard_hooks
 from headwise.nn.hooks import Handle
+from headwise.nn.placement import match_placement
 
 
 class Gating(Handle):
@@ -203,7 +204,7 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) 
             "matrix; use the full-precision weights."
         )
     gates = build_gates(setting, site.num_heads, site.head_size, width)
-    gates = _match_placement(gates, projection).train(site.module.training)
+    gates = match_placement(gates, projection).train(site.module.training)
     path = f"{site.name}.{NAME}" if site.name else NAME
     trained = RequireTrained(path, "gate")
     gates.register_forward_pre_hook(trained)
@@ -214,9 +215,3 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) 
 def _find_source(site: Site) -> nn.Module:
     """Return the module whose input the queries are made from: their projection, or the attention where it is none."""
     return site.slices[0].parts[0].module or site.module
-
-
-def _match_placement(gates: nn.Module, projection: nn.Module) -> nn.Module:
-    # the weights of a quantized projection are integers
-    parameter = next((one for one in projection.parameters() if one.is_floating_point()), None)
-    return gates if parameter is None else gates.to(device=parameter.device, dtype=parameter.dtype)

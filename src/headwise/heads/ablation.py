@@ -3,6 +3,7 @@
 A head is removed by zeroing its slice of the output projection's input.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import NotFired, SettingError, require_integer
+from headwise.errors import LayoutError, NotFired, SettingError, require_integer
 from headwise.heads.capture import require_joined
 from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, Site, require_heads
@@ -42,6 +43,7 @@ class Ablation(Handle):
     def __init__(self, heads: Heads, indices: tuple[int, ...]) -> None:
         super().__init__()
         self.heads, self.indices = heads, indices
+        require_unshared(heads)
         # all output projections are found before the first is hooked: an error leaves the model as it was
         within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
         with walk_once(heads.model):
@@ -49,13 +51,13 @@ class Ablation(Handle):
         self._removals = [_Removal(site) for site in heads.sites]
         for removal, output_projection in zip(self._removals, projections, strict=True):
             if output_projection is None:
-                listener = Observer(_ignore, edit=partial(self._zero_outputs, removal))
+                listener = Observer(ignore, edit=partial(self._zero_outputs, removal))
                 self._removers.append(removal.site.reach_scores().listen(listener))
                 continue
             projection = output_projection.module
             # before all other hooks, so that these read the input that W_O gets
             self._hook_before(projection, self._make_zeroing(removal), prepend=True)
-            self._hook_before(removal.site.module, _make_check(removal.site, output_projection, projection))
+            self._hook_before(removal.site.module, make_check(removal.site, output_projection, "hw.ablate"))
 
     @property
     def called(self) -> bool:
@@ -120,19 +122,32 @@ class Ablation(Handle):
         return keep
 
 
-def _ignore(_attended: object) -> None:
-    return None
+def ignore(_attended: object) -> None:
+    """Do nothing with what an attention computed."""
 
 
-def _make_check(
-    site: Site, output_projection: OutputProjection, projection: nn.Module
+def require_unshared(heads: Heads) -> None:
+    """Raise `LayoutError` for an attention whose output projection another one calls, whose heads it gets too."""
+    called = Counter(id(site.output_projection.module) for site in heads.found if site.output_projection is not None)
+    for site in heads:
+        if site.output_projection is not None and called[id(site.output_projection.module)] > 1:
+            raise LayoutError(
+                f"{site.label} calls the same output projection as another attention, whose heads would be changed "
+                "too; give each attention an output projection of its own."
+            )
+
+
+def make_check(
+    site: Site, output_projection: OutputProjection, attached_by: str, *, training_only: bool = False
 ) -> Callable[[nn.Module, tuple, dict], None]:
-    def require(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if output_projection.module is not projection:
+    """Return a hook on an attention that raises `NotFired` where its output projection is another module than now."""
+    projection = output_projection.module
+
+    def require(module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        if output_projection.module is not projection and (module.training or not training_only):
             raise NotFired(
-                f"{site.label}: its output projection is now a "
-                f"{type(output_projection.module).__name__}, set after ablate(), and would get the removed "
-                "heads unchanged; call remove() on the ablation and ablate again."
+                f"{site.label}: its output projection is now a {type(output_projection.module).__name__}, set after "
+                f"{attached_by}, and would get all heads unchanged; call remove(), and {attached_by} again."
             )
 
     return require
@@ -151,7 +166,7 @@ def ablate(heads: Heads, *indices: int | Iterable[int]) -> Ablation:
 
     Raises:
         SettingError: No index was given, one is no integer, or a site does not have that many heads.
-        LayoutError: The output projection of a site was not found.
+        LayoutError: The output projection of a site was not found, or another attention calls it too.
 
     Example:
         >>> import headwise as hw

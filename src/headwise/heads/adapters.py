@@ -96,7 +96,7 @@ def find_saved(module: nn.Module) -> str | None:
     >>> find_saved(nn.Linear(2, 2)) is None
     True
     """
-    saved = module._modules.get("modules_to_save")
+    saved = getattr(module, "modules_to_save", None)
     if not isinstance(saved, nn.ModuleDict) or "original_module" not in module._modules:
         return None
     active: Any = getattr(module, "active_adapters", ())

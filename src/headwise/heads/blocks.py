@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,14 +16,25 @@ from headwise.heads.heads import Heads, require_heads
 from headwise.nn.hooks import Handle
 
 
+class _Share(NamedTuple):
+    """The blocks of one slice, and the parameter that held them when they were made."""
+
+    part: HeadSlice
+    held: Tensor
+    leaves: list[Tensor]
+
+
 class HeadBlocks(Handle):
     """Each head's rows of W_Q, W_K and W_V, and columns of W_O, as parameters that share the model's memory.
 
     Optimizers that orthogonalize updates (Muon, Jordan et al. 2024) take a weight as one matrix; on the matrix of each
     head alone the update of one head does not depend on the others' (MuonSplit; Group Muon, arXiv 2605.08933). A view
     of a parameter cannot be given to `torch.optim`, so that every block is a leaf which shares its storage, and gets
-    its part of the parameter's gradient before each step. `zero_grad` of the optimizer also clears the gradients of the
-    whole parameters.
+    its part of the parameter's gradient in each backward pass. `zero_grad` of the optimizer also clears the gradients
+    of the whole parameters.
+
+    Gradients of blocks can be clipped and scaled (GradScaler) as those of parameters can, but not under
+    DistributedDataParallel(gradient_as_bucket_view=True), which moves gradients after the backward pass has made them.
 
     Update sizes that depend on the shape differ between a block and the whole weight: with `torch.optim.Muon` use
     `adjust_lr_fn="match_rms_adamw"`, which gives every update the same root mean square.
@@ -48,16 +61,16 @@ class HeadBlocks(Handle):
     def __init__(self, heads: Heads, *, per_head: bool = True) -> None:
         super().__init__()
         slices = _list_slices(heads)
-        self._slices, self._per_head = slices, per_head
-        self._held = [part.parameter for part in slices]
+        self._per_head = per_head
         _require_covered(slices)
-        self.names, self.wholes, self._leaves = [], [], []
+        self.names, self.wholes, self._shares = [], [], []
         for part in slices:
-            for head, block in enumerate(self._divide(part, part.parameter.detach())):
-                self._leaves.append(block.requires_grad_())
-                self.names.append(f"{part.name} {part.projection}{f' {head}' * per_head}")
-                self.wholes.append(part.parameter)
-        split = {id(parameter) for parameter in self._held}
+            leaves = [block.requires_grad_() for block in self._divide(part, part.parameter.detach())]
+            self._shares.append(_Share(part, part.parameter, leaves))
+            self.names += [f"{part.name} {part.projection}{f' {head}' * per_head}" for head in range(len(leaves))]
+            self.wholes += [part.parameter] * len(leaves)
+        self._leaves = [leaf for share in self._shares for leaf in share.leaves]
+        split = {id(parameter) for parameter in self.wholes}
         self.rest = [p for p in heads.model.parameters() if p.requires_grad and id(p) not in split]
 
     def __len__(self) -> int:
@@ -67,29 +80,31 @@ class HeadBlocks(Handle):
         return iter(self._leaves)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Give every block its gradient before each step of the optimizer that holds it.
+        """Give every block its gradient in each backward pass, and again before each step of the optimizer.
 
         Args:
             optimizer: An optimizer of blocks; each of them in its `param_groups`.
 
         Raises:
-            SettingError: It holds no block, or is attached already.
+            SettingError: It does not hold each block, or is attached already.
         """
         if not isinstance(optimizer, Optimizer):
             raise SettingError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
         own = {id(block) for block in self._leaves}
-        if not any(id(held) in own for options in optimizer.param_groups for held in options["params"]):
+        own &= {id(held) for options in optimizer.param_groups for held in options["params"]}
+        if len(own) < len(self):
             raise SettingError(
-                f"{type(optimizer).__name__} holds none of the {len(self)} blocks; build it from list(blocks)."
+                f"{type(optimizer).__name__} holds {len(own) or 'none'} of the {len(self)} blocks, and would not train "
+                "the others; build it from list(blocks)."
             )
         if self.attached:
             raise SettingError("the blocks are attached already; call remove() before attaching another optimizer.")
-        before = optimizer.register_step_pre_hook(lambda *_: self._hand_out())
+        before = optimizer.register_step_pre_hook(self._before_step)
         zero_grad: Callable[..., None] = optimizer.zero_grad
 
         def zero_all(set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
-            for parameter in self._held:
+            for _, parameter, _ in self._shares:
                 if set_to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
@@ -97,17 +112,35 @@ class HeadBlocks(Handle):
 
         vars(optimizer)["zero_grad"] = zero_all
         self._removers += [before.remove, lambda: vars(optimizer).pop("zero_grad", None)]
+        hand_out = _make_handing_out(weakref.ref(self))
+        for parameter in {id(parameter): parameter for parameter in self.wholes}.values():
+            self._removers.append(parameter.register_post_accumulate_grad_hook(hand_out).remove)
 
-    def _hand_out(self) -> None:
-        """Give each block its part of the present gradients."""
-        leaves = iter(self._leaves)
-        for part, held in zip(self._slices, self._held, strict=True):
+    def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[tuple, dict] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._hand_out()
+            return None
+
+        def closure_then_hand_out() -> Any:
+            loss = closure()
+            self._hand_out()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_then_hand_out}
+        return (args[0], closure_then_hand_out, *args[2:]), kwargs
+
+    def _hand_out(self, wanted: Tensor | None = None) -> None:
+        """Give each block, of one parameter where it is given, its part of the present gradients."""
+        for part, held, leaves in self._shares:
+            if wanted is not None and held is not wanted:
+                continue
             if part.parameter is not held:
                 raise LayoutError(f"{part.name} was replaced since hw.head_blocks was called; call it again.")
             views = self._divide(part, held.detach())
             gradients = [None] * len(views) if held.grad is None else self._divide(part, held.grad)
-            for view, gradient in zip(views, gradients, strict=True):
-                block = next(leaves)
+            for block, view, gradient in zip(leaves, views, gradients, strict=True):
                 if block.data_ptr() != view.data_ptr():
                     raise LayoutError(
                         f"{part.name} is in another place of memory than when hw.head_blocks was called (the model was "
@@ -129,10 +162,21 @@ class HeadBlocks(Handle):
             )
         return [rows.flatten(0, 1)]
 
-    def _describe(self) -> str:
-        return (
-            f"{len(self)} {'heads' if self._per_head else 'projections'} of {len(set(map(id, self._held)))} parameters"
-        )
+    def __repr__(self) -> str:
+        kind = "heads" if self._per_head else "projections"
+        attached = "" if self.attached else "; attached to no optimizer"
+        return f"HeadBlocks({len(self)} {kind} of {len(set(map(id, self.wholes)))} parameters{attached})"
+
+
+def _make_handing_out(own: weakref.ref[HeadBlocks]) -> Callable[[Tensor], None]:
+    """Return a hook on parameters that hands out their gradients, without keeping the blocks alive."""
+
+    def hand_out(parameter: Tensor) -> None:
+        blocks = own()
+        if blocks is not None:
+            blocks._hand_out(parameter)
+
+    return hand_out
 
 
 def head_blocks(heads: Heads, *, per_head: bool = True) -> HeadBlocks:
@@ -144,8 +188,8 @@ def head_blocks(heads: Heads, *, per_head: bool = True) -> HeadBlocks:
             key and value are one parameter.
 
     Raises:
-        LayoutError: A parameter is sharded, quantized, frozen or shared between sites, or has rows that belong to no
-            selected head, which would get no update.
+        LayoutError: A parameter is sharded, quantized, frozen, under LoRA or shared between sites, or has rows that
+            belong to no selected head, which would get no update.
         SettingError: `heads` is something else.
     """
     require_heads(heads)
@@ -162,6 +206,11 @@ def _list_slices(heads: Heads) -> list[HeadSlice]:
     for part in found:
         if is_sharded(part.parameter):
             raise LayoutError(f"{part.name} is sharded over processes, which have no whole head; train it as a matrix.")
+        if part.lora is not None:
+            raise LayoutError(
+                f"{part.name} is the base of a LoRA layer, which trains A and B in its place; merge the adapter "
+                "(merge_and_unload), unfreeze the weight and call find_heads again, or act on its heads by hw.repel."
+            )
         part.require_trainable()
     return found
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, NotFired, require_integer, require_range
+from headwise.heads.ablation import make_check, require_unshared
 from headwise.heads.capture import require_joined
-from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument
@@ -34,17 +34,18 @@ class HeadDropping(Handle):
         if seed is not None:
             require_integer("seed", seed)
         self.heads, self.generator = heads, None if seed is None else torch.Generator().manual_seed(seed)
+        require_unshared(heads)
         for site in heads:
             if site.divided:
                 raise LayoutError(f"{site.label}: its heads are divided over processes, which would drop others each.")
         # all output projections are found before the first is hooked: an error leaves the model as it was
         for site, projection in [(site, site.expose()) for site in heads]:
             self._hook_before(projection.module, self._make_hook(site))
-            self._hook_before(site.module, _make_check(site, projection, projection.module))
+            self._hook_before(site.module, make_check(site, projection, "hw.drop_heads", training_only=True))
 
     @property
     def rate(self) -> float:
-        """Probability of dropping a head, in [0, 1); set it between steps for a schedule."""
+        """Probability of dropping a head, in [0, 0.99]; set it between steps for a schedule."""
         return self._rate
 
     @rate.setter
@@ -65,7 +66,7 @@ class HeadDropping(Handle):
         return drop
 
     def _draw(self, site: Site, joined: Tensor) -> Tensor:
-        """Return m_h H / sum_h m_h of each example, [B, H]."""
+        """Return m_h H / sum_h m_h of each row, [B, H]."""
         shape = (joined.shape[0], site.num_heads)
         if self.generator is None:
             drawn = torch.rand(shape, device=joined.device)
@@ -75,7 +76,7 @@ class HeadDropping(Handle):
                 "its own would drop other heads; leave seed out, since checkpoints restore torch's generator."
             )
         else:
-            drawn = torch.rand(shape, generator=self.generator)
+            drawn = torch.rand(shape, generator=self.generator, device="cpu")
         kept = (drawn >= self.rate).float()
         kept = torch.where(kept.sum(dim=-1, keepdim=True) > 0, kept, torch.ones_like(kept))
         return kept * (site.num_heads / kept.sum(dim=-1, keepdim=True))
@@ -88,18 +89,20 @@ def drop_heads(heads: Heads, rate: float, *, seed: int | None = None) -> HeadDro
     """Zero each head of each example with probability `rate` while training, and scale the others up: DropHead.
 
     O_h <- O_h m_h H / sum_h m_h before W_O, with m_h ~ Bernoulli(1 - rate) drawn for each example and attention (Zhou
-    et al. 2020, section 3, Eq. 3). Where every head of an example would be dropped, all stay. In evaluation mode
-    nothing is dropped. For scheduled DropHead, set `rate` of the handle between steps.
+    et al. 2020, section 3, Eq. 3). An example is a row of what W_O gets: where windows of an image are folded into the
+    batch (Swin), each window draws its own. Where every head of an example would be dropped, all stay. In evaluation
+    mode nothing is dropped. For scheduled DropHead, set `rate` of the handle between steps.
 
     Args:
         heads: The attentions.
-        rate: Probability of dropping a head, in [0, 1).
+        rate: Probability of dropping a head, in [0, 0.99].
         seed: Seed of a generator of its own, so that dropout and the order of the data are those of a run without;
             None draws from torch's generator of the device, as dropout does.
 
     Raises:
         SettingError: `heads` is something else, or `rate` or `seed` is out of range.
-        LayoutError: An attention has no output projection that is a module, or is divided over processes.
+        LayoutError: An attention has no output projection that is a module, or one that another attention calls too, or
+            is divided over processes.
         NotFired: In a call, an activation checkpoint is computed under a seed, or the output projection is another
             module than when this was attached.
 
@@ -112,16 +115,3 @@ def drop_heads(heads: Heads, rate: float, *, seed: int | None = None) -> HeadDro
         HeadDropping(0.1 of the heads of 1 attentions)
     """
     return HeadDropping(heads, rate, seed=seed)
-
-
-def _make_check(
-    site: Site, output_projection: OutputProjection, projection: nn.Module
-) -> Callable[[nn.Module, tuple, dict], None]:
-    def require(module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if module.training and output_projection.module is not projection:
-            raise NotFired(
-                f"{site.label}: its output projection is now a {type(output_projection.module).__name__}, set after "
-                "hw.drop_heads, which would get every head; call remove(), and hw.drop_heads again."
-            )
-
-    return require

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters
@@ -27,6 +29,8 @@ from headwise.heads.refusal import ROW, Named, describe_failure
 from headwise.heads.sdpa import connect_called_scores
 from headwise.heads.slice_checks import check_head_slice, check_head_slices
 from headwise.nn.compiled import unwrap_compiled, without_wrappers
+
+SCRIPTED = "is compiled by torch.jit, which no hook and no layout reaches; compile it after find_heads, or leave it out"
 
 # Falcon and GPT-BigCode store the same attribute in several ways; these flags tell which.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))
@@ -109,7 +113,8 @@ def find_heads(
 
     Raises:
         LayoutError: No module fits a row; a row fits but its sizes, or the order of its heads, do not; a module looks
-            like attention and fits no row; or a pattern of `exclude` matches nothing, or `num_heads` no module.
+            like attention and fits no row, is compiled by torch.jit, or is lazy and has no shape yet; or a pattern of
+            `exclude` matches nothing, or `num_heads` no module.
         SettingError: `model` is not a module, or `layouts` holds something that is not a row.
 
     Example:
@@ -122,6 +127,11 @@ def find_heads(
         raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
     rows = _check_layouts(layouts)
     inner, replicated = unwrap_model(model)
+    if isinstance(inner, torch.jit.ScriptModule):
+        raise LayoutError(
+            f"{inner.original_name} is compiled by torch.jit, which no hook and no layout reaches; give the model that "
+            "torch.jit.script or torch.jit.trace was given."
+        )
     with without_wrappers(inner):
         return replace(_find(inner, rows, exclude, num_heads), replicated=replicated)
 
@@ -142,8 +152,10 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     found, clauses = _match_all(model, modules, list(zip(_give_count(rows, num_heads), own, strict=True)))
     sites, outer = _take_inner(found)
     unread = _find_unread(modules, sites, outer, clauses)
+    _require_shapes([*((site.name, site.module) for site in sites), *unread])
     if not sites or unread:
-        clauses |= {name: clause for name, part in unread if (clause := find_irregularity(part)) is not None}
+        others = [(name, part) for name, part in unread if name not in clauses]
+        clauses |= {name: clause for name, part in others if (clause := find_irregularity(part)) is not None}
         raise LayoutError(describe_failure(model, [row.name for row in rows], len(sites), unread, clauses))
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
         told = ", ".join(sorted({str(site.num_heads) for site in sites}))
@@ -180,6 +192,11 @@ def _match(
 
     Whoever describes a module with a row of their own (the flag beside it) knows it.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        attention = "attention" in module.original_name.lower() or _looks_like_attention(module, set())
+        return None, SCRIPTED if attention else None
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return None, None
     clause = find_irregularity(module)
     for row, own in rows:
         try:
@@ -319,6 +336,17 @@ def _exclude(model: nn.Module, exclude: Any) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in modules if not matches(name)]
 
 
+def _require_shapes(attentions: Sequence[Named]) -> None:
+    """Raise `LayoutError` for an attention with lazy parameters, which have no shape before its first forward."""
+    for name, module in attentions:
+        lazy = next((path for path, parameter in module.named_parameters() if is_lazy(parameter)), None)
+        if lazy is not None:
+            raise LayoutError(
+                f"{name or 'the model'} ({type(module).__name__}): its {lazy} has no shape before the first forward "
+                "pass; run the model once, then call find_heads."
+            )
+
+
 def _find_unread(
     modules: Sequence[Named], sites: Sequence[Site], outer: set[int], clauses: Mapping[str, str]
 ) -> list[Named]:
@@ -340,7 +368,7 @@ def _looks_like_attention(module: nn.Module, found: set[int]) -> bool:
         if child is not None and projects(child) and not any(id(part) in found for part in child.modules()):
             mentioned |= find_letters(name)
     for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.dim() > 1:
+        if parameter is not None and (is_lazy(parameter) or parameter.dim() > 1):
             mentioned |= find_letters(name)
     called_attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
     return mentioned == set("qkv") or (bool(mentioned) and called_attention)

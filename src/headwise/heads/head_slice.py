@@ -322,12 +322,16 @@ class HeadSlice:
         return flat.as_strided(size, strides, flat.storage_offset() + self.bias_start * unit)
 
     @property
+    def bias_parameter(self) -> nn.Parameter | None:
+        """The parameter that holds the bias; None where there is none."""
+        owner = self.owner if self.bias_owner is None else self.bias_owner
+        return None if self.bias is None else owner._parameters.get(self.bias)
+
+    @property
     def added_bias(self) -> Tensor | None:
         """The bias [M, e] that the attention itself adds to what `module` returns; None where it adds none."""
-        if self.bias is None or self.bias_owner is None or self.bias_owner is self.owner:
-            return None
-        held = self.bias_owner._parameters.get(self.bias)
-        return None if held is None else self.bias_view(held)
+        held = self.bias_parameter
+        return None if held is None or self.bias_owner in (None, self.owner) else self.bias_view(held)
 
     def require_trainable(self) -> None:
         """Raise `LayoutError` unless heads can be read and are trained: in the parameter, or in A and B of LoRA."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, require_choice
+from headwise.heads.adapters import find_lora_obstacle
 from headwise.heads.head_slice import HeadSlice, OutputProjection, gather_full
 from headwise.heads.printed import LINES, align, shorten
 from headwise.heads.projection import read_projection
@@ -80,11 +81,6 @@ class Site:
         return self.slices
 
     @property
-    def seam(self) -> OutputProjection | None:
-        """`output_projection`, under its name in version 0.1."""
-        return self.output_projection
-
-    @property
     def parts(self) -> tuple[HeadSlice, ...]:
         """The slices of single parameters that `slices` are made of."""
         return tuple(part for head_slice in self.slices for part in head_slice.parts)
@@ -129,7 +125,9 @@ class Site:
             return None
         if self.output.owner._parameters.get(self.output.attribute) is None:
             return None
-        if self.output_projection.module is not self.output.owner:
+        lora = self.output.lora
+        # another wrapper may not be linear: it may clip
+        if self.output_projection.module not in (self.output.owner, lora) or (lora and find_lora_obstacle(lora)):
             return None
         return self.output.turn(self.output.compute(lambda parameter: gather_full(parameter.detach())))
 
@@ -328,7 +326,8 @@ class Heads:
         if left_out:
             lines.insert(1 + len(first), f"... {left_out} more sites ...")
         total = sum(site.num_heads for site in self.sites)
-        lines.append(f"{total} heads in {len(self.sites)} sites; projections: {', '.join(self.projections)}")
+        sites = f"{len(self)} site{'s' * (len(self) > 1)}"
+        lines.append(f"{total} heads in {sites}; projections: {', '.join(self.projections)}")
         return "\n".join([*lines, *told])
 
     # in a notebook or a debugger: every module of the model otherwise, once for each site

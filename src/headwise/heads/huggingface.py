@@ -25,6 +25,7 @@ from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached
 from headwise.heads.heads import Site
 from headwise.heads.huggingface_config import UNDERNEATH, override_implementation
+from headwise.heads.sdpa import repeat_groups
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.difference import find_difference
@@ -170,7 +171,7 @@ def _attend_over_eager(
         weights = _compute_weights(module, query, key, value, attention_mask, answer, **settings)
         _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
         return _attend_with(weights, value, mixer, **settings)
-    stock = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    stock = _find_eager(module)
     if answer.weights or answer.mean_weights:
         # what it returns beside the output are its own weights, after dropout
         whole = stock(module, query, key, value, attention_mask, **{**settings, "dropout": 0.0})
@@ -178,6 +179,24 @@ def _attend_over_eager(
         if not settings.get("dropout"):
             return whole
     return stock(module, query, key, value, attention_mask, **settings)
+
+
+def _find_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the eager function of a module's family, which its forward, or one that this replaced, finds by its name.
+
+    Raises:
+        LayoutError: None does.
+    """
+    for base in type(module).__mro__:
+        forward: Any = vars(base).get("forward")
+        found = getattr(inspect.unwrap(forward), "__globals__", {}).get("eager_attention_forward")
+        if found is not None:
+            return found
+    raise LayoutError(
+        f"{type(module).__name__} attends by an eager function that is not called eager_attention_forward where its "
+        "forward is written, so that it cannot be called with what is attached; call "
+        "model.set_attn_implementation('sdpa'), or give the function that name."
+    )
 
 
 def _attend_in_pairs(
@@ -205,7 +224,7 @@ def _attend_in_pairs(
     query, key, value = (
         tensor.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3).contiguous() for tensor in (query, key, value)
     )
-    key, value = (_repeat_groups(tensor, query.shape[1]) for tensor in (key, value))
+    key, value = (repeat_groups(tensor, query.shape[1]) for tensor in (key, value))
     answer = _resolve_request(module, query, key)
     mask = _build_mask(module, query, key, attention_mask, answer, settings)
     explicit = explicit or (answer.weights and not answer.beside)
@@ -282,9 +301,7 @@ def _compute_weights(
     With attention sinks the softmax has one score more, of no key, and the weights of a query sum to less than 1.
     """
     mask = _build_mask(module, query, key, attention_mask, answer, settings)
-    scores = (query @ _repeat_groups(key, query.shape[1]).mT) * (
-        query.shape[-1] ** -0.5 if scaling is None else scaling
-    )
+    scores = (query @ repeat_groups(key, query.shape[1]).mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     mixer = find_mixer(module)
@@ -304,12 +321,7 @@ def _attend_with(
 ) -> tuple[Tensor, Tensor]:
     """Return O = dropout(A) V and dropout(A), with A mixed where there is a mixer."""
     dropped = drop_weights(weights, dropout, mixer)
-    return (dropped @ _repeat_groups(value, weights.shape[1])).transpose(1, 2).contiguous(), dropped
-
-
-def _repeat_groups(tensor: Tensor, heads: int) -> Tensor:
-    groups = heads // tensor.shape[1]
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+    return (dropped @ repeat_groups(value, weights.shape[1])).transpose(1, 2).contiguous(), dropped
 
 
 def _notify(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 """How much each head matters: by removing it, or to first order by one backward pass for all heads."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError, ShapeError, require_choice
-from headwise.heads.ablation import ablate
+from headwise.heads.ablation import ablate, ignore, require_unshared
 from headwise.heads.capture import require_joined
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.printed import LINES, shorten
@@ -81,10 +82,11 @@ def importance(
     Raises:
         NotFired: `score` did not run the model, or the losses do not depend on the heads of a site or have no graph.
         ShapeError: The losses are not one number for each item, or a site computed another number of items.
-        HeadwiseError: A loss or a gradient is not finite.
-        LayoutError: The output projection of a site was not found, or, for "first_order", tensor parallelism divides
-            its heads.
-        SettingError: `method` is another one, or what `score` returns is no loss of items.
+        HeadwiseError: A score, a loss or a gradient is not finite.
+        LayoutError: The output projection of a site was not found, or another attention calls it too; or, for
+            "first_order", tensor parallelism divides its heads.
+        SettingError: `method` is another one, `score` is no function, or what it returns is no number, or for
+            "first_order" no losses of items.
 
     Example:
         >>> import headwise as hw
@@ -99,15 +101,35 @@ def importance(
     """
     require_heads(heads)
     require_choice("method", method, METHODS)
+    if not callable(score):
+        raise SettingError(
+            f"score is a {type(score).__name__}; expected a function without arguments that runs the model on your "
+            "data, such as lambda: accuracy(model)."
+        )
     with uncompiled():
         return _remove_each(heads, score) if method == "exact" else _differentiate(heads, score)
 
 
 @torch.no_grad()
 def _remove_each(heads: Heads, score: Callable[[], Any]) -> Importance:
-    baseline = float(score())
+    baseline = _read_score(score())
     drops = {site.name or "(model)": baseline - _score_without_each(heads, site, score) for site in heads.sites}
     return Importance(baseline, drops)
+
+
+def _read_score(given: Any) -> float:
+    """Return a score as a number; raise unless it is one, and finite."""
+    try:
+        number = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise SettingError(
+            f'score returned {told}; method="exact" expects one number, the larger the better, and '
+            'method="first_order" the losses of the items.'
+        ) from error
+    if not math.isfinite(number):
+        raise HeadwiseError(f"score returned {number}, by which no head can be judged; check the data for NaN.")
+    return number
 
 
 def _score_without_each(heads: Heads, site: Site, score: Callable[[], Any]) -> Tensor:
@@ -115,9 +137,9 @@ def _score_without_each(heads: Heads, site: Site, score: Callable[[], Any]) -> T
     alone, scores = Heads(heads.model, (site,), heads.projections, heads.found), []
     for head in range(site.num_heads):
         with ablate(alone, head) as ablation:
-            scores.append(float(score()))
+            scores.append(_read_score(score()))
             ablation.verify()
-    return torch.tensor(scores, dtype=torch.float64)
+    return torch.tensor(scores, dtype=torch.float64, device="cpu")
 
 
 @torch.enable_grad()
@@ -186,6 +208,7 @@ class _Gates(Handle):
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
+        require_unshared(heads)
         within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
         projections = [None if own else site.expose().module for site, own in zip(heads.sites, within, strict=True)]
         divided = next((site.label for site in heads.sites if site.divided), None)
@@ -198,7 +221,7 @@ class _Gates(Handle):
         ]
         for gated, projection in zip(self.sites, projections, strict=True):
             if projection is None:
-                listener = Observer(_ignore, edit=gated.gate)
+                listener = Observer(ignore, edit=gated.gate)
                 self._removers.append(gated.site.reach_scores().listen(listener))
             else:
                 self._hook_before(projection, _make_gating(gated))
@@ -241,10 +264,6 @@ def _make_gating(gated: _GatedSite) -> Callable[[nn.Module, tuple, dict], tuple[
         return replace_first_argument(args, kwargs, split.flatten(-2))
 
     return gate
-
-
-def _ignore(_attended: object) -> None:
-    return None
 
 
 def _group(gradient: Tensor, gate: Tensor, items: int, site: Site) -> Tensor:

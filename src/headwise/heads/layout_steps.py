@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, require_integer, require_names
 from headwise.heads.head_slice import HeadSlice, OutputProjection
@@ -27,12 +28,17 @@ def projects(module: nn.Module) -> bool:
     """Return whether a module may be a projection: it holds a matrix and is no embedding."""
     if isinstance(module, nn.Embedding):
         return False
-    return any(parameter.dim() > 1 for parameter in module.parameters()) or read_projection(module) is not None
+    return (
+        any(is_lazy(parameter) or parameter.dim() > 1 for parameter in module.parameters())
+        or read_projection(module) is not None
+    )
 
 
 def _scales(module: nn.Module, rows: int) -> bool:
     """Return whether a module holds at most a number for each feature of a projection: a norm of heads, [H, e]."""
-    return read_projection(module) is None and all(parameter.numel() <= rows for parameter in module.parameters())
+    return read_projection(module) is None and all(
+        not is_lazy(parameter) and parameter.numel() <= rows for parameter in module.parameters()
+    )
 
 
 def find_letters(name: str) -> set[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from headwise.heads.adapters import find_lora_obstacle, find_saved, has_adapters
 from headwise.heads.flattening import find_flattening
@@ -51,7 +52,7 @@ def read_projection(module: object) -> Projection | None:
         >>> projection.rows, projection.columns, projection.axis, projection.bias
         (6, 4, 0, 'bias')
     """
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         return None
     owner, path, wrappers = module, "", []
     while (inner := _find_inner(owner)) is not None:
@@ -119,6 +120,8 @@ def _is_adapted(module: nn.Module) -> bool:
 def _read_sizes(module: nn.Module) -> tuple[int, int, int] | None:
     """Return rows, columns and axis of a layer that has the sizes of a projection."""
     weight = module._parameters.get("weight")
+    if weight is not None and is_lazy(weight):
+        return None
     outputs, inputs = getattr(module, "nf", None), getattr(module, "nx", None)
     if isinstance(outputs, int) and isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == outputs:
         return outputs, weight.shape[0] if not isinstance(inputs, int) else inputs, 1

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 # A row to copy.
 ROW = (
@@ -64,7 +65,10 @@ def _find_candidates(model: nn.Module) -> list[Named]:
 def _describe(module: nn.Module, clause: str | None) -> str:
     if clause is not None:
         return f"{type(module).__name__} {clause}"
-    shapes = [f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters()]
+    shapes = [
+        f"{name} {'of no shape yet' if is_lazy(parameter) else list(parameter.shape)}"
+        for name, parameter in module.named_parameters()
+    ]
     listed = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "") or "no parameters"
     return f"{type(module).__name__} with {listed}"
 

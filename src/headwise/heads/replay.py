@@ -246,7 +246,7 @@ def _list_common_parents(first: str, second: str) -> list[str]:
 def draw_noise(like: Tensor, seed: int = 50) -> Tensor:
     """Return standard normal numbers of the same shape, the same at each call."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
 
 def _draw_like(value: object) -> object:

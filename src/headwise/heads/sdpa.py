@@ -323,8 +323,8 @@ def _attend(
         output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, **settings)
         output = output if empty is None else output.masked_fill(empty, 0.0)
     else:
-        output = drop_weights(weights, dropout_p, mixer) @ _repeat_groups(value, query.shape[1])
-    for observer in () if is_recomputing() else listeners.observers:
+        output = drop_weights(weights, dropout_p, mixer) @ repeat_groups(value, query.shape[1])
+    for observer in listeners.observers:
         output = output if observer.edit is None else observer.edit(output.transpose(1, 2)).transpose(1, 2)
     mean = None
     if answer.mean_weights:
@@ -339,7 +339,7 @@ def _compute_weights(
 ) -> Tensor:
     """Return softmax(scale Q K^T + mask), [B, H, Q, K], with the heads of the product mixed where there is a mixer."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * factor) @ _repeat_groups(key, query.shape[1]).mT
+    scores = (query * factor) @ repeat_groups(key, query.shape[1]).mT
     scores = scores if mixer is None else mixer(scores, "logits")
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -349,7 +349,12 @@ def _compute_weights(
     return normalize_scores(scores, torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
 
 
-def _repeat_groups(tensor: Tensor, heads: int) -> Tensor:
+def repeat_groups(tensor: Tensor, heads: int) -> Tensor:
+    """Return keys or values of key/value heads [B, G, K, e] for each of H query heads.
+
+    >>> repeat_groups(torch.tensor([[[[1.0]], [[2.0]]]]), 4).flatten()
+    tensor([1., 1., 2., 2.])
+    """
     groups = heads // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 

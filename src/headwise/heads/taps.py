@@ -323,7 +323,8 @@ class Taps(Handle):
             if projection is None or module is not projection.module:
                 return
             capture = self._find_newest(record)
-            if capture is not None:
+            # once a call: another attention may call the same module later
+            if capture is not None and capture.outputs is None:
                 capture.outputs = split_heads(read_first_argument(module, args, kwargs), site)
 
         return called
@@ -338,7 +339,7 @@ class Taps(Handle):
 
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             capture = self._find_newest(record)
-            if capture is None:
+            if capture is None or capture.values is not None:
                 return
             part = parts[index]
             if len(parts) == 1:

@@ -68,8 +68,8 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
         The names of the sites proved.
 
     Raises:
-        LayoutError: A site is misread, and the message names the site and the experiment; or the model was changed
-            since its heads were found.
+        LayoutError: A site is misread, and the message names the site and the experiment; or it is on the meta device,
+            or the model was changed since its heads were found.
         SettingError: `heads` or `inputs` is something else.
         NotFired: A site was not reached by a forward pass on these inputs.
         HeadwiseError: The model could not be run on these inputs, or one of its attentions in float64 or float32.
@@ -86,6 +86,8 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
             "arguments, (x,), or a mapping of names."
         )
+    for site in heads.sites:
+        _require_values(site)
     with without_wrappers(heads.model):
         twin, copies = _copy_model(heads.model, tuple(heads.sites))
     _disable_flash(twin.eval())
@@ -109,6 +111,15 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
         for site, call in zip(sites, calls, strict=True):
             _verify_site(site, call)
     return Verification(tuple(site.name for site in sites), skipped)
+
+
+def _require_values(site: Site) -> None:
+    meta = next((name for name, parameter in site.module.named_parameters() if parameter.is_meta), None)
+    if meta is not None:
+        raise LayoutError(
+            f"{site.label}: its {meta} is on the meta device and has no values, so nothing can be proved; load the "
+            "weights first."
+        )
 
 
 def _verify_site(site: Site, call: RecordedCall) -> None:

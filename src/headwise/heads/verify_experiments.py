@@ -102,7 +102,7 @@ class Experiments:
             shape = self.replay.draws[projection].shape[:-2]
             last = tokens[projection] - 1
             for token in sorted({round(i * last / (PROBES - 1)) for i in range(PROBES)}):
-                place = tuple(int(i) for i in torch.unravel_index(torch.tensor(token), shape))
+                place = tuple(int(i) for i in torch.unravel_index(torch.tensor(token, device="cpu"), shape))
 
                 def change(features: Tensor, place: tuple[int, ...] = place) -> None:
                     features[place] = _shift(features[place])

@@ -47,6 +47,7 @@ REPORT = "report.html"
 FIGURES = "figures"
 CACHE = "data"
 CONFIG = "run.toml"
+TUNING = "tuning.json"
 # What Hugging Face's Trainer can report to, of what needs no account or can do without.
 REPORTERS = ("wandb", "trackio")
 
@@ -124,7 +125,7 @@ def compare(
     if config:
         runs.write_text(out / CONFIG, config)
     analyses = [name for name, wanted in ((REDUNDANCY, redundancy), (STEP_TIME, step_times)) if wanted]
-    if analyses and any(job.settings.whole is not None for job in jobs):
+    if analyses and is_divided(jobs[-1]):
         raise SettingError(
             f"--{analyses[0]} needs one trained model per run, and with --folds a run has several; omit one of them."
         )
@@ -143,13 +144,16 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     """Return every run of a comparison, finished or not, after its folder, data and arms were checked.
 
     Raises:
-        SettingError: The folder cannot be written, holds another comparison, or an arm does not fit the model.
+        SettingError: The folder cannot be written, holds another comparison, an arm does not fit the model, or the arms
+            were tuned on other data.
         DataError: The data cannot be read, or a model that a run starts from does not exist.
     """
     runs.prepare_folder(comparison.out)
     task = named_task(comparison.task)
     data = task.load(comparison.data, comparison.scale, _find_cache(comparison), progress=console.is_terminal)
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
+    if comparison.tuned is not None:
+        _require_tuned_data(comparison.tuned, data.fingerprint)
     for arm in comparison.arms:
         left = [
             seed for seed in comparison.seeds if not runs.is_finished(find_run_folder(comparison.out, arm.folder, seed))
@@ -166,6 +170,11 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     for job in jobs:
         runs.require_same(job.folder / runs.SETTINGS, job.settings.record())
     return jobs
+
+
+def is_divided(job: Job) -> bool:
+    """Return whether a run is made of several trainings, whose models are several too."""
+    return job.settings.whole is not None or len(list_scales(named_task(job.settings.task), job.settings)) > 1
 
 
 def publish(out: Path, console: Console, command: str) -> None:
@@ -256,6 +265,16 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
 
 
+def _require_tuned_data(folder: Path, fingerprint: str) -> None:
+    """Refuse a tuning that was done on other data."""
+    tuned = dict(runs.read_json(folder / TUNING)).get("data")
+    if tuned != fingerprint:
+        raise SettingError(
+            f"{folder} was tuned on data with digest {tuned}, and the data now has {fingerprint}; tune the arms on "
+            "this data, or name the other --data."
+        )
+
+
 def _find_cache(comparison: Comparison) -> Path:
     return comparison.cache or comparison.out / CACHE
 
@@ -318,7 +337,8 @@ def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         for arm in comparison.arms
     ]
     scales = list_scales(task, rows[-1].settings)
-    jobs = [part for row in rows for part in split_job(row, scales)]
+    # the parts of a run taken over from a record are not there
+    jobs = [part for row in rows for part in ([row] if runs.is_finished(row.folder) else split_job(row, scales))]
     for job in jobs:
         # if the command was stopped in between, all parts may be finished and the run not
         gather_parts(job.settings, job.folder)

@@ -14,7 +14,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
-from headwise.lab.compare import CACHE, require_fits
+from headwise.lab.compare import CACHE, TUNING, require_fits
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm, named_arms
 from headwise.lab.experiment.arm_text import list_settings, parse_arm
@@ -26,7 +26,6 @@ from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs.pool import do_jobs
 from headwise.lab.training.cross_validation import list_scales
 
-TUNING = "tuning.json"
 TUNED = "tuned.json"
 
 
@@ -208,6 +207,8 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
         for turn in range(tuning.seeds)
         for index, arm in enumerate(arms)
     ]
+    for job in jobs:
+        run_folder.require_same(job.folder / run_folder.SETTINGS, job.settings.record())
     left = [job for job in jobs if not run_folder.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
     scored = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from headwise.errors import MaskError, require_integer
+from headwise.errors import MaskError, require_choice, require_integer
 from headwise.masks.head_mask import HeadMask
 
 REGULAR, COLUMNS, WINDOW, PAIRS = range(4)
@@ -154,7 +154,10 @@ class FlexMask:
 
         Raises:
             MaskError: A head is named twice or is none of 0 to H - 1.
+            SettingError: `empty` is neither "regular" nor "self", or `num_heads` is not a positive integer.
         """
+        require_choice("empty", empty, ("regular", "self"))
+        require_integer("num_heads", num_heads, low=1)
         named = [*columns, *windows, *pairs]
         if len(set(named)) != len(named) or not all(0 <= head < num_heads for head in named):
             raise MaskError(f"roles are given to the heads {named}; expected different heads of 0 to {num_heads - 1}.")

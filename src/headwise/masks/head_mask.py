@@ -63,14 +63,8 @@ class HeadMask:
                 f"roles has shape {tuple(self.roles.shape)}; expected (sentences or 1, roles, tokens or 1, tokens)."
             )
         count = self.roles.shape[1]
-        heads = tuple(self.heads) or tuple(range(count))
+        heads, total = place_roles(self.heads, count, self.num_heads)
         names = tuple(self.names) or tuple(f"role {i}" for i in range(count))
-        total = self.num_heads or count
-        require_integer("num_heads", total, low=1)
-        if len(heads) != count or len(set(heads)) != count or not all(0 <= head < total for head in heads):
-            raise MaskError(
-                f"heads is {heads} for {count} roles; expected {count} different heads of 0 to {total - 1}."
-            )
         if len(names) != count or len(set(names)) != count:
             raise MaskError(f"names is {names} for {count} roles; expected one distinct name per role.")
         for field, value in (("heads", heads), ("names", names), ("num_heads", total)):
@@ -183,14 +177,15 @@ class HeadMask:
     def __len__(self) -> int:
         return self.batch
 
-    def __getitem__(self, sentences: int | slice | Sequence[int] | Tensor) -> HeadMask:
-        """Return the mask of some sentences; an integer gives a batch of one."""
-        if isinstance(sentences, int):
-            if not -self.batch <= sentences < self.batch:
-                raise IndexError(f"sentence {sentences} of a mask of {self.batch}.")
-            sentences = [sentences % self.batch]
-        if isinstance(sentences, list | tuple):
-            sentences = torch.tensor(sentences, dtype=torch.long, device=self.roles.device)
+    def __getitem__(self, sentences: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> HeadMask:
+        """Return the mask of some sentences: of one, a slice, a list of integers, or those where booleans are True.
+
+        Raises:
+            IndexError: A sentence is not there.
+            SettingError: `sentences` is something else.
+        """
+        if not isinstance(sentences, slice):
+            sentences = self._index(sentences)
         shared = self.roles.shape[0] == 1 and self.keep is not None
         return replace(
             self,
@@ -246,7 +241,8 @@ class HeadMask:
         """Return random masks of equal sparsity, the control of a role (ours).
 
         Each query keeps the number of keys its role gives it, drawn from the keys a regular head sees. The draw for a
-        sentence depends on its seed and its own tokens, not on the batch or its padding.
+        sentence depends on its seed and its own tokens, not on the batch or its padding. For causal attention make the
+        mask causal before the draw (`causal` of `Roles`): keys drawn behind a query would be lost afterwards.
 
         Args:
             seeds: One integer per sentence.
@@ -285,6 +281,28 @@ class HeadMask:
         ]
         return f"HeadMask({'; '.join(parts)})"
 
+    def _index(self, sentences: int | Sequence[int] | Sequence[bool] | Tensor) -> Tensor:
+        """Return the indices of sentences, or a boolean for each."""
+        try:
+            index = torch.as_tensor(sentences, device=self.roles.device)
+        except (TypeError, ValueError, RuntimeError):
+            index = None
+        if index is not None and index.shape == (0,):
+            # torch takes an empty list for floats
+            return index.long()
+        counts = index is not None and index.dim() < 2 and not index.is_floating_point() and not index.is_complex()
+        if index is None or not counts or (index.dtype == torch.bool and index.shape != (self.batch,)):
+            raise SettingError(
+                f"a mask was indexed by {sentences!r:.60}; expected a sentence, a slice, a list of integers, or "
+                f"{self.batch} booleans, one for each sentence."
+            )
+        if index.dim() == 0:
+            if not -self.batch <= int(index) < self.batch:
+                raise IndexError(f"sentence {int(index)} of a mask of {self.batch}.")
+            return index[None]
+        # torch takes bytes for booleans
+        return index if index.dtype == torch.bool else index.long()
+
     @property
     def _keep(self) -> Tensor:
         return self.roles.new_ones(self.batch, self.tokens) if self.keep is None else self.keep
@@ -304,6 +322,24 @@ class HeadMask:
             )
         if keep.device != self.roles.device:
             raise MaskError(f"keep is on {keep.device} and the roles on {self.roles.device}; expected one device.")
+
+
+def place_roles(heads: Sequence[int], count: int, num_heads: int) -> tuple[tuple[int, ...], int]:
+    """Return the head of each of `count` roles and the number of heads, as `HeadMask` takes both.
+
+    Raises:
+        MaskError: The heads do not fit.
+        SettingError: `num_heads` is not a positive integer, or 0 without a role.
+
+    Example:
+        >>> place_roles((), 2, num_heads=3)
+        ((0, 1), 3)
+    """
+    places, total = tuple(heads) or tuple(range(count)), num_heads or count
+    require_integer("num_heads", total, low=1)
+    if len(places) != count or len(set(places)) != count or not all(0 <= head < total for head in places):
+        raise MaskError(f"heads is {places} for {count} roles; expected {count} different heads of 0 to {total - 1}.")
+    return places, total
 
 
 def _draw_keys(part: Tensor, regular: Tensor, seed: int) -> Tensor:

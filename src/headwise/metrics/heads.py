@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.errors import ShapeError
+from headwise.errors import ShapeError, require_integer
 from headwise.metrics.pairs import average_pairs, require_particles, require_two_heads, select_outputs, select_some
 from headwise.similarity.tokens import require_floating
 
@@ -257,18 +257,20 @@ def rbf_hsic(outputs: Tensor, keep: Tensor | None = None, *, tokens: int = 512) 
     Args:
         outputs: [..., H, e].
         keep: [...], bool, True = valid token; None keeps all.
-        tokens: The most tokens compared, spread evenly over those given: the cost grows with their square.
+        tokens: The most tokens compared, at least 2, spread evenly over those given: the cost grows with their square.
 
     Returns:
         A float64 scalar of at least 0; a head that is constant over tokens is independent of every other.
 
     Raises:
+        SettingError: `tokens` is no such number.
         ShapeError: Wrong shape or dtype, fewer than two heads, or fewer than two tokens.
         MaskError: `keep` is not bool, of another shape, or keeps no token.
 
     >>> rbf_hsic(torch.tensor([[[0.0], [0.0]], [[1.0], [2.0]], [[3.0], [6.0]]]))
     tensor(0.1301, dtype=torch.float64)
     """
+    require_integer("tokens", tokens, low=2)
     items = select_outputs("outputs", outputs, keep).double()
     if len(items) < 2:
         raise ShapeError(f"there is {len(items)} token; HSIC needs at least 2.")
@@ -278,7 +280,9 @@ def rbf_hsic(outputs: Tensor, keep: Tensor | None = None, *, tokens: int = 512) 
     for head in items.unbind(1):
         distances = torch.cdist(head, head, compute_mode="donot_use_mm_for_euclid_dist")
         apart = distances[distances > 0]
-        kernel = (-0.5 * (distances / (apart.median() if len(apart) else 1.0)).square()).exp()
+        # torch's median is the lower of two middle values, and of the negatives the upper one
+        median = (apart.median() - (-apart).median()) / 2 if len(apart) else 1.0
+        kernel = (-0.5 * (distances / median).square()).exp()
         rows = kernel.mean(0)
         kernels.append((kernel - rows - rows[:, None] + rows.mean()).flatten())
     stacked = torch.stack(kernels)

@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 from torch import Tensor
 
-from headwise.errors import ShapeError, require_range
+from headwise.errors import SettingError, ShapeError, require_range
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ def mean_interval(values: Tensor, *, level: float = 0.95) -> Interval:
         level: Confidence level, in (0, 1).
 
     Raises:
+        SettingError: `level` is outside (0, 1).
         ShapeError: `values` is not [N], or N is 0.
 
     Example:
@@ -36,6 +37,8 @@ def mean_interval(values: Tensor, *, level: float = 0.95) -> Interval:
     if values.dim() != 1 or not len(values):
         raise ShapeError(f"values have shape {tuple(values.shape)}; expected one number per item, [N].")
     require_range("level", level, low=0.0, high=1.0, low_open=True)
+    if (1 + level) / 2 == 1:
+        raise SettingError(f"level is {level!r}; expected a number below 1, as a certain interval has no ends.")
     numbers = values.detach().double()
     mean = float(numbers.mean())
     if len(numbers) < 2:

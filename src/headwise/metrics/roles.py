@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, ShapeError
-from headwise.similarity.tokens import accumulation_dtype, require_floating
+from headwise.similarity.tokens import accumulation_dtype, require_floating, require_keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ def role_shares(weights: Tensor, roles: Tensor, keep: Tensor | None = None) -> R
 
     Raises:
         ShapeError: Shapes or dtypes do not fit.
-        MaskError: `roles` is not bool.
+        MaskError: `roles` or `keep` is not bool, or `keep` has another shape.
 
     Example:
         >>> weights = torch.tensor([[[[0.7, 0.2, 0.1]]]])
@@ -79,6 +79,7 @@ def role_shares(weights: Tensor, roles: Tensor, keep: Tensor | None = None) -> R
     counts = allowed.sum(-1)
     counted = counts > 0
     if keep is not None:
+        require_keep(keep, (batch, queries))
         counted = counted & keep[:, None, :]
     mass = torch.einsum("bhqk,brqk->bhrq", weights, allowed.to(weights.dtype))
     chance = counts.double() / attended.sum(-1).clamp_min(1)

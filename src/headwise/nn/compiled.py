@@ -45,7 +45,9 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
         >>> [name for name, _ in model.named_modules()]
         ['', '0', '0._orig_mod']
     """
-    places = [(own._modules, name) for own in model.modules() for name in own._modules]
+    # torch.jit holds modules in no dict, and none that torch.compile has wrapped
+    holders = [own._modules for own in model.modules() if not isinstance(own, torch.jit.ScriptModule)]
+    places = [(held, name) for held in holders for name in held]
     wrappers = [
         (held, name, child) for held, name in places if (child := held[name]) is not None and _is_wrapper(child)
     ]

@@ -43,7 +43,8 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
 
     Args:
         report: A report that `hw.measure` returned.
-        before: A second report of the same modules and heads, drawn in gray.
+        before: A second report of the same modules and heads, drawn in gray where it has the measure, of the same
+            score or role.
         labels: Legend labels of `before` and `report`.
 
     Returns:
@@ -60,11 +61,11 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
         >>> [axes.get_title(loc="left") for axes in overview(Report("Model", 1, 12, (layer,))).axes]
         ['entropy of attention, nats']
     """
-    reports = [(report, NOW, labels[1])]
+    kinds = [panel for panel in _make_panels(report) if any(panel.values(layer) for layer in report.layers)]
+    reports = [(report, kinds, NOW, labels[1])]
     if before is not None:
         Comparison(before, report)
-        reports.insert(0, (before, BEFORE, labels[0]))
-    kinds = [panel for panel in _make_panels(report) if any(panel.values(layer) for layer in report.layers)]
+        reports.insert(0, (before, _make_panels(before), BEFORE, labels[0]))
     if not kinds:
         raise SettingError(
             f"the report of {report.model} holds nothing to draw; expected heads that are more than one a module, "
@@ -72,8 +73,10 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
         )
     with drawing_panels(len(kinds), COLUMNS, panel=(3.3, 2.5), margin=(1.0, 0.7)) as (figure, places):
         for axes, panel in zip(places, kinds, strict=True):
-            for shift, (shown, style, name) in zip(_choose_shifts(len(reports)), reports, strict=True):
-                _draw(axes, panel, shown, style, shift, label=name)
+            for shift, (shown, own, style, name) in zip(_choose_shifts(len(reports)), reports, strict=True):
+                # a title has the name of the score or of the role, which another report may not have
+                for same in [one for one in own if one.title == panel.title]:
+                    _draw(axes, same, shown, style, shift, label=name)
             _draw_expected(axes, panel, report.layers)
             axes.set_title(panel.title, fontsize=10, loc="left")
             _name_layers(axes, report.layers)

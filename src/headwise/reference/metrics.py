@@ -5,6 +5,7 @@ keep at least one token.
 """
 
 import math
+import statistics
 
 import torch
 from torch import Tensor
@@ -119,8 +120,8 @@ def rbf_hsic(outputs: Tensor, keep: Tensor) -> float:
     kernels = []
     for head in range(len(tokens[0])):
         distances = [[math.dist(tokens[s][head], tokens[t][head]) for t in count] for s in count]
-        apart = sorted(x for row in distances for x in row if x > 0)
-        median = apart[(len(apart) - 1) // 2] if apart else 1.0
+        apart = [x for row in distances for x in row if x > 0]
+        median = statistics.median(apart) if apart else 1.0
         kernel = [[math.exp(-(x * x) / (2 * median**2)) for x in row] for row in distances]
         rows = [_mean(row) for row in kernel]
         kernels.append([[kernel[s][t] - rows[s] - rows[t] + _mean(rows) for t in count] for s in count])

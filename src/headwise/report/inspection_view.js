@@ -97,8 +97,11 @@
   function matrix(layer) {
     const label = data.measures[state.measure];
     const values = layer.pairs[state.measure];
-    const box = panel("Similarity of heads", values ? `${label}, layer ${layer.name}.` : `${label} was not measured in this layer.`);
+    // under grouped queries keys and values have fewer heads, each read by several
+    const shared = values && values.length < layer.heads;
+    const box = panel(`Similarity of ${shared ? "key/value heads" : "heads"}`, values ? `${label}, layer ${layer.name}.` : `${label} was not measured in this layer.`);
     if (!values) return box;
+    const picked = Math.floor(state.head * values.length / layer.heads);
     const others = values.flatMap((row, i) => row.filter((_, j) => i !== j));
     const largest = Math.max(...others.map(Math.abs), 1e-9);
     const table = make("table", "matrix");
@@ -110,7 +113,7 @@
       const line = make("tr");
       line.append(make("th", "", String(i)));
       row.forEach((value, j) => {
-        const cell = make("td", i === state.head || j === state.head ? "picked" : "", i === j ? "" : number(value, 2));
+        const cell = make("td", i === picked || j === picked ? "picked" : "", i === j ? "" : number(value, 2));
         cell.style.setProperty("--share", `${i === j ? 0 : Math.round(85 * Math.abs(value) / largest)}%`);
         cell.style.setProperty("--tone", value < 0 ? "var(--cold)" : "var(--heat)");
         line.append(cell);

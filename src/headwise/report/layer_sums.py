@@ -83,6 +83,8 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
                 f"output CKA is computed over {sums.moments.count} {of}; with heads of {site.head_size} dimensions, "
                 f"fewer than {10 * site.head_size} bias it upward."
             )
+        if sums.contributions is not None and sums.contributions.count < FEWEST_TOKENS:
+            notes.append(f"effective heads and CKA were omitted: they need at least {FEWEST_TOKENS} {of}.")
     effective = None
     if sums.contributions is not None and sums.contributions.count >= FEWEST_TOKENS:
         pairs["contribution_cka"] = _to_rows(sums.contributions.debiased_cka_matrix())

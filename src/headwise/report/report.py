@@ -160,30 +160,46 @@ def load_report(path: str | Path) -> Report:
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
         raise DataError(f"{path} is not a report of this version; expected a file written by Report.save ({FORMAT!r}).")
     try:
-        layers = tuple(_read_layer(layer) for layer in record.pop("layers"))
+        roles = tuple(map(str, record.pop("roles")))
+        layers = tuple(_read_layer(layer, len(roles)) for layer in record.pop("layers"))
         whole = record.pop("whole")
         return Report(
             layers=layers,
-            whole=None if whole is None else Interval(**whole),
-            roles=tuple(record.pop("roles")),
-            notes=tuple(record.pop("notes")),
+            whole=None if whole is None else _read_interval(whole),
+            roles=roles,
+            notes=tuple(map(str, record.pop("notes"))),
             **record,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} is a damaged report ({type(error).__name__}: {error}); measure again.") from None
 
 
-def _read_layer(record: dict[str, Any]) -> LayerReport:
-    pairs = {str(measure): _read_matrix(matrix) for measure, matrix in record.pop("pairs").items()}
-    return LayerReport(
-        pairs=pairs,
+def _read_layer(record: dict[str, Any], roles: int) -> LayerReport:
+    effective = {
+        name: None if (number := record.pop(name, None)) is None else float(number)
+        for name in ("effective_heads", "effective_heads_weighted")
+    }
+    layer = LayerReport(
+        heads=int(record.pop("heads")),
+        pairs={str(measure): _read_matrix(matrix) for measure, matrix in record.pop("pairs").items()},
         terms={str(term): float(value) for term, value in record.pop("terms").items()},
         entropy=tuple(map(float, record.pop("entropy"))),
-        drops=tuple(Interval(**drop) for drop in record.pop("drops")),
+        drops=tuple(map(_read_interval, record.pop("drops"))),
         roles=_read_matrix(record.pop("roles")),
         chance=tuple(map(float, record.pop("chance"))),
+        **effective,
         **record,
     )
+    square = all(len(row) == len(matrix) <= layer.heads for matrix in layer.pairs.values() for row in matrix)
+    listed = all(len(numbers) in (0, layer.heads) for numbers in (layer.entropy, layer.drops))
+    shared = all(len(row) == layer.heads for row in layer.roles) and len(layer.roles) == len(layer.chance)
+    if not (square and listed and shared and len(layer.roles) in (0, roles)):
+        raise ValueError(f"the numbers of {layer.site} are not those of {layer.heads} heads and {roles} roles")
+    return layer
+
+
+def _read_interval(record: dict[str, float]) -> Interval:
+    return Interval(**{name: float(number) for name, number in record.items()})
 
 
 def _read_matrix(rows: list[list[float]]) -> Matrix:

@@ -5,8 +5,9 @@ represents all of them; one that shares none (white space) represents the next w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Self
 
 from headwise.errors import DataError, SettingError, require_choice, require_integer
 from headwise.roles.word_table import WordTable
@@ -44,11 +45,32 @@ class Alignment:
         tables: The word tables of each row.
         rows: The rows.
         tokens: Tokens n of each row, padding included.
+        origins: For each row the index of its text, of which several rows may hold parts; 0 to B - 1 when not given.
     """
 
     tables: tuple[tuple[WordTable, ...], ...]
     rows: tuple[AlignedRow, ...]
     tokens: int
+    origins: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.origins:
+            object.__setattr__(self, "origins", tuple(range(len(self.rows))))
+
+    def with_tables(self, tables: Sequence[Sentence]) -> Self:
+        """Return the alignment with other tables of the same words, one per text, for example of another parse.
+
+        Raises:
+            DataError: The number of tables is not that of the texts, or one has other words or spans.
+        """
+        owners = _assign_tables(tables, self.origins, "aligned")
+        for index, (given, own) in enumerate(zip(owners, self.tables, strict=True)):
+            if list(map(_place_words, given)) != list(map(_place_words, own)):
+                raise DataError(
+                    f"row {index} was aligned with {_preview(own)} and is given {_preview(given)}; expected the same "
+                    "words at the same characters: call hw.align with the tables given."
+                )
+        return replace(self, tables=tuple(owners))
 
 
 def align(
@@ -70,8 +92,8 @@ def align(
         padding_side: The side on which shorter rows are padded: "right" or "left".
 
     Raises:
-        DataError: The encoding has no offsets, the number of texts differs, a row is not a word table, or a text
-            differs from that of its table.
+        DataError: The encoding has no offsets, the number of texts differs, a row is not a word table, a text differs
+            from that of its table, or the tokenizer was given words without `split_into_words`.
         SettingError: A row is longer than `length`.
 
     Example:
@@ -84,19 +106,12 @@ def align(
     """
     require_choice("padding_side", padding_side, ("right", "left"))
     encodings, origins = _read_encodings(encoding)
-    if origins is None:
-        origins = range(len(encodings))
-        if len(encodings) != len(tables):
-            raise DataError(
-                f"{len(encodings)} encoded texts were given for {len(tables)} word tables; expected one table per text."
-            )
-    grouped = [_as_tuple(row, table) for row, table in enumerate(tables)]
-    owners = [grouped[origin] for origin in origins]
+    owners = _assign_tables(tables, origins, "encoded")
     rows = [
         _align_row(index, owner, one, split_into_words)
         for index, (owner, one) in enumerate(zip(owners, encodings, strict=True))
     ]
-    return _batch(owners, rows, length, padding_side)
+    return _batch(owners, rows, length, padding_side, origins)
 
 
 def tokens_as_words(
@@ -125,7 +140,7 @@ def tokens_as_words(
         special = (*range(before), *range(units - after, units))
         rows.append(AlignedRow(range(units), range(units), units, special, (range(before, units - after),)))
         owners.append((table,))
-    return _batch(owners, rows, length, "right")
+    return _batch(owners, rows, length, "right", range(len(rows)))
 
 
 def words_of_tokens(spans: Sequence[tuple[int, int]], words: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -168,6 +183,15 @@ def _as_tuple(index: int, tables: Sentence) -> tuple[WordTable, ...]:
     return tuple(tables)
 
 
+def _assign_tables(tables: Sequence[Sentence], origins: Sequence[int], what: str) -> list[tuple[WordTable, ...]]:
+    """Return the word tables of each row, given those of each text."""
+    texts = max(origins, default=-1) + 1
+    if texts != len(tables):
+        raise DataError(f"{texts} {what} texts were given for {len(tables)} word tables; expected one table per text.")
+    grouped = [_as_tuple(text, table) for text, table in enumerate(tables)]
+    return [grouped[origin] for origin in origins]
+
+
 def _align_row(index: int, tables: tuple[WordTable, ...], encoding: Any, split_into_words: bool) -> AlignedRow:
     sequences = encoding.sequence_ids
     special_tokens, real = encoding.special_tokens_mask, encoding.attention_mask
@@ -183,6 +207,8 @@ def _align_row(index: int, tables: tuple[WordTable, ...], encoding: Any, split_i
             words = [(ids[place], ids[place]) for place in own]
         else:
             spans = [encoding.offsets[place] for place in own]
+            ids = getattr(encoding, "word_ids", None)
+            _require_one_text(index, table, spans, [None if ids is None else ids[place] for place in own])
             _require_same_text(index, table, spans)
             words = words_of_tokens(spans, table.spans or ())
         _require_words(index, table, words)
@@ -223,7 +249,11 @@ def _number_units(
 
 
 def _batch(
-    tables: Sequence[tuple[WordTable, ...]], rows: Sequence[AlignedRow], length: int | None, side: str
+    tables: Sequence[tuple[WordTable, ...]],
+    rows: Sequence[AlignedRow],
+    length: int | None,
+    side: str,
+    origins: Sequence[int],
 ) -> Alignment:
     longest = max((len(row.first) for row in rows), default=0)
     tokens = longest if length is None else length
@@ -233,7 +263,7 @@ def _batch(
             f"sentence {index} has {len(rows[index].first)} tokens; expected at most {tokens}: cut it with table[:n], "
             "or truncate when encoding."
         )
-    return Alignment(tuple(tables), tuple(_pad(row, tokens, side) for row in rows), tokens)
+    return Alignment(tuple(tables), tuple(_pad(row, tokens, side) for row in rows), tokens, tuple(origins))
 
 
 def _pad(row: AlignedRow, tokens: int, side: str) -> AlignedRow:
@@ -244,8 +274,8 @@ def _pad(row: AlignedRow, tokens: int, side: str) -> AlignedRow:
     return AlignedRow(first, last, row.units, row.special, row.places)
 
 
-def _read_encodings(encoding: Any) -> tuple[list[Any], Sequence[int] | None]:
-    """Return the encoding of each row, and the index of its text if texts overflow into several rows."""
+def _read_encodings(encoding: Any) -> tuple[list[Any], Sequence[int]]:
+    """Return the encoding of each row, and the index of its text."""
     encodings = list(encoding) if isinstance(encoding, list | tuple) else getattr(encoding, "encodings", None)
     if encodings is None or not all(hasattr(one, "offsets") for one in encodings):
         raise DataError(
@@ -254,7 +284,7 @@ def _read_encodings(encoding: Any) -> tuple[list[Any], Sequence[int] | None]:
         )
     mapped: Any = {} if isinstance(encoding, list | tuple) else encoding
     origins = mapped.get("overflow_to_sample_mapping")
-    return encodings, None if origins is None else [int(origin) for origin in origins]
+    return encodings, range(len(encodings)) if origins is None else [int(origin) for origin in origins]
 
 
 def _require_same_text(index: int, table: WordTable, spans: Sequence[tuple[int, int]]) -> None:
@@ -264,6 +294,36 @@ def _require_same_text(index: int, table: WordTable, spans: Sequence[tuple[int, 
             f"row {index}: its tokens reach character {end} of a text of {len(table.text or '')} ({table.text!r:.60}); "
             "expected the word table of the text that was encoded."
         )
+
+
+def _require_one_text(
+    index: int, table: WordTable, spans: Sequence[tuple[int, int]], words: Sequence[int | None]
+) -> None:
+    """Raise `DataError` if the spans start again in each word: the tokenizer was given words, not the text."""
+    changes = [
+        (end, start)
+        for ((_, end), (start, _)), (before, word) in zip(pairwise(spans), pairwise(words), strict=True)
+        if before != word
+    ]
+    # words of a text share at most one character: its bytes, or what it is normalized into
+    overlap = any(end - start > 1 for end, start in changes)
+    # words of one character, all at the start, of a text that goes on
+    piled = bool(changes) and all(start == 0 < end for end, start in changes)
+    reached = max((end for _, end in spans), default=0)
+    if overlap or (piled and table.spans and reached < table.spans[-1][1]):
+        end, start = max(changes, key=lambda change: change[0] - change[1])
+        raise DataError(
+            f"row {index}: a word of the encoding starts at character {start} and the word before it ends at {end}, so "
+            "the tokenizer was given words; use hw.align(tables, encoding, split_into_words=True)."
+        )
+
+
+def _place_words(table: WordTable) -> list[tuple[str, int, int]]:
+    return [(word, *span) for word, span in zip(table.words, table.spans or (), strict=True)]
+
+
+def _preview(tables: Sequence[WordTable]) -> str:
+    return " and ".join(f"{' '.join(table.words)!r:.60}" for table in tables)
 
 
 def _require_words(index: int, table: WordTable, words: Sequence[tuple[int, int]]) -> None:

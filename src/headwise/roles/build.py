@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwise.errors import DataError, SettingError
 from headwise.masks.flex import FlexMask
-from headwise.masks.head_mask import HeadMask
+from headwise.masks.head_mask import HeadMask, place_roles
 from headwise.roles.align import AlignedRow, Alignment, Sentence, align, tokens_as_words
 from headwise.roles.idf import IDF
 from headwise.roles.roles import Dependency, Found, Major, Rare, Role, RoleSetting, Separator, Window
@@ -84,6 +84,7 @@ class Roles:
         length: int | None = None,
         heads: Sequence[int] = (),
         empty: str = "regular",
+        causal: bool = False,
     ) -> HeadMask:
         """Return the mask of a batch of sentences.
 
@@ -91,18 +92,20 @@ class Roles:
             tables: A word table per sentence, or a pair of them for a pair of texts; one table is a batch of one.
             num_heads: Number H of heads of the attention.
             encoding: The output of a fast Hugging Face tokenizer for the texts, a list of `tokenizers.Encoding`, or
-                the result of `align`. Default: every word is one token.
-            before: Number of special tokens before the words, if every word is one token.
-            after: Number of special tokens after the words, if every word is one token.
-            length: Number n of tokens in the batch. Default: that of the longest sentence.
+                the result of `align`, whose tables may have another parse. Default: every word is one token.
+            before: Number of special tokens before the words; without `encoding` only.
+            after: Number of special tokens after the words; without `encoding` only.
+            length: Number n of tokens in the batch. Default: that of the longest sentence. `align` sets its own.
             heads: The head of each role. Default: 0 to R - 1.
             empty: How a query attends if its role allows no key, for example in a sentence without a separator:
                 "regular" (like a head without a role) or "self".
+            causal: Whether the mask is causal. `guide` finds causal attention itself; `randomized` does not.
 
         Raises:
-            DataError: A sentence has no token, or no parse although a role needs one, or a text is not the encoded
-                one.
-            SettingError: A sentence is longer than `length`, or a role found words that do not exist.
+            DataError: A sentence has no token, or no parse although a role needs one, or a text or its words are not
+                the encoded ones.
+            SettingError: A sentence is longer than `length`, a role found words that do not exist, or an argument would
+                have no effect.
             MaskError: The heads do not fit.
         """
         aligned = _align_batch(tables, encoding, before, after, length)
@@ -111,7 +114,7 @@ class Roles:
             near = torch.arange(units.shape[-1])
             units[:, number] |= (near[:, None] - near[None, :]).abs() <= reach
         roles, keep = _expand_to_tokens(units, aligned)
-        return HeadMask(roles, keep, num_heads, tuple(heads), self.names, empty)
+        return HeadMask(roles, keep, num_heads, tuple(heads), self.names, empty, causal)
 
     def for_flex(
         self,
@@ -130,7 +133,7 @@ class Roles:
 
         Windows, and roles that allow columns (separators, rare and major words), are tables of O(n) numbers; a role of
         pairs, such as the dependencies, has a boolean mask. The mask allows the same as the `HeadMask`. Arguments and
-        errors are those of `Roles.__call__`; `causal` belongs to the mask.
+        errors are those of `Roles.__call__`.
 
         Example:
             >>> mask = Roles(Separator(), Window(3)).for_flex(WordTable.split("Good film."), num_heads=3)
@@ -139,7 +142,7 @@ class Roles:
         aligned = _align_batch(tables, encoding, before, after, length)
         columns, pairs, windows, most = self._find_cells(aligned)
         batch, count = len(aligned.rows), len(self.roles)
-        places = tuple(heads) or tuple(range(count))
+        places, total = place_roles(heads, count, num_heads)
         first, last, keep = _locate_tokens(aligned)
         everywhere = torch.zeros(batch * count * most, dtype=torch.bool)
         everywhere[torch.tensor(columns, dtype=torch.long)] = True
@@ -157,7 +160,7 @@ class Roles:
             keep,
             first,
             last,
-            num_heads=num_heads,
+            num_heads=total,
             columns={places[number]: table[:, number] for number in plain},
             windows={places[number]: reach for number, reach in windows.items()},
             pairs=dense,
@@ -212,12 +215,16 @@ def _align_batch(
     batch = [tables] if isinstance(tables, WordTable) else list(tables)
     if not batch:
         raise DataError("Roles was called with no sentence; expected at least one word table.")
+    if encoding is not None and (before, after) != (0, 0):
+        raise SettingError(
+            f"before is {before} and after is {after}, and the encoding has its own special tokens; leave both out."
+        )
     if isinstance(encoding, Alignment):
-        aligned = encoding
-        if len(aligned.tables) != len(batch):
-            raise DataError(
-                f"{len(aligned.tables)} aligned rows were given for {len(batch)} word tables; expected one per table."
+        if length not in (None, encoding.tokens):
+            raise SettingError(
+                f"length is {length} and the alignment has {encoding.tokens} tokens; pass length={length} to hw.align."
             )
+        aligned = encoding.with_tables(batch)
     elif encoding is not None:
         aligned = align(batch, encoding, length=length)
     else:

@@ -102,12 +102,17 @@ class Guidance:
         Raises:
             MaskError: It is not a HeadMask, or an attention has a different number of heads.
             NotFired: The previous mask did not guide every attention; the new mask is set nevertheless. Or the handle
-                is a copy.
+                is a copy, or was removed, as another `guide` of its attentions does.
         """
         if self._copied:
             raise NotFired(
                 "this guidance is a copy or was unpickled, and guides no model; call hw.guide on the heads of the "
                 "model that runs."
+            )
+        if not self._stops:
+            raise NotFired(
+                "this guidance was removed, by remove(), the end of its block or a later hw.guide, and guides nothing; "
+                "call the handle that guides now, or hw.guide again."
             )
         if not isinstance(mask, HeadMask):
             raise MaskError(f"the mask is a {type(mask).__name__}; expected a HeadMask, made by Roles(...)(tables).")
@@ -193,7 +198,10 @@ class Guidance:
         return {**vars(self), "_copied": True, "_stops": [], "_forward": None, "_mask": None, "_biases": {}}
 
     def __repr__(self) -> str:
-        return f"Guidance({len(self.heads)} attentions, {'no mask yet' if self._mask is None else self._mask})"
+        state = "no mask yet" if self._mask is None else str(self._mask)
+        if not self._stops and not self._copied:
+            state = "removed"
+        return f"Guidance({len(self.heads)} attentions, {state})"
 
     def _attach(self) -> None:
         model = self.heads.model

@@ -83,7 +83,16 @@ class WordTable:
         return len(self.words)
 
     def __getitem__(self, part: slice) -> WordTable:
-        """Return a contiguous part; a word whose head is outside becomes its own head."""
+        """Return a contiguous part; a word whose head is outside becomes its own head.
+
+        Raises:
+            SettingError: `part` is not a slice, or its step is not 1.
+        """
+        if not isinstance(part, slice):
+            raise SettingError(
+                f"a word table was indexed by {part!r:.60}; expected a slice: table[:1] is a table of its first word, "
+                "table.words[0] that word."
+            )
         start, stop, step = part.indices(len(self))
         if step != 1:
             raise SettingError(f"a word table was sliced from {start} to {stop} by {step}; expected a step of 1.")

@@ -12,6 +12,7 @@ from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.new_parameters import RequireTrained, require_unwrapped
 from headwise.heads.printed import LINES, shorten
+from headwise.nn.placement import match_placement
 from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
 from headwise.routing.modules_to_save import (
@@ -168,7 +169,7 @@ def _build(site: Site, setting: Setting, owner: str, adapter: str | None) -> Rep
     new = build(setting, site.num_heads, site.head_size, site.width, projection)
     if site.divided:
         new.register_forward_pre_hook(_GatherHeads(site))
-    new = placed = _match_placement(new, old)
+    new = placed = match_placement(new, old).train(old.training)
     if adapter is not None:
         placed = wrap(old, new, adapter)
         new = placed.modules_to_save[adapter]
@@ -227,13 +228,6 @@ def _require_replaceable(site: Site, old: nn.Module, *, keeps: bool) -> None:
 def _is_norm(module: nn.Module) -> bool:
     parameters = list(module.parameters())
     return bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
-
-
-def _match_placement(new: Aggregator, old: nn.Module) -> Aggregator:
-    parameter = next(old.parameters(), None)
-    if parameter is not None:
-        new = new.to(device=parameter.device, dtype=parameter.dtype)
-    return new.train(old.training)
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -102,6 +102,12 @@ def _load_beta(at, capsule, capsules, ACTIVE: tl.constexpr, DTYPE: tl.constexpr,
 
 
 @triton.jit
+def _count_nats(cost, size):
+    """Return what the dimensions of a capsule add to its cost [N], in the dtype of that."""
+    return (tl.zeros_like(cost) + size) * NATS_PER_DIMENSION
+
+
+@triton.jit
 def _maximize(votes, weights, real, beta_a, beta_mu, size, temperature, floor, ACTIVE: tl.constexpr):
     """Return total [N], mean [N, c], spread [N, c], cost [N] and logit [N] for weights [H, N]."""
     total = tl.sum(weights, axis=0)
@@ -112,7 +118,7 @@ def _maximize(votes, weights, real, beta_a, beta_mu, size, temperature, floor, A
     cost = tl.sum(tl.where(real, 0.5 * tl.log(tl.maximum(spread, floor)), 0.0), axis=1)
     logit = total * 0.0
     if ACTIVE:
-        logit = temperature * (beta_a - total * (beta_mu + cost + size * NATS_PER_DIMENSION))
+        logit = temperature * (beta_a - total * (beta_mu + cost + _count_nats(cost, size)))
     return total, mean, spread, cost, logit
 
 
@@ -168,7 +174,8 @@ def _forward_passes(
             votes = load_tile(votes_at, head_stride, places, mask, DTYPE, HEADS)
             beta_a = _load_beta(beta_a_at, capsule, capsules, ACTIVE, DTYPE, TILE)
             beta_mu = _load_beta(beta_mu_at, capsule, capsules, ACTIVE, DTYPE, TILE)
-            weights = tl.where(present, 1.0 / capsules, 0.0).to(DTYPE)
+            # a quotient of an integer alone would be float32
+            weights = tl.where(present, tl.full([], 1.0, DTYPE) / capsules, 0.0)
             if t > 0:
                 _total, mean, spread, cost, logit = _load_state(before_at, capsule, places, capsules, size, real)
                 exponent = _expect(votes, mean, spread, cost, logit, present, floor, ACTIVE)
@@ -237,7 +244,7 @@ def _receive(
     d_total = tl.zeros([TILE], dtype=DTYPE)
     scaled = temperature * d_logit
     if ACTIVE:
-        d_total = -scaled * (beta_mu + cost + size * NATS_PER_DIMENSION)
+        d_total = -scaled * (beta_mu + cost + _count_nats(cost, size))
         d_cost = d_cost - scaled * total
     scale = 1.0 / tl.maximum(total, floor)
     d_variance += 0.5 * d_cost[:, None] / tl.maximum(spread, floor)

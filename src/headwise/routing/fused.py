@@ -38,9 +38,11 @@ def fuse_kernel(plain: EMKernel | SimpleKernel) -> FusedKernel:
 class FusedKernel:
     """Routing whose votes stay close to the processor through all iterations; values and gradients are `plain`'s.
 
-    Votes in half precision are read and written in that precision and routed in float32. The first call of each shape
-    is compared with `plain` on a few tokens. If they differ, or Triton fails, a warning is logged and `plain` is used
-    for that shape, as it is for votes of which a program cannot hold one capsule of all heads.
+    Votes in half precision are read and written in that precision and routed in float32; votes in float64 are routed in
+    float64, with the floor and the temperatures rounded to float32. The first call of each shape is compared with
+    `plain` on a few tokens. If they differ, or Triton fails, a warning is logged and `plain` is used for that shape, as
+    it is for votes of which a program cannot hold one capsule of all heads. If those tokens are not finite, `plain` is
+    used and the next call is compared.
 
     Args:
         plain: The kernel.
@@ -80,7 +82,11 @@ class FusedKernel:
     def _trusts(self, votes: Tensor, betas: tuple[Tensor, ...]) -> bool:
         kind = (votes.shape[1:], votes.dtype, votes.device, bool(betas))
         if kind not in self._trusted:
-            self._trusted[kind] = self._agrees(votes[:CHECKED_TOKENS].detach(), betas)
+            first = votes[:CHECKED_TOKENS].detach()
+            # NaN equals nothing: such votes say nothing about the program
+            if not all(bool(tensor.isfinite().all()) for tensor in (first, *betas)):
+                return False
+            self._trusted[kind] = self._agrees(first, betas)
         return self._trusted[kind]
 
     @property
@@ -114,15 +120,17 @@ class FusedKernel:
         slow = (self.plain.forward(votes, *betas), into, *sums)
         # results in half precision are rounded once
         tolerance = max(TOLERANCE, torch.finfo(votes.dtype).eps)
-        error = max(_measure_error(one, other) for one, other in zip(fast, slow, strict=True))
-        if error > tolerance:
+        errors = [_measure_error(one, other) for one, other in zip(fast, slow, strict=True)]
+        # NaN exceeds nothing
+        wrong = [error for error in errors if not error <= tolerance]
+        if wrong:
             _logger.warning(
                 "Triton's %s differs by %.2g from the plain kernel on votes of shape %s; using the plain kernel.",
                 type(self.plain).__name__,
-                error,
+                wrong[0],
                 tuple(votes.shape),
             )
-        return error <= tolerance
+        return not wrong
 
 
 @functools.cache

@@ -228,7 +228,7 @@ class GatedProjection(nn.Module):
 
     def weights(self) -> Tensor:
         """Return g = H softmax(a), [H]."""
-        return self.num_heads * torch.softmax(self.gate.float(), dim=0)
+        return self.num_heads * torch.softmax(full_precision(self.gate), dim=0)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Return W_O [g_1 O_1 ... g_H O_H], [..., d], of concatenated heads [..., H * e].

@@ -22,7 +22,7 @@ def resize_modules(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor]
     undo: list[Callable[[], None]] = []
     try:
         for name, sizes in saved.sizes.items():
-            module = _find_module(saved, model, name)
+            module = find_module(saved, model, name)
             wrong = [key for key in sizes if type(vars(module).get(key, 1 if key == GROUPS else None)) is not int]
             if wrong:
                 raise DataError(
@@ -60,7 +60,12 @@ def _shrink(parameter: nn.Parameter, shape: torch.Size) -> Callable[[], None]:
     return undo
 
 
-def _find_module(saved: Saved, model: nn.Module, name: str) -> nn.Module:
+def find_module(saved: Saved, model: nn.Module, name: str) -> nn.Module:
+    """Return a module that a record names.
+
+    Raises:
+        DataError: The model has none of that name.
+    """
     try:
         return model.get_submodule(name)
     except AttributeError:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.digests import seal
-from headwise.errors import DataError, HeadwiseError, LayoutError, SettingError
+from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.nn.compiled import strip_wrappers, unwrap_compiled, without_wrappers
 from headwise.nn.difference import HeadDifference
 from headwise.nn.mixing import HeadMixer
@@ -24,7 +24,7 @@ from headwise.nn.multihead import MultiheadAttention, adopt
 from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, GatedProjection, Residual, ResidualAggregator, Setting, build
 from headwise.routing.rebuild import rebuild
-from headwise.routing.resize_saved import resize_modules
+from headwise.routing.resize_saved import find_module, resize_modules
 from headwise.routing.saved import CONFIG, FORMAT, RECORD, REMEDY, SIZES, Saved, read_saved
 from headwise.routing.setting_records import record, restore
 from headwise.routing.shards import collect_tensors, load_tensors, parse_size, read_tensors, split_into_shards
@@ -57,14 +57,15 @@ def save(
         model: Any module that holds aggregators, or whose heads were removed. The class and configuration of a
             transformers model are saved too.
         folder: Created if it does not exist.
-        state_dict: Tensors to write instead of the model's, for example gathered from several processes.
+        state_dict: Tensors to write instead of the model's, under its names and in its shapes, for example gathered
+            from several processes.
         max_shard_size: Largest size of a file, in bytes or as a string like "500MB". A larger tensor is written to a
             separate file.
 
     Raises:
         DataError: The model holds no aggregator, and all its heads or as many as its configuration says; it holds
             talking heads; the folder holds the weights of an unchanged model, which would be loaded instead; or a
-            tensor is missing or sharded over processes.
+            tensor is sharded over processes, or in `state_dict` missing, unknown or of another shape.
         SettingError: `model` is not a module, or `max_shard_size` is not a size.
 
     Example:
@@ -167,8 +168,7 @@ def load(
 
 def _fill(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor], settings: Sequence[type]) -> None:
     """Give a model the saved aggregators and tensors, or leave it as it was."""
-    for name in saved.adopted:
-        _adopt(saved, model, name)
+    adopted = [_find_adopted(saved, model, name) for name in saved.adopted]
     undo = resize_modules(saved, model, tensors)
     placed: list[_Place] = []
     try:
@@ -182,6 +182,9 @@ def _fill(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor], setting
         for one in reversed(undo):
             one()
         raise
+    # it cannot be undone, and does not fail
+    for attention in adopted:
+        adopt(model, attention)
     if saved.sizes and callable(getattr(type(model), "save_pretrained", None)):
         vars(model)["save_pretrained"] = SavePretrained(model)
 
@@ -271,20 +274,15 @@ def _describe(aggregator: Aggregator) -> dict:
     return {"setting": record(_get_setting(aggregator)), **sizes}
 
 
-def _find_module(saved: Saved, model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
+def _find_adopted(saved: Saved, model: nn.Module, name: str) -> nn.Module:
+    """Return a module that `adopt` takes."""
+    module = find_module(saved, model, name)
+    if not isinstance(module, MultiheadAttention) and type(module) is not nn.MultiheadAttention:
         raise DataError(
-            f"the model has no module {name[:60]!r}, which {saved.path} names; pass a model of the same structure."
-        ) from None
-
-
-def _adopt(saved: Saved, model: nn.Module, name: str) -> None:
-    try:
-        adopt(model, _find_module(saved, model, name))
-    except LayoutError as error:
-        raise DataError(f"{saved.path} names {name[:60]!r} as an attention of torch: {error}") from None
+            f"{saved.path} names {name[:60]!r} as an attention of torch, and it is a {type(module).__name__}; pass a "
+            "model of the same structure."
+        )
+    return module
 
 
 class _Place(NamedTuple):
@@ -303,7 +301,7 @@ def _build_aggregators(
     found = []
     for name, described in saved.aggregators.items():
         parent, _, attribute = name.rpartition(".")
-        owner, old = _find_module(saved, model, parent), _find_module(saved, model, name)
+        owner, old = find_module(saved, model, parent), find_module(saved, model, name)
         if isinstance(old, Aggregator):
             own = _describe(old)
             if own != described:

@@ -13,6 +13,7 @@ from torch import Tensor
 from headwise.errors import (
     SettingError,
     ShapeError,
+    require_boolean,
     require_choice,
     require_integer,
     require_range,
@@ -91,6 +92,8 @@ class SimpleRouting:
         _require_capsules(self.capsules)
         require_choice("softmax_over", self.softmax_over, ("capsules", "heads"))
         require_range("floor", self.floor, low=0.0, high=1e-4, low_open=True)
+        _require_votes(self.votes)
+        _require_chunks(self.chunks)
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,14 @@ class EMRouting:
     def __post_init__(self) -> None:
         require_integer("iterations", self.iterations, low=1)
         _require_capsules(self.capsules)
+        require_boolean("activation", self.activation)
         if not isinstance(self.inverse_temperature, tuple) or len(self.inverse_temperature) != 2:
             raise SettingError(f"inverse_temperature is {self.inverse_temperature!r}; expected a pair (first, last).")
         for value in self.inverse_temperature:
             require_range("inverse_temperature", value, low=0.0, low_open=True)
         require_range("floor", self.floor, low=0.0, high=1e-4, low_open=True)
+        _require_votes(self.votes)
+        _require_chunks(self.chunks)
 
     @property
     def schedule(self) -> tuple[float, ...]:
@@ -157,6 +163,8 @@ class Trunk:
 
     def __post_init__(self) -> None:
         _require_capsules(self.capsules)
+        _require_votes(self.votes)
+        _require_chunks(self.chunks)
 
 
 class Routed(NamedTuple):
@@ -276,3 +284,16 @@ def _prepare_votes(votes: Tensor) -> Tensor:
 def _require_capsules(capsules: int | None) -> None:
     if capsules is not None:
         require_integer("capsules", capsules, low=1)
+
+
+def _require_votes(votes: VoteSetting) -> None:
+    methods = (getattr(votes, name, None) for name in ("weights", "compute"))
+    if isinstance(votes, type) or not all(map(callable, methods)):
+        raise SettingError(
+            f"votes is {votes!r:.60}; expected for example SharedTrunk(), PerHead() or DistinctCapsules()."
+        )
+
+
+def _require_chunks(chunks: Chunks) -> None:
+    if not isinstance(chunks, Chunks):
+        raise SettingError(f"chunks is {chunks!r:.60}; expected for example Chunks(tokens=64).")

@@ -34,7 +34,8 @@ def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tup
         given: Tensors that replace the model's, by name.
 
     Raises:
-        DataError: A tensor is sharded or on the meta device.
+        DataError: A tensor is sharded or on the meta device; or of the given ones, one is missing, is not in the model
+            or has another shape.
     """
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -46,12 +47,7 @@ def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tup
         first[id(own)] = name
         tensors[name] = own
     if given is not None:
-        names = {name: [name] for name in tensors}
-        for alias, name in tied.items():
-            names[name].append(alias)
-        for name, aliases in names.items():
-            found = next((given[alias] for alias in aliases if alias in given), None)
-            tensors[name] = tensors[name] if found is None else found
+        tensors = _choose_given(model, tensors, tied, given)
     for name, tensor in tensors.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             raise DataError(
@@ -62,6 +58,41 @@ def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tup
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         tensors[name] = tensor.detach() if whole else tensor.detach().clone()
     return tensors, tied
+
+
+def _choose_given(
+    model: nn.Module, own: Mapping[str, Tensor], tied: Mapping[str, str], given: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors given for a model's own, whatever of its names a tied one is given under."""
+    aliases = {name: [name] for name in own}
+    for alias, name in tied.items():
+        aliases[name].append(alias)
+    # a state dict lacks the buffers that are not persistent, and may hold extra states, which are not tensors
+    unsaved = {
+        name
+        for name, (module, attribute, _) in _find_tensors(model).items()
+        if attribute in module._non_persistent_buffers_set
+    }
+    missing = [name for name, names in aliases.items() if not given.keys() & {*names} and not {*names} <= unsaved]
+    unknown = [name for name in given if name not in own and name not in tied and not name.endswith("_extra_state")]
+    if missing or unknown:
+        raise DataError(
+            f"state_dict does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
+            f"{unknown[:4]} ({len(unknown)}) are not in the model; pass every tensor under the model's own name: strip "
+            "a prefix such as 'module.' from the names."
+        )
+    chosen = {}
+    for name, names in aliases.items():
+        tensor = next((given[alias] for alias in names if alias in given), own[name])
+        # DeepSpeed keeps the shape of a divided parameter apart
+        expected = getattr(own[name], "ds_shape", own[name].shape)
+        if tensor.shape != expected:
+            raise DataError(
+                f"{name} has shape {tuple(tensor.shape)} in state_dict and {tuple(expected)} in the model; pass a full "
+                "tensor of a model of the same structure."
+            )
+        chosen[name] = tensor
+    return chosen
 
 
 def split_into_shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

@@ -106,11 +106,13 @@ def _weigh(votes, outputs, present, softmax_at, OVER_CAPSULES: tl.constexpr, HEA
 
 
 @triton.jit
-def _share(heads, capsules, floor, OVER_CAPSULES: tl.constexpr):
+def _share(heads, capsules, floor, OVER_CAPSULES: tl.constexpr, DTYPE: tl.constexpr):
     """Return C_hn / max(sum_h C_hn, floor) of the first iteration, the same for all."""
-    share = 1.0 / heads
+    # a quotient of an integer alone would be float32
+    one = tl.full([], 1.0, DTYPE)
+    share = one / heads
     if OVER_CAPSULES:
-        share = 1.0 / capsules / tl.maximum(heads * 1.0 / capsules, floor)
+        share = one / capsules / tl.maximum(one * heads / capsules, floor)
     return share
 
 
@@ -133,7 +135,7 @@ def _forward_passes(
             votes = load_tile(votes_at, head_stride, places, mask, DTYPE, HEADS)
             outputs = tl.zeros([TILE, SIZE], dtype=DTYPE)
             if t == 0:
-                total = tl.sum(votes, axis=0) * _share(heads, capsules, floor, OVER_CAPSULES)
+                total = tl.sum(votes, axis=0) * _share(heads, capsules, floor, OVER_CAPSULES, DTYPE)
             else:
                 outputs = tl.load(state_at + (2 * t - 1) * numbers + places, mask=real, other=0.0)
                 weights = _weigh(votes, outputs, present, softmax_at + (t - 1) * 2 * HEADS, OVER_CAPSULES, HEADS)
@@ -242,7 +244,7 @@ def _backward(
                         pulled += d_output
                     tl.store(received_at + ((t - 1) % 2) * numbers + places, pulled, mask=real)
                 else:
-                    share = _share(heads, capsules, floor, OVER_CAPSULES)
+                    share = _share(heads, capsules, floor, OVER_CAPSULES, DTYPE)
                     d_votes += (_turn_back(total, d_output, floor) * share)[None, :, :]
                     into = into_at + row * into_token_stride + tl.arange(0, HEADS)[:, None, None] * into_head_stride
                     tl.store(into + places[None, :, :], d_votes, mask=mask)

@@ -158,7 +158,8 @@ def merge(
         What was merged, with the cost of each step.
 
     Raises:
-        SettingError: `groups` is no smaller divisor, a setting is unknown, or batches are needed and there are none.
+        SettingError: `groups` is no smaller divisor, a setting is unknown, batches are needed and there are none, or
+            the optimizer trains something else or keeps one state for all parameters.
         LayoutError: Heads cannot be merged there. The model is then as it was.
 
     Example:
@@ -171,7 +172,7 @@ def merge(
         ((512, 256), (4, 2), 2)
     """
     require_heads(heads)
-    require_optimizer(optimizer)
+    require_optimizer(optimizer, heads.model)
     require_choice("alignment", alignment, ALIGNMENTS)
     require_choice("grouping", grouping, GROUPINGS)
     require_boolean("refit", refit)
@@ -319,8 +320,7 @@ def _forget(sites: Iterable[Site], beside: Iterable[nn.Parameter], optimizer: An
     rewritten = list(beside)
     for site in sites:
         for part in (*site.parts, *(() if site.output is None else (site.output,))):
-            held = (part.owner, part.attribute), (part.bias_owner or part.owner, part.bias or "")
-            found = [owner._parameters.get(attribute) for owner, attribute in held]
+            found = part.owner._parameters.get(part.attribute), part.bias_parameter
             rewritten += [parameter for parameter in found if parameter is not None]
     for parameter in rewritten:
         parameter.grad = None

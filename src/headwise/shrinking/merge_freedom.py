@@ -153,8 +153,8 @@ def _restored(*parts: Sequence) -> Iterator[None]:
     own = [
         parameter.data
         for part in (part for group in parts for part in group)
-        for owner, attribute in ((part.owner, part.attribute), (part.bias_owner or part.owner, part.bias or ""))
-        if (parameter := owner._parameters.get(attribute)) is not None
+        for parameter in (part.owner._parameters.get(part.attribute), part.bias_parameter)
+        if parameter is not None
     ]
     before = [data.clone() for data in own]
     try:

@@ -200,8 +200,7 @@ def write_rows(head_slice: HeadSlice, rows: Tensor) -> None:
 
 
 def _view_bias(part: HeadSlice) -> Tensor | None:
-    owner = part.owner if part.bias_owner is None else part.bias_owner
-    bias = None if part.bias is None else owner._parameters.get(part.bias)
+    bias = part.bias_parameter
     return None if bias is None else part.bias_view(bias.data)
 
 

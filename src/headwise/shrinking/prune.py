@@ -96,8 +96,8 @@ def prune(
         What was removed.
 
     Raises:
-        SettingError: A layer or head does not exist, an attention would lose all its heads, or neither or both of
-            `removed` and `keep` were given.
+        SettingError: A layer or head does not exist, an attention would lose all its heads, neither or both of
+            `removed` and `keep` were given, or the optimizer trains something else or keeps a state that cannot be cut.
         LayoutError: Heads cannot be removed there. The model is then as it was.
 
     Example:
@@ -115,7 +115,12 @@ def prune(
         [1, 2]
     """
     require_heads(heads)
-    require_optimizer(optimizer)
+    require_optimizer(optimizer, heads.model)
+    if inputs is not None and (not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str)):
+        raise SettingError(
+            f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
+            "arguments, (x,), or a mapping of names."
+        )
     if (removed is None) is (keep is None) or (keep is None and importance is not None):
         raise SettingError("expected either the heads to remove, or keep=... with importance=...")
     if keep is not None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from torch import nn
 
 from headwise.errors import LayoutError
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
 
 # The end of a parameter's name in the attention module, and the axis along which it has heads: one entry or one head's
@@ -51,7 +50,8 @@ def list_beside(site: Site, *, proved: bool) -> Iterable[tuple[str, nn.Parameter
         LayoutError: One covers all heads together, or may hold heads and is of no known kind; the latter is left as it
             is where the result is `proved`.
     """
-    read = {id(part.owner._parameters.get(part.attribute)) for part in site.parts} | {*map(_get_bias, site.parts)}
+    read = {id(part.owner._parameters.get(part.attribute)) for part in site.parts}
+    read |= {id(part.bias_parameter) for part in site.parts}
     if site.output is not None:
         read |= {id(parameter) for parameter in site.output.owner.parameters()}
     sizes = {head_slice.head_size for head_slice in site.slices}
@@ -98,8 +98,3 @@ def _require_without_heads(site: Site, name: str, parameter: nn.Parameter, sizes
             f"{site.label}.{name} of shape {tuple(parameter.shape)} may hold something of each of {site.num_heads} "
             "heads, and it is of no kind that is known; pass inputs=..., so that the result is compared with hw.ablate."
         )
-
-
-def _get_bias(part: HeadSlice) -> int:
-    owner = part.owner if part.bias_owner is None else part.bias_owner
-    return 0 if part.bias is None else id(owner._parameters.get(part.bias))

@@ -60,7 +60,13 @@ def _read(site: Site, importance: Importance | Mapping[str, Any]) -> Tensor:
     name = site.name or "(model)"
     if not isinstance(held, Mapping) or (site.name not in held and name not in held):
         raise SettingError(f"importance has no entry {name!r}; expected one number for each head of each attention.")
-    numbers = torch.as_tensor(held[site.name] if site.name in held else held[name], dtype=torch.float64).cpu()
+    given = held[site.name] if site.name in held else held[name]
+    try:
+        numbers = torch.as_tensor(given, dtype=torch.float64).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise SettingError(
+            f"importance of {name} is {given!r:.80}; expected {site.num_heads} numbers, one for each head."
+        ) from None
     if numbers.shape != (site.num_heads,):
         raise ShapeError(f"importance of {name} has shape {tuple(numbers.shape)}; expected ({site.num_heads},).")
     if not bool(numbers.isfinite().all()):

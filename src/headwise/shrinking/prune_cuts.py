@@ -174,8 +174,7 @@ def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, nn.Para
     mask = torch.zeros(parameter.shape, dtype=torch.bool)
     part.view(mask)[gone] = True
     yield part.name, parameter, mask
-    owner = part.owner if part.bias_owner is None else part.bias_owner
-    bias = None if part.bias is None else owner._parameters.get(part.bias)
+    bias = part.bias_parameter
     if bias is not None:
         mask = torch.zeros(bias.shape, dtype=torch.bool)
         part.bias_view(mask)[gone] = True

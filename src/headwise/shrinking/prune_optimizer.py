@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import SettingError
 from headwise.shrinking.prune_cuts import Cut
@@ -14,11 +14,23 @@ from headwise.shrinking.prune_cuts import Cut
 _AVERAGED = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 
 
-def require_optimizer(optimizer: Any) -> None:
-    """Raise `SettingError` unless this has the state of an optimizer."""
-    if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
+def require_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise `SettingError` unless this is None or an optimizer of a model with a state for each parameter."""
+    if optimizer is None:
+        return
+    name = type(optimizer).__name__
+    if not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
+        raise SettingError(f"optimizer is a {name}; expected the torch optimizer that trains the model, or None.")
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise SettingError(
-            f"optimizer is a {type(optimizer).__name__}; expected the torch optimizer that trains the model, or None."
+            "optimizer is an LBFGS, whose state is of all parameters in one row and cannot be cut; leave it out, and "
+            "make a new one afterwards."
+        )
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in trained for parameter in model.parameters()):
+        raise SettingError(
+            f"the {name} given as optimizer holds no parameter of the {type(model).__name__}; expected the one that "
+            "trains it, or None."
         )
 
 

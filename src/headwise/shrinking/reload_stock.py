@@ -15,6 +15,7 @@ from headwise.shrinking.prune_counts import HEAD_SIZES, KEY_COUNTS, QUERY_COUNTS
 
 # (query heads, key/value heads, head size) of a site.
 Counts = tuple[int, int, int]
+COUNTED = "number of heads", "number of key/value heads", "head size"
 
 
 def list_stock_models(model: nn.Module) -> list[nn.Module]:
@@ -72,8 +73,13 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
     for part, group in _group(config, [site for site in sites if id(site.module) in inside]):
         counts = {sites[site] for site in group}
         if len(counts) > 1:
-            told = ", ".join(sorted({str(heads) for heads, _, _ in counts}))
-            return _refuse(model, f"its configuration holds one number of heads for all layers, and they have {told}")
+            what, held = next(
+                (what, held)
+                for what, held in zip(COUNTED, map(set, zip(*counts, strict=True)), strict=True)
+                if len(held) > 1
+            )
+            told = ", ".join(map(str, sorted(held)))
+            return _refuse(model, f"its configuration holds one {what} for all layers, and they have {told}")
         changes.append((part, _change(part, counts.pop())))
     changed = copy.deepcopy(config)
     try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,25 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
     assert "Loading weights" not in said
     assert "BertModel: 6 heads in 2 attention modules, 24 tokens" in shown
     assert "Before: BertModel" in shown
+
+
+def test_the_report_of_another_model_stays_and_an_old_comparison_does_not(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for parent, seed in (("a", 0), ("b's", 1)):
+        shutil.copytree(folders / f"bert-{seed}", tmp_path / parent / "enc")
+    text, kept = ["--text", folders / "text.txt"], tmp_path / "runs" / "inspect" / "enc"
+    assert inspect("b's/enc", *text, "--against", "a/enc") == 0
+    assert (kept / "against.json").is_file()
+    first = hw.load_report(kept / "report.json")
+    # again the same model, with other options
+    assert inspect("./b's/enc", *text, "--shown", 1) == 0
+    assert not (kept / "against.json").exists()
+    capsys.readouterr()
+    assert inspect("a/enc", *text) == 2
+    assert "holds the report of another model, or of this one under another path; choose" in capsys.readouterr().err
+    assert hw.load_report(kept / "report.json") == first
+    assert inspect("a/enc", *text, "--out", kept) == 0
+    assert hw.load_report(kept / "report.json") != first
 
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):

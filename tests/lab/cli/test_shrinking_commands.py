@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,20 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    T5Model,
 )
 
 import headwise as hw
+from headwise.lab.cli import shrink_run
 from headwise.lab.cli.shrink_subject import open_subject
 from headwise.lab.cli.shrink_ways import rank_unlike, score_without, weigh_heads
 from lab.command import call, refused
@@ -199,3 +208,132 @@ def test_the_score_without_heads_is_that_of_the_pruned_model_and_ways_differ(fol
 def test_of_two_heads_that_are_alike_the_one_more_like_the_rest_goes():
     pairs = [[1.0, 0.9, 0.1, 0.3], [0.9, 1.0, 0.4, 0.2], [0.1, 0.4, 1.0, 0.8], [0.3, 0.2, 0.8, 1.0]]
     assert rank_unlike(pairs) == [2.0, 0.0, 3.0, 1.0]
+
+
+def save(folders: Path, place: Path, model: Any) -> Path:
+    """Save a model with the tokenizer of the others."""
+    model.save_pretrained(place)
+    shutil.copy(folders / "llama" / "tokenizer.json", place)
+    shutil.copy(folders / "llama" / "tokenizer_config.json", place)
+    return place
+
+
+def make_t5(kind: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    return kind(T5Config(vocab_size=len(WORDS), decoder_start_token_id=0, pad_token_id=0, **sizes))
+
+
+def test_an_encoder_decoder_is_refused_and_an_encoder_that_was_saved_alone_loads_again(
+    folders: Path, tmp_path: Path, capsys
+):
+    given = ("--text", str(folders / "text.txt"), "--lines", "8", "--out", str(tmp_path / "small"))
+    whole = save(folders, tmp_path / "whole", make_t5(T5Model))
+    capsys.readouterr()  # of the bar of transformers
+    message = "holds an encoder-decoder, of which this command reads the encoder alone; in a script, hw.prune and"
+    assert message in refused(capsys, "prune", str(whole), *given)
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    assert message in refused(capsys, "merge", str(whole), "--kv-heads", "2", *given)
+
+    encoder = save(folders, tmp_path / "encoder", make_t5(T5EncoderModel))
+    assert call("prune", str(encoder), "--keep", "0.75", *given) == 0
+    assert "T5EncoderModel.from_pretrained(folder)" in capsys.readouterr().out
+    loaded, said = T5EncoderModel.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert [site.num_heads for site in hw.find_heads(loaded)] == [3, 3]
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+
+
+def test_a_model_keeps_its_head_and_gpt2_is_scored_by_its_loss(folders: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=4, n_positions=64))
+    torch.nn.init.normal_(gpt2.transformer.wte.weight)
+    classifier = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))
+    for name, model in (("gpt2", gpt2.eval()), ("classifier", classifier.eval())):
+        out, folder = tmp_path / f"{name}-small", save(folders, tmp_path / name, model)
+        given = ("--text", str(folders / "text.txt"), "--lines", "8", "--out", str(out))
+        assert call("prune", str(folder), "--keep", "0.75", *given) == 0
+        loaded = hw.load(out)
+        assert type(loaded) is type(model)
+        assert [site.num_heads for site in hw.find_heads(loaded)] == [3, 3]
+        score = read(out)["score"]
+        assert score.startswith("log-likelihood" if name == "gpt2" else "fidelity")
+        # what was pruned is opened as what it was
+        assert type(open_subject(out, folders / "text.txt", 8).model) is type(model)
+        if name == "classifier":
+            torch.testing.assert_close(loaded.classifier.weight, classifier.classifier.weight)
+    lines = (folders / "text.txt").read_text().splitlines()
+    ids = [torch.tensor([[WORDS.index(word) for word in line.split()]]) for line in lines[::5][:2]]
+    with torch.no_grad():
+        expected = sum(-float(gpt2(one, labels=one).loss) for one in ids) / 2
+    assert read(tmp_path / "gpt2-small")["states"]["before"]["score"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_class_that_transformers_does_not_have_is_refused(folders: Path, tmp_path: Path, capsys):
+    shutil.copytree(folders / "bert", tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    (tmp_path / "own" / "config.json").write_text(json.dumps({**config, "architectures": ["OwnClassifier"]}))
+    given = ("prune", str(tmp_path / "own"), "--text", str(folders / "text.txt"), "--out", str(tmp_path / "small"))
+    assert "holds a model of the class OwnClassifier, which transformers does not have" in refused(capsys, *given)
+
+
+def test_a_line_of_one_token_is_left_out_alone(folders: Path, tmp_path: Path):
+    lines = (folders / "text.txt").read_text().splitlines()
+    (tmp_path / "text.txt").write_text("\n".join([*lines[:7], "a", *lines[7:20]]))
+    subject = open_subject(folders / "llama", tmp_path / "text.txt", 40)
+    assert sorted(place for batch in subject.chosen for place in batch.places) == [*range(5), *range(6, 16)]
+    for batch in subject.chosen:
+        assert {len(tensor) for tensor in (batch.keep, batch.tokens, *batch.inputs.values())} == {len(batch.places)}
+        assert [len(tokens) for tokens in batch.tokens] == batch.keep.sum(1).tolist()
+        assert int(batch.keep.sum(1).min()) > 1
+
+
+@pytest.mark.parametrize(("positions", "prompt"), [(64, 13), (24, 8), (16, 0)])
+def test_tokens_are_generated_within_the_positions_after_prompts_without_padding(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positions: int, prompt: int
+):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=4, n_positions=positions)
+    folder = save(folders, tmp_path / "gpt2", GPT2LMHeadModel(config))
+    subject = open_subject(folder, folders / "text.txt", 40)
+    given: list[torch.Tensor] = []
+    generate = type(subject.model).generate
+
+    def follow(self: Any, ids: torch.Tensor, **options: Any) -> Any:
+        given.append(ids)
+        assert options["attention_mask"].all()
+        return generate(self, ids, **options)
+
+    monkeypatch.setattr(type(subject.model), "generate", follow)
+    found = subject.time({"whole": subject.model})["whole"]
+    assert ("generated token" in found) is (prompt > 0)
+    assert {ids.shape[1] for ids in given} == ({prompt} if prompt else set())
+    # the text has lines of 10 to 14 words, and the first word of the vocabulary is the padding
+    assert all(len(ids) and bool((ids > 0).all()) for ids in given)
+
+
+def test_the_title_says_how_many_heads_were_kept(folders: Path, tmp_path: Path):
+    out = tmp_path / "small"
+    options = ("--text", str(folders / "text.txt"), "--out", str(out), "--lines", "8", "--by", "random")
+    assert call("prune", str(folders / "llama"), "--keep", "0.4", *options) == 0
+    assert read(out)["title"] == "llama with 4 of its 8 heads"
+
+
+def test_a_stop_leaves_nothing_or_all(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    given = ("prune", str(folders / "bert"), "--text", str(folders / "text.txt"), "--lines", "8", "--out")
+
+    def stop(_shrunk: Any) -> None:
+        raise KeyboardInterrupt
+
+    make_page, write = shrink_run.Shrunk.make_page, shrink_run.write_whole
+    monkeypatch.setattr(shrink_run.Shrunk, "make_page", stop)
+    assert call(*given, str(tmp_path / "none")) == 130
+    assert "stopped; nothing was written." in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+    monkeypatch.setattr(shrink_run.Shrunk, "make_page", make_page)
+    # a refusal ignores signals, as the process ends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(shrink_run, "write_whole", lambda *one: (os.kill(os.getpid(), signal.SIGTERM), write(*one))[1])
+    assert call(*given, str(tmp_path / "all")) == 0
+    assert (tmp_path / "all" / "shrinking.html").is_file()

@@ -1,4 +1,4 @@
-"""The reader of labelled texts: what it takes, what it refuses, and the published sets."""
+"""The reader of labeled texts: what it takes, what it refuses, and the published sets."""
 
 from __future__ import annotations
 

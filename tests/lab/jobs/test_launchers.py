@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import time
 from collections.abc import Callable
@@ -14,11 +15,31 @@ from typing import Any
 import pytest
 
 from headwise.errors import SettingError
+from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.job import Failure, Job, Watch
+from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs import launchers
 from headwise.lab.jobs.launchers import Launcher, open_engine, run_elsewhere
 from headwise.lab.options import parse_launch_options
+from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from lab.jobs.pool_target import do_work, jobs
+
+
+def test_files_named_by_the_scale_and_pairs_of_files_mean_the_same_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "glove.txt").touch()
+    scale = dataclasses.replace(
+        CLASSIFICATION_SCALES["demo"], embeddings=Path("glove.txt"), pipeline=Path("en_core_web_sm")
+    )
+    settings = RunSettings("classification", scale, parse_arm("plain"), 0, data=Path("my.en,my.de"), cache=Path("kept"))
+    job = launchers._resolve_paths(Job("plain seed 0", Path("run"), settings))
+    assert job.folder == tmp_path / "run"
+    assert job.settings.data == Path(f"{tmp_path}/my.en,{tmp_path}/my.de")
+    assert job.settings.cache == tmp_path / "kept"
+    assert job.settings.scale.embeddings == tmp_path / "glove.txt"
+    # an installed package has no place
+    assert job.settings.scale.pipeline == Path("en_core_web_sm")
+    assert job.settings.record() == settings.record()
 
 
 class Recorded(Watch):

@@ -42,6 +42,7 @@ def test_a_contrast_without_bins_is_over_all_items(tmp_path):
     (judged,) = judge([Claim("", (Contrast("output", "plain"),))], {"": Evidence(results)})
     expected = mean_difference(results, "output", "plain", 1, 12)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+    assert judged.found[0].estimate.sets == 1
     assert str(judged.found[0].contrast) == "output over plain"
 
 
@@ -50,6 +51,7 @@ def test_a_lead_beyond_another_range_is_the_difference_of_the_two_leads(tmp_path
     (judged,) = judge([Claim("", (Contrast("em", "plain", (7, 12), beyond=(1, 6)),))], {"": Evidence(results)})
     expected = mean_difference(results, "em", "plain", 7, 12) - mean_difference(results, "em", "plain", 1, 6)
     assert judged.found[0].estimate.value == pytest.approx(expected, abs=1e-12)
+    assert judged.found[0].estimate.sets == 2
 
 
 def test_a_mean_over_parts_counts_each_part_alike_whatever_its_number_of_items(tmp_path):
@@ -65,6 +67,7 @@ def test_a_mean_over_parts_counts_each_part_alike_whatever_its_number_of_items(t
     expected = [mean_difference(results, "guided", "plain", 1, 3) for results in (small, shared)]
     assert judged.found[0].estimate.value == pytest.approx(np.mean(expected), abs=1e-12)
     assert abs(expected[0] - expected[1]) > 1e-3
+    assert judged.found[0].estimate.sets == 2
     assert str(contrast) == "guided over plain, mean of small, large"
     assert contrast.named(lambda part, arm: f"{arm} in {part}").arm == "guided in small"
     (judged,) = judge([Claim("", (contrast,))], {"small": Evidence(small)})
@@ -177,7 +180,8 @@ def test_a_number_of_one_run_is_shown_without_interval_and_p(tmp_path):
         "no verdict (1 seed)",
     )
     assert "+0.450 (−0.185 to +1.085)" in claims("b", [2.0, 2.1], [1.5, 1.7])[1]  # noqa: RUF001
-    assert ", p = " in claims("c", [2.0, 2.1, 2.0, 2.1, 2.0], [1.5, 1.7, 1.6, 1.5, 1.5])[1]
+    assert ", p < 0.001" in claims("c", [2.0, 2.1, 2.0, 2.1, 2.0], [1.5, 1.7, 1.6, 1.5, 1.5])[1]
+    assert ", p = 0.0" in claims("d", [2.0, 2.1, 2.0, 2.1, 2.0], [1.7, 2.1, 1.9, 1.7, 1.9])[1]
 
 
 def test_contrasts_reach_across_parts_and_take_one_lead_off_another(tmp_path):

@@ -35,7 +35,7 @@ BARELY = 0.5175
 
 
 @pytest.fixture(autouse=True)
-def labelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def labeled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of two labels in the working folder."""
     monkeypatch.chdir(tmp_path)
     keep_labels(2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwise.lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise.lab.papers.reproduction import OWN
 from headwise.lab.results.cells import MINUS, NONE, Grid, Link
 
 NUMBERS = {
@@ -70,11 +71,14 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
         {"statement": "EM helps.", "verdict": "no verdict (3 seeds)", "contrasts": [NUMBERS]},
         {"statement": "It is cheap.", "verdict": "measured, not tested", "contrasts": []},
     ]
-    record = {"format": 2, "id": "diversify/table-5", "scale": "cpu", "title": "Main results", "claims": claims}
+    record = {"format": 2, "id": "diversify/table-5", "scale": "cpu", "title": "Main results"}
+    record |= {"source": "Table 5", "claims": claims}
     (folder / "table-5-cpu.json").write_text(json.dumps(record))
     page = build_overview(tmp_path)
     link = "[table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
-    counted = "2 claims of 1 tables and figures, judged by calibrated tests: 1 no verdict; 1 measured, not tested."
+    counted = (
+        "The three papers, judged by calibrated tests: 2 claims of 1 tables and figures: 1 no verdict; 1 measured,"
+    )
     assert counted in page
     ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
     assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 to 0.91 | no verdict (3 seeds) | {link} |" in page
@@ -99,15 +103,17 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     ]
     # a number of each run is no score
     claims.append({**claims[2], "contrasts": [{**claims[2]["contrasts"][0], "contrast": "e", "measure": "NLL"}]})
+    told = {"scale": "cpu", "title": "t"}
     (folder / "x-cpu.json").write_text(
-        json.dumps({"format": 2, "id": "guided/x", "scale": "cpu", "title": "t", "claims": claims})
+        json.dumps({"format": 2, "id": "guided/x", "source": OWN, "claims": claims} | told)
     )
     # a claim of version 0.1 is counted apart and not listed
     old = {"statement": "f", "verdict": "borne out", "contrasts": ["f over g: +9.00 points [+8.00, +10.00], p = 0.010"]}
-    (folder / "y-cpu.json").write_text(json.dumps({"id": "guided/y", "scale": "cpu", "title": "t", "claims": [old]}))
+    (folder / "y-cpu.json").write_text(json.dumps({"id": "guided/y", "source": "Table 1", "claims": [old]} | told))
     counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
-    assert counts.endswith("judged by calibrated tests: 2 contradicted; 2 borne out; 1 not shown.")
-    assert earlier == "1 claims of 1 tables and figures, judged by version 0.1: 1 borne out."
+    assert counts.startswith("Our own studies, judged by calibrated tests: 5 claims of 1 tables and figures: ")
+    assert counts.endswith(": 2 contradicted; 2 borne out; 1 not shown.")
+    assert earlier == "The three papers, judged by version 0.1: 1 claims of 1 tables and figures: 1 borne out."
     assert gains.startswith("Borne out, in points: [guided/x: c](")
     assert ";" not in gains
     assert losses.startswith("Contradicted, in points: [guided/x: b](")

@@ -15,6 +15,8 @@ from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.data import with_data
 from headwise.lab.papers.diversify.tables import CELLS, TABLE_7
+from headwise.lab.papers.recomputed import recompute
+from headwise.lab.papers.records import record as make_record
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
@@ -105,6 +107,12 @@ def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
     details = next((tmp_path / "paper" / "results").glob("*.md")).read_text()
     for said in ("Wikipedia's and not those of SentEval", "nine tenths of va", "SOMO is one of the five tasks of the"):
         assert said in details
+    # the part that was not run is named, and the runs alone, without words, give the same record again
+    assert [run for run in record["missing"] if run.endswith(" in SubNm")] == record["missing"]
+    assert len(record["missing"]) == 5
+    path = next((tmp_path / "paper" / "results").glob("*.json"))
+    again = make_record(recompute(path, tmp_path / "again"), record["command"])
+    assert json.loads(json.dumps(again)) == record
 
 
 def test_a_file_in_the_place_of_the_folder_is_told_from_a_folder_without_data(folder):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -16,8 +17,9 @@ from headwise.lab.papers.archive import ARCHIVE
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.recomputed import find_record
 from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.papers.resumed import count_seeds, restore_runs
+from headwise.lab.papers.resumed import count_seeds, extend_seeds, restore_runs
 from headwise.lab.papers.run import Plan, do_plans, make_plans, report, write_commands
+from headwise.lab.results.runs import pair_with_controls
 from lab.command import call
 from lab.inline import do_inline
 
@@ -89,6 +91,31 @@ def test_parts_that_are_not_asked_for_stay_in_the_record(paper: Path, tmp_path: 
     assert f"```console\n$ {first}\n$ {second}\n```" in page
 
 
+@pytest.mark.parametrize(
+    ("asked", "seeds", "expected"),
+    [((), 2, {"1x": 3, "3x": 2}), (("3x",), 2, {"1x": 3, "3x": 2}), (("1x",), 5, {"1x": 5, "3x": 0})],
+)
+def test_a_record_loses_no_seed(asked: tuple[str, ...], seeds: int, expected: dict[str, int]):
+    assert extend_seeds(STUDY, "demo", asked, seeds, {"1x": 3}) == expected
+
+
+def test_a_part_of_the_record_without_data_is_refused():
+    with pytest.raises(SettingError, match="the record has 3x, for which --data holds nothing"):
+        extend_seeds(STUDY.only(["1x"], "demo"), "demo", ("1x",), 2, {"1x": 2, "3x": 2})
+
+
+def test_runs_without_texts_are_in_no_paired_test(tmp_path: Path):
+    runs = [SimpleNamespace(arm="cka", control="plain", seed=seed, folder=tmp_path / f"cka-{seed}") for seed in (0, 1)]
+    runs += [
+        SimpleNamespace(arm="plain", control=None, seed=seed, folder=tmp_path / f"plain-{seed}") for seed in (0, 1)
+    ]
+    for run in runs:
+        run.folder.mkdir()
+        if run.seed == 1:
+            (run.folder / "predictions.txt").write_text("ein Hund\n")
+    assert [pair.seed for pair in pair_with_controls(runs)] == [1]  # type: ignore[arg-type]
+
+
 def test_commands_of_every_part_name_none(tmp_path: Path):
     plans = plan(tmp_path, STUDY, 2)
     assert write_commands(STUDY, "demo", plans, "--scale demo", " --data FOLDER") == (
@@ -144,4 +171,4 @@ def test_the_command_wants_the_folder_of_the_record(tmp_path: Path, capsys):
     assert "name its folder with --record" in " ".join(capsys.readouterr().err.split())
     words = ["--resume", "--record", str(tmp_path), "--out", str(tmp_path)]
     assert call("reproduce", WHOLE.id, "--scale", "demo", *words) == 2
-    assert "holds no record of diversity/dose-logic at scale demo" in " ".join(capsys.readouterr().err.split())
+    assert "results holds no record; `headwise reproduce` writes them" in " ".join(capsys.readouterr().err.split())

@@ -23,7 +23,7 @@ def drawn(classes: int, count: int, width: int = 9) -> tuple[np.ndarray, np.ndar
 
 
 def objective(found: SoftmaxRegression | LogisticRegression, penalty: float, vectors, labels) -> float:
-    """What both minimise, in float64."""
+    """What both minimize, in float64."""
     weight = found.coef_.astype(np.float64)
     scores = vectors @ weight.T + found.intercept_
     own = scores[np.arange(len(labels)), np.searchsorted(found.classes_, labels)]

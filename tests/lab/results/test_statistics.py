@@ -83,6 +83,38 @@ def test_the_wider_interval_is_items_at_one_level_and_seeds_at_another():
     assert few.standard_errors[1][1] == 4
 
 
+@settings(max_examples=30)
+@given(st.integers(2, 7), st.integers(2, 12), st.integers(3, 9), st.integers(0, 10**6))
+def test_items_of_fixed_sets_are_compared_within_each(seeds, first, second, draw):
+    drawn = np.random.default_rng(draw)
+    values = drawn.normal(size=(seeds, first + second)) + 0.7 * drawn.normal(size=first + second)
+    sets = [4] * first + [9] * second
+    found = estimate(values, sets=sets)
+    squares, rest = 0.0, 0.0
+    for part in (values[:, :first], values[:, first:]):
+        for n in range(part.shape[1]):
+            lead = part[:, n].mean() - part.mean()
+            squares += seeds * lead**2
+            rest += sum((part[s, n] - part[s].mean() - lead) ** 2 for s in range(seeds))
+    assert found.between_items == pytest.approx(squares / (first + second - 2))
+    assert found.rest == pytest.approx(rest / ((seeds - 1) * (first + second - 2)))
+    # how far the sets lie apart is no sampling of items
+    apart = values + np.where(np.array(sets) == 4, 3.0 / first, -3.0 / second)
+    assert estimate(apart, sets=sets).interval() == pytest.approx(found.interval())
+
+
+def test_sets_that_lie_far_apart_do_not_widen_the_interval():
+    drawn = np.random.default_rng(2)
+    values = drawn.normal(size=(5, 30)) + np.where(np.arange(30) < 10, 20.0, -10.0)
+    alike, inside = estimate(values), estimate(values, sets=[0] * 10 + [1] * 20)
+    assert np.ptp(alike.interval()) > 5 * np.ptp(inside.interval())
+
+
+def test_sets_of_one_item_each_are_judged_over_seeds():
+    found = estimate(np.array([[1.0, 5.0], [2.0, 4.0], [3.0, 7.0]]), sets=(0, 1))
+    assert found.standard_errors == estimate(np.array([[3.0], [3.0], [5.0]])).standard_errors
+
+
 def test_with_one_item_it_is_students_t_over_seeds():
     means = np.array([0.2, 0.4, 0.3, 0.8, 0.1])
     found, student = estimate(means[:, None]), stats.ttest_1samp(means, 0.0)

@@ -169,7 +169,7 @@ def reproduce(
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
     from headwise.lab.papers.recomputed import find_record, recompute
-    from headwise.lab.papers.resumed import count_seeds, restore_runs
+    from headwise.lab.papers.resumed import count_seeds, extend_seeds, restore_runs
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -193,10 +193,10 @@ def reproduce(
     if resume and record is None:
         raise typer.BadParameter("--resume takes over the runs of a record; name its folder with --record.")
     before = find_record(record, identifier, scale) if resume and record is not None else None
-    # a part that is not asked for stays in the record as it is
-    kept_seeds = count_seeds(before) if before is not None and parts else {}
+    kept_seeds = {} if before is None else count_seeds(before)
     whole = with_data(reproduction, scale, data)
-    reproduction = with_data(reproduction.only((*(parts or ()), *kept_seeds), scale), scale, data)
+    # a part that is not asked for stays in the record
+    reproduction = with_data(reproduction.only((*parts, *kept_seeds) if parts else (), scale), scale, data)
     seeds = reproducing.choose_seeds(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
@@ -204,10 +204,7 @@ def reproduce(
     options = ScaleOptions(
         scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained, trust_remote_code
     )
-    seeds_of = {
-        part.name: kept_seeds.get(part.name, seeds) if part.name not in (parts or ()) else seeds
-        for part in reproduction.parts_at(scale)
-    }
+    seeds_of = extend_seeds(reproduction, scale, parts or (), seeds, kept_seeds)
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds_of, data=data, out=out, workers=workers, options=options, tuned=tuned
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,8 @@ def inspect_models(
         trust_remote_code: Whether code that a folder names may run.
 
     Raises:
-        DataError: A folder holds no model, or a file cannot be read or written.
+        DataError: A folder holds no model, a file cannot be read or written, or the default folder holds the report of
+            another model.
         SettingError: The other model has another shape.
     """
     read = partial(_encode, text=text, pipeline=pipeline, trust_remote_code=trust_remote_code)
@@ -63,19 +66,12 @@ def inspect_models(
     other = None if against is None else read(against)[0]
     if other is not None:
         require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
+    place = out or Path("runs") / "inspect" / inspected.frozen.name
+    if out is None:
+        _require_own(place, folder)
     roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
     report = _measure(inspected, roles, console)
     before = None if other is None else _measure(other, roles, console)
-    place = out or Path("runs") / "inspect" / inspected.frozen.name
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{place} cannot be made ({error.strerror}); choose another with --out.") from None
-    console.print(report)
-    if before is not None:
-        console.print(report.compare(before))
-        before.save(place / AGAINST)
-    report.save(place / REPORT)
     sentences, repeated = _read_weights(inspected, shown)
     page = make_inspection_page(
         replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
@@ -84,9 +80,31 @@ def inspect_models(
         before=before,
         settings=f"$ {command}",
     )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{place} cannot be made ({error.strerror}); choose another with --out.") from None
+    console.print(report)
+    # that of an earlier command is not what this report was compared with
+    (place / AGAINST).unlink(missing_ok=True)
+    if before is not None:
+        console.print(report.compare(before))
+        before.save(place / AGAINST)
+    report.save(place / REPORT)
     page.write(place / PAGE)
     console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
     return place / REPORT
+
+
+def _require_own(place: Path, folder: Path) -> None:
+    """Raise `DataError` where the page in a folder is not of a command with the same model."""
+    page = place / PAGE
+    own = escape(shlex.join(["headwise", "inspect", str(folder)])) + " --text"
+    if page.is_file() and own not in page.read_text(encoding="utf-8", errors="replace"):
+        raise DataError(
+            f"{place} holds the report of another model, or of this one under another path; choose another folder with "
+            "--out."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from headwise.lab.cli.shrink_subject import Subject, copy_whole, count_bytes, co
 from headwise.lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.lab.data.progress import make_bars
 from headwise.lab.models.pretrained import quietly
+from headwise.lab.stopping import ignoring_stops
 from headwise.routing.save import save
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
@@ -67,7 +68,8 @@ def prune_model(request: Request, keep: float, by: str, console: Console) -> Shr
         curves = draw_curves(subject, ways, keep)
         pruning = prune(subject.heads, keep=keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
         states = _compare(subject, whole, before, request, bars)
-    title = f"{subject.name} with {keep:.0%} of its heads"
+    kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
+    title = f"{subject.name} with {kept} of its {held} heads"
     shrunk = Shrunk(
         title, request.command, subject.score_name, states, str(pruning), _tell(subject, pruning.stock), curves=curves
     )
@@ -137,7 +139,7 @@ def _compare(
 
 def _tell(subject: Subject, stock: str | None) -> str:
     if stock is None:
-        kind = "AutoModelForCausalLM" if subject.causal else "AutoModel"
+        kind = "AutoModelForCausalLM" if subject.causal else type(subject.model).__name__
         return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder)."
     return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
 
@@ -147,17 +149,20 @@ def _write(subject: Subject, shrunk: Shrunk, request: Request, console: Console)
     from rich.table import Table
 
     model: Any = subject.model
-    try:
-        request.out.mkdir(parents=True, exist_ok=True)
-        with quietly():
-            (model.save_pretrained if hasattr(model, "save_pretrained") else lambda place: save(model, place))(
-                request.out
-            )
-            subject.tokenizer.save_pretrained(request.out)
-    except OSError as error:
-        raise DataError(f"{request.out} cannot be written ({error.strerror}); choose another with --out.") from None
-    write_whole(request.out / RECORD, (encode_json(shrunk.record(), indent=1) + "\n").encode())
-    shrunk.make_page().write(request.out / PAGE)
+    page = shrunk.make_page()
+    # whoever stops the command is told that nothing was written
+    with ignoring_stops():
+        try:
+            request.out.mkdir(parents=True, exist_ok=True)
+            with quietly():
+                (model.save_pretrained if hasattr(model, "save_pretrained") else lambda place: save(model, place))(
+                    request.out
+                )
+                subject.tokenizer.save_pretrained(request.out)
+        except OSError as error:
+            raise DataError(f"{request.out} cannot be written ({error.strerror}); choose another with --out.") from None
+        write_whole(request.out / RECORD, (encode_json(shrunk.record(), indent=1) + "\n").encode())
+        page.write(request.out / PAGE)
     for header, rows in (shrunk.list_states(), shrunk.list_curves(), shrunk.list_steps()):
         if rows:
             table = Table(*header)

@@ -39,7 +39,7 @@ class Subject:
 
     Attributes:
         name: What the model is called.
-        model: The model, in evaluation mode.
+        model: The model with its head, in evaluation mode.
         tokenizer: Its tokenizer.
         causal: Whether it predicts the next token, so that its loss is known; otherwise what counts is how little its
             states move.
@@ -69,9 +69,11 @@ class Subject:
         return "log-likelihood per token, nats" if self.causal else "fidelity (cosine of the states to those before)"
 
     def run(self, model: nn.Module, batch: Encoded) -> Tensor:
-        """Return the logits of a causal model, or the last states of another."""
-        found: Any = model(**batch.inputs, **({"use_cache": False} if self.causal else {}))
-        return found.logits if self.causal else found.last_hidden_state
+        """Return the logits of a causal model, or the last states of another, below its head."""
+        whole: Any = model
+        if self.causal:
+            return whole(**batch.inputs, use_cache=False).logits
+        return whole.base_model(**batch.inputs).last_hidden_state
 
     def score_items(self, output: Tensor, batch: Encoded) -> Tensor:
         """Return the score of each line of a held-out batch, [B]."""
@@ -137,14 +139,15 @@ class Subject:
     def time(self, models: dict[str, nn.Module]) -> dict[str, dict[str, float]]:
         """Return the milliseconds of models: of a batch, and of causal ones of a token that is generated with a cache.
 
-        Models take turns, and the median of rounds counts.
+        Models take turns, and the median of rounds counts. Of a causal model with too few positions no token is
+        generated.
         """
         batch = max(self.chosen, key=lambda one: one.keep.numel())
         found: dict[str, dict[str, float]] = {name: {} for name in models}
         runs: dict[str, Callable[[nn.Module], object]] = {"forward of a batch": lambda model: self.run(model, batch)}
-        if self.causal:
-            ids = batch.inputs["input_ids"][:, :PROMPT]
-            runs["generated token"] = lambda model: _generate(model, ids)
+        prompts = self._cut_prompts(batch) if self.causal else None
+        if prompts is not None:
+            runs["generated token"] = lambda model: _generate(model, prompts)
         for what, call in runs.items():
             seconds: dict[str, list[float]] = {name: [] for name in models}
             for turn in range(ROUNDS + 1):
@@ -160,10 +163,20 @@ class Subject:
                 found[name][what] = 1e3 * statistics.median(each) / share
         return found
 
+    def _cut_prompts(self, batch: Encoded) -> Tensor | None:
+        """Return the first tokens of the lines that fill them, [B, n]; None where there is no position to go on."""
+        config: Any = self.model.config
+        positions = getattr(config, "max_position_embeddings", None) or PROMPT + GENERATED
+        length = min(PROMPT, positions - GENERATED)
+        # padding on the right would come between a prompt and its next token
+        filled = batch.keep[:, : max(0, length)].all(1)
+        return batch.inputs["input_ids"][filled, :length] if length > 0 else None
+
 
 def _generate(model: Any, ids: Tensor) -> None:
     """Have a model generate tokens one by one with a cache."""
-    model.generate(ids, max_new_tokens=GENERATED, min_new_tokens=GENERATED, do_sample=False, pad_token_id=0)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=GENERATED, min_new_tokens=GENERATED, **options)
 
 
 def _synchronize() -> None:
@@ -187,9 +200,13 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
     folder = _find_folder(folder)
     frozen = open_folder(folder, trust_remote_code=trust_remote_code)
     tokenizer = open_tokenizer(folder, trust_remote_code=trust_remote_code)
-    config: Any = frozen.model.config
-    causal = any(name.endswith("ForCausalLM") for name in getattr(config, "architectures", None) or ())
-    model = _open_causal(folder, trust_remote_code=trust_remote_code) if causal else frozen.model
+    model: Any = _open_whole(folder, frozen.model, trust_remote_code=trust_remote_code)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise DataError(
+            f"{folder} holds an encoder-decoder, of which this command reads the encoder alone; in a script, hw.prune "
+            "and hw.merge take the whole model."
+        )
+    causal = _is_causal(type(model).__name__)
     model = model.to(next(frozen.model.parameters()).device).eval()
     sentences = list(frozen.lines(text))
     held_out = sentences[::HELD_OUT][: max(1, lines // (HELD_OUT - 1))]
@@ -230,17 +247,47 @@ def _find_folder(place: Path) -> Path:
 def _trim(batches: Any, *, causal: bool) -> Iterator[Encoded]:
     """Yield batches that a model takes, without lines of one token where the next is predicted."""
     for batch in batches:
-        inputs = {name: tensor for name, tensor in batch.inputs.items() if not (causal and name == "token_type_ids")}
-        if not causal or bool((batch.keep.sum(1) > 1).all()):
-            yield replace(batch, inputs=inputs)
+        if not causal:
+            yield batch
+            continue
+        rows = batch.keep.sum(1) > 1
+        inputs = {name: tensor[rows] for name, tensor in batch.inputs.items() if name != "token_type_ids"}
+        left = rows.nonzero().flatten().tolist()
+        places, tokens = (tuple(held[row] for row in left) for held in (batch.places, batch.tokens))
+        if left:
+            yield replace(batch, places=places, inputs=inputs, keep=batch.keep[rows], tokens=tokens, encoding=None)
 
 
-def _open_causal(folder: Path, *, trust_remote_code: bool) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _is_causal(name: str) -> bool:
+    """Return whether a class of that name predicts the next token."""
+    from transformers.models.auto import modeling_auto
+
+    known = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    # XLM predicts tokens that are masked
+    known -= {*modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
+    return name.endswith("ForCausalLM") or name in known
+
+
+def _open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn.Module:
+    """Return the model of a folder with the head that it was saved with, given the model without it.
+
+    Raises:
+        DataError: Its class is unknown to transformers, or the folder lacks a part of it.
+    """
+    import transformers
 
     if (folder / RECORD).is_file():
         return load(folder, trust_remote_code=trust_remote_code)
-    kind: Any = AutoModelForCausalLM
+    config: Any = base.config
+    name = next(iter(getattr(config, "architectures", None) or ()), type(base).__name__)
+    if name == type(base).__name__:
+        return base
+    kind: Any = transformers.AutoModelForCausalLM if _is_causal(name) else getattr(transformers, name, None)
+    if kind is None:
+        raise DataError(
+            f"{folder} holds a model of the class {name}, which transformers does not have; in a script, hw.prune and "
+            "hw.merge take any model."
+        )
     with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
         model, information = kind.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True

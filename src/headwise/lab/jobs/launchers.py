@@ -154,9 +154,22 @@ def _resolve_paths(job: Job) -> Job:
     """Return a job whose paths mean the same in another working directory."""
     settings: Any = job.settings
     places = {name: getattr(settings, name, None) for name in ("data", "cache")}
-    absolute = {name: place.resolve() for name, place in places.items() if isinstance(place, Path)}
+    absolute: dict[str, Any] = {name: _resolve(place) for name, place in places.items() if isinstance(place, Path)}
+    scale = getattr(settings, "scale", None)
+    if dataclasses.is_dataclass(scale) and not isinstance(scale, type):
+        files = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
+        # what is no file is an installed package
+        found = {name: file.resolve() for name, file in files.items() if isinstance(file, Path) and file.exists()}
+        absolute["scale"] = dataclasses.replace(scale, **found)
     settings = dataclasses.replace(settings, **absolute) if absolute else settings
     return dataclasses.replace(job, folder=job.folder.resolve(), settings=settings)
+
+
+def _resolve(path: Path) -> Path:
+    """Return an absolute path, or both of two files as one."""
+    if path.exists() or "," not in path.name:
+        return path.resolve()
+    return Path(",".join(str(Path(one).resolve()) for one in str(path).split(",")))
 
 
 def _import_library(name: str, extra: str) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 from headwise.atomic import write_whole
 from headwise.digests import FILES, OWN, seal
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import ANALYSIS, EPOCHS, PREDICTIONS, RESULT, read_json
+from headwise.lab.experiment.run_folder import ANALYSIS, EPOCHS, PREDICTIONS, RESULT, VOCABULARY, read_json
 from headwise.lab.results.runs import COMPARISON, TEST
 from headwise.strict_json import encode_json
 
 # Texts and weights stay out: answers are kept as numbers.
 _OF_RUN = (RESULT, EPOCHS, PREDICTIONS)
 _NAME = re.compile(
-    rf"\d+/({COMPARISON}|{TEST}|[^/]+/seed-\d+/({RESULT}|{EPOCHS}|{PREDICTIONS}|{ANALYSIS}[\w-]+\.json))"
+    rf"\d+/({COMPARISON}|{TEST}|[^/]+/seed-\d+/({RESULT}|{EPOCHS}|{PREDICTIONS}|{VOCABULARY}|{ANALYSIS}[\w-]+\.json))"
 )
 # The suffix of archives.
 ARCHIVE = ".zip"
@@ -43,6 +43,8 @@ def pack_runs(folders: Iterable[tuple[Path, Iterable[Path]]]) -> bytes:
                 _add(archive, f"{place}/{RESULT}", _seal_anew(run / RESULT, kept))
                 for name in kept:
                     _add(archive, f"{place}/{name}", (run / name).read_bytes())
+                if labels := _number_labels(run / VOCABULARY):
+                    _add(archive, f"{place}/{VOCABULARY}", encode_json({"labels": labels}, indent=1).encode())
                 for path in sorted(run.glob(f"{ANALYSIS}*.json")):
                     _add(
                         archive, f"{place}/{path.name}", encode_json(_number_words(read_json(path)), indent=1).encode()
@@ -80,6 +82,12 @@ def _number_words(value: Any) -> Any:
         return value
     kept = {name: _number_words(one) for name, one in value.items() if name not in (FILES, OWN)}
     return kept | ({"words": [str(place + 1) for place in range(len(kept["words"]))]} if "words" in kept else {})
+
+
+def _number_labels(path: Path) -> list[str]:
+    """Return a number for each label of a vocabulary; none where there are no labels."""
+    kept = read_json(path) if path.exists() else {}
+    return [str(place) for place in range(len(kept.get("labels", ())))]
 
 
 def _seal_anew(path: Path, names: Iterable[str]) -> bytes:

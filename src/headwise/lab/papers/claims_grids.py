@@ -69,7 +69,7 @@ def _write_contrast(found: Mapping[str, Any] | str) -> str:
         return f"{found['contrast']}: {found['reason'].removeprefix('was ')}"
     alone = found["items"] == len(found["by_seed"]) == 1
     shown = _show_difference(found, found["value"], *((None, None) if alone else (found["low"], found["high"])))
-    p_value = "" if found["p_holm"] is None else f", p = {found['p_holm']:.3f}"
+    p_value = "" if (p := found["p_holm"]) is None else f", p = {p:.3f}" if p >= 0.001 else ", p < 0.001"
     note = f" ({found['note']})" if found["note"] else " (one run)" if alone else ""
     return f"{found['contrast']}: {shown}{p_value}{note}"
 

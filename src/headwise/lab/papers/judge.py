@@ -108,7 +108,9 @@ def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
     leads = read_leads(contrast, parts)
     if isinstance(leads, str):
         return Found(contrast, None, reason=leads)
-    return Found(contrast, Judgement(estimate_over_starts(leads.values, leads.starts), published=contrast.published))
+    return Found(
+        contrast, Judgement(estimate_over_starts(leads.values, leads.starts, leads.sets), published=contrast.published)
+    )
 
 
 def _describe(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:

@@ -17,10 +17,17 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Leads:
-    """Values whose plain mean is a contrast, [S, N], one row a seed, and which earlier run each row began with."""
+    """Values whose plain mean is a contrast, [S, N], one row a seed.
+
+    Attributes:
+        values: The values.
+        starts: Which earlier run each row began with; None where they began with nothing.
+        sets: Which fixed set each item is of, a part or a range of bins; None where all are of one.
+    """
 
     values: Array
     starts: tuple[int, ...] | None
+    sets: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ def _average_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads |
             leads.append((sign / len(mean.over), found))
     items = sum(found.values.shape[1] for _, found in leads)
     weighed = [found.values * (weight * items / found.values.shape[1]) for weight, found in leads]
-    return Leads(np.concatenate(weighed, axis=1), leads[0][1].starts)
+    sets = np.repeat(np.arange(len(leads)), [found.values.shape[1] for _, found in leads])
+    return Leads(np.concatenate(weighed, axis=1), leads[0][1].starts, tuple(sets.tolist()))
 
 
 def _read_item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads | str:
@@ -117,7 +125,8 @@ def _read_item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> L
         weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
         for row, seed in enumerate(seeds):
             leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
-    return Leads(leads[:, used], _find_starts(runs, seeds))
+    _, sets = np.unique(np.stack(inside)[:, used], axis=1, return_inverse=True)
+    return Leads(leads[:, used], _find_starts(runs, seeds), tuple(np.ravel(sets).tolist()))
 
 
 def _read_number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:

@@ -13,6 +13,7 @@ from headwise.lab.experiment.registry import named_task
 from headwise.lab.papers.claims_grids import is_shown_in_points
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, name_section, read_records
+from headwise.lab.papers.reproduction import OWN
 from headwise.lab.papers.run import choose_seeds
 from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number, choose_digits
 from headwise.lab.results.verdicts import ORDER
@@ -228,14 +229,17 @@ def _introduce(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _count(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many claims ended in which verdict, those of version 0.1 apart."""
-    calibrated = [record for record in records if record.get("format") == FORMAT]
-    earlier = [record for record in records if record.get("format") != FORMAT]
+    """Return how many claims ended in which verdict, those of the papers and those of version 0.1 apart."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        whose = "Our own studies" if record["source"] == OWN else "The three papers"
+        judged = "calibrated tests" if record.get("format") == FORMAT else "version 0.1"
+        groups.setdefault((judged, whose), []).append(record)
     return "\n\n".join(
-        f"{sum(verdicts.values())} claims of {len(those)} tables and figures, {judged}: "
+        f"{whose}, judged by {judged}: {sum(verdicts.values())} claims of {len(those)} tables and figures: "
         + "; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         + "."
-        for those, judged in ((calibrated, "judged by calibrated tests"), (earlier, "judged by version 0.1"))
+        for (judged, whose), those in sorted(groups.items())
         if (verdicts := _count_verdicts(those))
     )
 

@@ -16,6 +16,8 @@ FOLDER = "results"
 PAGE = "RESULTS.md"
 # Records of the first format hold text, judged by another method.
 FORMAT = 2
+# Of runs that are not finished; the record has all.
+MOST_NAMED = 8
 INTRODUCTION = """# Results
 
 Written by `headwise reproduce` from the records in `results/`, not by hand. Each section has the claims, the paper's
@@ -45,7 +47,11 @@ def read_records(paper: Path) -> dict[Path, Mapping[str, Any]]:
     paths = sorted((paper / FOLDER).glob("*.json"))
     if not paths:
         raise DataError(f"{paper / FOLDER} holds no record; `headwise reproduce` writes them.")
-    return {path: read_json(path) for path in paths}
+    records = {path: read_json(path) for path in paths}
+    for path, record in records.items():
+        if not isinstance(record, dict):
+            raise DataError(f"{path} is not the record of a reproduction (no JSON object); make it again.")
+    return records
 
 
 def render(paper: Path) -> dict[Path, str]:
@@ -75,7 +81,9 @@ def _render_section(found: Mapping[str, Any], details: str) -> str:
     if found.get("format") != FORMAT:
         lines += ["**Judged by version 0.1**, before the tests were calibrated.", ""]
     if found["missing"]:
-        lines += [f"**Not finished: {len(found['missing'])} runs** ({', '.join(found['missing'])}).", ""]
+        first, more = found["missing"][:MOST_NAMED], len(found["missing"]) - MOST_NAMED
+        named = ", ".join(first) + (f", and {more} more" if more > 0 else "")
+        lines += [f"**Not finished: {len(found['missing'])} runs** ({named}).", ""]
     if found.get("left_out"):
         lines += [describe_lack(found["left_out"]), ""]
     for part, table in found.get("tables", {}).items():

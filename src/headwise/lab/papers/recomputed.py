@@ -9,11 +9,10 @@ from headwise.lab.experiment.run_folder import read_json
 from headwise.lab.papers.archive import ARCHIVE, unpack_runs
 from headwise.lab.papers.figures import draw_pictures
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.pages import FOLDER
-from headwise.lab.papers.records import Reproduced, tabulate_parts
+from headwise.lab.papers.pages import FOLDER, read_records
+from headwise.lab.papers.records import Reproduced, name_in_part, tabulate_parts
 from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.results.evidence import read_evidence
-from headwise.lab.results.runs import read_results
 from headwise.lab.tune import BestDraw
 
 
@@ -26,9 +25,9 @@ def find_record(paper: Path, identifier: str, scale: str) -> Path:
     """Return the record of a reproduction at a scale whose runs are kept, in the folder of a paper's notes.
 
     Raises:
-        DataError: There is none, or there are several.
+        DataError: There is none, there are several, or a record is damaged.
     """
-    records = {path: read_json(path) for path in sorted((paper / FOLDER).glob("*.json"))}
+    records = read_records(paper)
     found = [path for path, record in records.items() if (record.get("id"), record.get("scale")) == (identifier, scale)]
     kept = [path for path in found if has_runs(path)]
     if len(kept) != 1:
@@ -55,7 +54,12 @@ def recompute(path: Path, place: Path) -> Reproduced:
     try:
         tuned = {str(name): BestDraw.from_record(one) for name, one in record.get("tuned", {}).items()}
         scale, corpora, left_out = str(record["scale"]), dict(record["parts"]), tuple(record["left_out"])
-        reproduction = _select(REPRODUCTIONS[record["id"]], scale, list(corpora), left_out)
+        # records that do not say what was asked for have all of it
+        reproduction = _select(REPRODUCTIONS[record["id"]], scale, list(record.get("asked", corpora)), left_out)
+        kept = {part: record["tables"][part] for part in corpora}
+        begun = {name_in_part(run, part) for part, table in kept.items() for run in table["missing"]}
+        absent = tuple(str(run) for run in record["missing"] if run not in begun)
+        seeds = {part: [int(seed) for seed in table["seeds"]] for part, table in kept.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
     arms = reproduction.arms_at(scale, named_task(reproduction.task).scales)
@@ -63,13 +67,12 @@ def recompute(path: Path, place: Path) -> Reproduced:
     if len(folders) != len(corpora):
         raise DataError(f"{path.with_suffix(ARCHIVE)} has {len(folders)} parts, its record {len(corpora)}; fetch both.")
     for part, folder in zip(corpora, folders, strict=True):
-        seeds = sorted({run.seed for run in read_results(folder).runs if not run.baseline})
-        found = read_evidence(folder, arms[part], seeds)
+        found = read_evidence(folder, arms[part], seeds[part])
         if found is not None:
             evidence[part] = found
     tables = tabulate_parts(reproduction, scale, evidence)
     drawn = draw_pictures(reproduction, dict(zip(corpora, folders, strict=True)), evidence, tables)
-    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=tuned)
+    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=tuned, absent=absent)
 
 
 def _select(reproduction: Reproduction, scale: str, parts: list[str], left_out: tuple[Any, ...]) -> Reproduction:

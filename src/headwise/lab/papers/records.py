@@ -39,6 +39,7 @@ class Reproduced:
         drawn: Its figures of parts, in addition to those of each table.
         initial_runs: What its runs began with; None where they began with nothing.
         tuned: The best draw of each arm, by its name; empty for arms as they are.
+        absent: The runs that were asked for of parts that have none yet, as text.
     """
 
     reproduction: Reproduction
@@ -49,6 +50,7 @@ class Reproduced:
     drawn: tuple[Picture, ...] = ()
     initial_runs: InitialRuns | None = None
     tuned: Mapping[str, BestDraw] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
 
     @property
     def file(self) -> str:
@@ -193,6 +195,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
             {"file": found.picture_file(one), "caption": one.caption, "alt": one.alt}
             for one in (picture.for_record for picture in found.pictures)
         ],
+        "asked": [part.name for part in reproduction.parts_at(found.scale)],
         "parts": {part: found.data.get(part, "") for part in found.evidence},
         "tables": {part: make_record(table) for part, table in tables.items()},
         "tuned": {name: draw.to_record() for name, draw in found.tuned.items()},
@@ -202,15 +205,27 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
             if one is not None
         ],
         "left_out": list(reproduction.left_out),
-        "missing": [f"{run} in {part}" if part else run for part, table in tables.items() for run in table.missing],
+        "missing": [
+            *(name_in_part(run, part) for part, table in tables.items() for run in table.missing),
+            *found.absent,
+        ],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
     }
+
+
+def name_in_part(run: str, part: str) -> str:
+    """Return the name of a run with that of its part, where it has one.
+
+    >>> name_in_part("plain seed 0", "3x")
+    'plain seed 0 in 3x'
+    """
+    return f"{run} in {part}" if part else run
 
 
 def write_records(found: Reproduced, paper: Path, command: str) -> Path:
     """Write the record under `paper`/results and render the pages of `paper` anew; return the path of RESULTS.md.
 
-    The numbers of every run are in an archive of the record's name, of which `read_archived` makes it again.
+    The numbers of every run are in an archive of the record's name, of which `recompute` makes it again.
     """
     prepare_folder(paper / FOLDER)
     write_whole((paper / FOLDER / found.file).with_suffix(ARCHIVE), pack_runs(found.runs))

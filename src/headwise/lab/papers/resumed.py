@@ -1,11 +1,11 @@
 """A reproduction continued from its record: the runs kept with it are put where they would be, and not done again."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.run_folder import (
     RESULT,
     SETTINGS,
@@ -16,6 +16,7 @@ from headwise.lab.experiment.run_folder import (
     write_json,
 )
 from headwise.lab.papers.archive import ARCHIVE, unpack_runs
+from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.papers.run import Plan
 from headwise.lab.results.runs import COMPARISON, TEST
 
@@ -36,6 +37,30 @@ def count_seeds(record: Path) -> dict[str, int]:
         return {str(part): len(table["seeds"]) for part, table in read_json(record)["tables"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+
+
+def extend_seeds(
+    reproduction: Reproduction, scale: str, asked: Sequence[str], seeds: int, kept: Mapping[str, int]
+) -> dict[str, int]:
+    """Return how many seeds each part takes, so that a record loses no run.
+
+    Args:
+        reproduction: With the parts asked for and those of the record, as far as there is data.
+        scale: One of its scales.
+        asked: The parts asked for; none for all.
+        seeds: Number of seeds asked for.
+        kept: How many seeds the record has of each of its parts.
+
+    Raises:
+        SettingError: There is no data for a part of the record.
+    """
+    names = [part.name for part in reproduction.parts_at(scale)]
+    if lost := [name for name in kept if name not in names]:
+        raise SettingError(
+            f"the record has {', '.join(lost)}, for which --data holds nothing; expected the data of every part, or "
+            "another --record."
+        )
+    return {name: max(kept.get(name, 0), seeds if not asked or name in asked else 0) for name in names}
 
 
 def restore_runs(record: Path, plans: Sequence[Plan]) -> int:

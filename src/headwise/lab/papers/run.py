@@ -17,7 +17,7 @@ from rich.console import Console
 from headwise.atomic import write_whole
 from headwise.errors import DataError
 from headwise.lab.analyses.registry import identify_inputs
-from headwise.lab.compare import Comparison, find_run_folder, plan_runs, publish_table, test_in_pairs
+from headwise.lab.compare import Comparison, find_run_folder, is_divided, plan_runs, publish_table, test_in_pairs
 from headwise.lab.experiment import run_folder as runs
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.job import Failure, Job
@@ -43,6 +43,7 @@ from headwise.lab.papers.records import (
     build_published_grid,
     build_summed_grid,
     build_tuned_grid,
+    name_in_part,
     tabulate_parts,
     write_records,
 )
@@ -157,6 +158,7 @@ def make_plans(
             workers,
             cache=out / CACHE,
             options=options,
+            tuned=tuned,
         )
         plans.append(Plan(part, comparison, before, best))
     return tuple(plans)
@@ -227,7 +229,7 @@ def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Consol
     left = [job for job in jobs if not runs.is_finished(job.folder)]
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
     # a run of several folds has several models, of which none is timed
-    timed = None if any(job.settings.whole is not None for job in jobs) else STEP_TIME
+    timed = None if any(is_divided(job) for job in jobs) else STEP_TIME
     for analysis in filter(None, (reproduction.analysis, timed)):
         failures += do_analyses(analysis, jobs, workers, console)
     return failures
@@ -248,11 +250,14 @@ def report(
         DataError: No run is finished, or a folder is damaged.
         NotFired: An arm did the same as plain.
     """
-    evidence, data = {}, {}
+    evidence, data, absent = {}, {}, []
     for plan in plans:
         part = plan.part.name
         found = _read_part_evidence(plan, console)
-        if found is not None:
+        if found is None:
+            arms, seeds = plan.comparison.arms, plan.comparison.seeds
+            absent += [name_in_part(f"{arm.name} seed {seed}", part) for arm in arms for seed in seeds]
+        else:
             evidence[part] = found
             data[part] = find_corpus_name(found.results.data, plan.comparison.data, out / CACHE)
     if not evidence:
@@ -262,7 +267,7 @@ def report(
     drawn = draw_pictures(reproduction, places, evidence, tables)
     begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
     tuned = {arm: draw for plan in plans for arm, draw in plan.tuned.items()}
-    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun, tuned)
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun, tuned, tuple(absent))
     place = find_page_folder(reproduced, out)
     _write_pages(reproduction, plans, evidence, place, console)
     show(reproduced, out, console, command)

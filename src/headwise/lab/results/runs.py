@@ -187,12 +187,16 @@ def read_results(out: Path) -> Results:
 
 
 def pair_with_controls(runs: Sequence[Run]) -> tuple[Pair, ...]:
-    """Return pairs of each run and the run of its control with the same seed, as files of translations."""
+    """Return pairs of each run and the run of its control with the same seed, as files of translations.
+
+    Runs taken over from a record have no texts, and are in no pair.
+    """
     by_name = {(run.arm, run.seed): run for run in runs}
     return tuple(
         Pair(run.arm, run.control, run.seed, run.folder / TEXT, control.folder / TEXT)
         for run in runs
         if run.control is not None and (control := by_name.get((run.control, run.seed))) is not None
+        if (run.folder / TEXT).exists() and (control.folder / TEXT).exists()
     )
 
 

@@ -40,6 +40,9 @@ class Estimate:
     the second of crossed random effects (Satterthwaite 1946), df2 at least S - 1, and left out where X = 0. An interval
     is D -+ max_i t(df_i) se_i, a p-value the larger one of the two. A single seed has an interval over items.
 
+    Where the items are of several fixed sets, as those of several tasks are, MSn and MSe are taken around the means of
+    each set, and N - 1 becomes N less the number of sets.
+
     Attributes:
         by_seed: D[s], the mean of each seed over items.
         items: Number of test items N; 1 where items are not at issue.
@@ -49,6 +52,7 @@ class Estimate:
         most: The highest possible value.
         drawn: What differs between the rows, as in "seed".
         independent: Number of rows that are independent, where not all are.
+        sets: Number of fixed sets that the items are of.
     """
 
     by_seed: tuple[float, ...]
@@ -59,6 +63,7 @@ class Estimate:
     most: float = math.inf
     drawn: str = "seed"
     independent: int | None = None
+    sets: int = field(default=1, repr=False)
 
     @property
     def value(self) -> float:
@@ -102,7 +107,7 @@ class Estimate:
         """The standard errors with their degrees of freedom; empty for one number."""
         seeds, items = len(self.by_seed), self.items
         if seeds == 1:
-            return ((math.sqrt(self.between_items / items), items - 1),) if items > 1 else ()
+            return ((math.sqrt(self.between_items / items), items - self.sets),) if items > self.sets else ()
         between_seeds = 0.0 if self.has_equal_seeds else items * float(np.var(self.by_seed, ddof=1))
         over_seeds = math.sqrt(between_seeds / (seeds * items)), seeds - 1
         excess = max(0.0, self.between_items - self.rest)
@@ -111,8 +116,8 @@ class Estimate:
         total = between_seeds + excess
         freedom = total**2 / (
             between_seeds**2 / (seeds - 1)
-            + self.between_items**2 / (items - 1)
-            + self.rest**2 / ((seeds - 1) * (items - 1))
+            + self.between_items**2 / (items - self.sets)
+            + self.rest**2 / ((seeds - 1) * (items - self.sets))
         )
         return over_seeds, (math.sqrt(total / (seeds * items)), max(freedom, seeds - 1))
 
@@ -177,7 +182,11 @@ class Estimate:
 
 
 def estimate(
-    values: NDArray[np.integer | np.floating | np.bool_], *, least: float = -math.inf, most: float = math.inf
+    values: NDArray[np.integer | np.floating | np.bool_],
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    sets: Sequence[int] | None = None,
 ) -> Estimate:
     """Return the mean of `values` over seeds and test items.
 
@@ -185,6 +194,7 @@ def estimate(
         values: [S, N], one row per seed, one column per test item; one column where items are not at issue.
         least: The lowest possible mean.
         most: The highest possible mean.
+        sets: The number of the fixed set that each item is of, from 0 on; None for one set.
 
     Raises:
         SettingError: `values` are not a non-empty finite [S, N].
@@ -200,18 +210,29 @@ def estimate(
             f"scores have shape {rows.shape}; expected finite numbers, one row per seed, one column per item."
         )
     seeds, items = rows.shape
-    by_seed, by_item = rows.mean(axis=1), rows.mean(axis=0)
+    by_seed = rows.mean(axis=1)
     between_items = rest = 0.0
-    if items > 1:
-        between_items = seeds * float(np.var(by_item, ddof=1))
-    if items > 1 and seeds > 1:
-        left = rows - by_seed[:, None] - by_item + rows.mean()
-        rest = float(np.vdot(left, left)) / ((seeds - 1) * (items - 1))
+    _, members = np.unique(np.zeros(items) if sets is None else sets, return_inverse=True)
+    number = int(members.max()) + 1
+    if items > number:
+        inside = rows - _average_sets(rows, members)
+        by_item = inside.mean(axis=0)
+        between_items = seeds * float(np.vdot(by_item, by_item)) / (items - number)
+        if seeds > 1:
+            left = inside - by_item
+            rest = float(np.vdot(left, left)) / ((seeds - 1) * (items - number))
     # of equal columns rounding leaves some 1e-33
     negligible = (ROUNDING * float(np.abs(rows).max())) ** 2
     if between_items <= negligible:
         between_items = 0.0
-    return Estimate(tuple(by_seed.tolist()), items, between_items, rest, least, most)
+    return Estimate(tuple(by_seed.tolist()), items, between_items, rest, least, most, sets=number)
+
+
+def _average_sets(rows: Array, members: NDArray[np.intp]) -> Array:
+    """Return the mean of each row over the set that each item is of, [S, N]."""
+    sizes = np.bincount(members)
+    means = np.stack([np.bincount(members, row) / sizes for row in rows])
+    return means[:, members]
 
 
 def score(values: NDArray, *, least: float = 0.0) -> Estimate:
@@ -250,7 +271,7 @@ def difference(arm: NDArray, control: NDArray, *, least: float = 0.0, starts: Se
     return replace(estimate_over_starts(leads, starts), least=least - 1.0, most=1.0 - least)
 
 
-def estimate_over_starts(leads: Array, starts: Sequence[int] | None) -> Estimate:
+def estimate_over_starts(leads: Array, starts: Sequence[int] | None, sets: Sequence[int] | None = None) -> Estimate:
     """Return the mean of rows, where rows that started from the same earlier run are averaged first.
 
     Fine-tunings of one pre-training do not show how much pre-training varies; a method that acts in pre-training is
@@ -260,6 +281,7 @@ def estimate_over_starts(leads: Array, starts: Sequence[int] | None) -> Estimate
     Args:
         leads: [S, N], one row per run.
         starts: Seed of the earlier run that each row started from; None if they started from scratch.
+        sets: The fixed set that each item is of, as in `estimate`.
 
     Example:
         >>> found = estimate_over_starts(np.array([[1.0], [3.0], [5.0]]), (0, 0, 1))
@@ -267,12 +289,12 @@ def estimate_over_starts(leads: Array, starts: Sequence[int] | None) -> Estimate
         (3.5, 2, 'pre-training')
     """
     if starts is None:
-        return estimate(leads)
+        return estimate(leads, sets=sets)
     places, different = np.asarray(starts), list(dict.fromkeys(starts))
     if len(different) == 1:
-        return replace(estimate(leads), drawn="pre-training", independent=1)
+        return replace(estimate(leads, sets=sets), drawn="pre-training", independent=1)
     means = np.stack([leads[places == start].mean(axis=0) for start in different])
-    return replace(estimate(means), drawn="pre-training")
+    return replace(estimate(means, sets=sets), drawn="pre-training")
 
 
 def holm(p_values: Sequence[float], planned: int = 0) -> list[float]:

@@ -258,6 +258,7 @@ def record_estimate(found: Estimate) -> dict[str, Any]:
         **_record_interval(found),
         "by_seed": list(found.by_seed),
         "items": found.items,
+        "sets": found.sets,
         "between_items": found.between_items,
         "rest": found.rest,
         "least": found.least if math.isfinite(found.least) else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,13 @@ def test_folds_make_one_run_in_which_each_text_is_answered_once(inline, sentence
     before = len(inline)
     assert compare(comparison, Console(record=True)) == []
     assert len(inline) == before
+    # as a run taken over from a record is
+    for part in tmp_path.glob("*/seed-0/part-*"):
+        shutil.rmtree(part)
+    assert compare(comparison, Console(record=True)) == []
+    assert len(inline) == before
+    with pytest.raises(SettingError, match="--redundancy needs one trained model per run"):
+        compare(comparison, Console(record=True), redundancy=True)
 
 
 def test_a_run_whose_parts_are_finished_is_put_together_when_asked_for_again(inline, sentences, tmp_path):

@@ -73,7 +73,7 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(mine, tmp_path):
     assert first == second
 
 
-def test_the_regularisation_is_the_gradient_of_a_mean_cosine_in_the_six_blocks_and_released_has_none(mine):
+def test_the_regularization_is_the_gradient_of_a_mean_cosine_in_the_six_blocks_and_released_has_none(mine):
     data = TASK.load(mine, TOY, None)
     batch = collate([data.train[number] for number in range(4)])
     scale = dataclasses.replace(TOY, dropout=0.0)
@@ -103,7 +103,7 @@ def test_the_regularisation_is_the_gradient_of_a_mean_cosine_in_the_six_blocks_a
 
 
 @pytest.mark.usefixtures("inline")
-def test_the_released_regularisation_is_plain_and_a_table_refuses_it(mine, tmp_path):
+def test_the_released_regularization_is_plain_and_a_table_refuses_it(mine, tmp_path):
     arms = tuple(parse_arms("plain,cosine-penalty:alpha=0,step_size=1"))
     with pytest.raises(NotFired, match="its method did not act"):
         compare(Comparison("graph2text", arms, (0,), TOY, tmp_path, mine), Console(record=True))

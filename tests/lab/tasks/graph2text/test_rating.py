@@ -63,7 +63,7 @@ def saved(path: Path, form: Path, rater: str, rate) -> Path:
     return path
 
 
-def favours(arm: str):
+def favors(arm: str):
     return lambda item: "A" if item["A"].startswith(arm) else "B"
 
 
@@ -94,9 +94,9 @@ def test_a_form_for_other_texts_does_not_overwrite_a_key(pair, tmp_path):
 def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_path):
     form, key = write_texts(pair, tmp_path / "rating")
     files = [
-        saved(tmp_path / "a.json", form, "Ann", favours("svgd")),
-        saved(tmp_path / "b.json", form, "Bea", favours("svgd")),
-        saved(tmp_path / "c.json", form, "Cem", lambda item: favours("plain")(item) if item["id"] % 2 else "tie"),
+        saved(tmp_path / "a.json", form, "Ann", favors("svgd")),
+        saved(tmp_path / "b.json", form, "Bea", favors("svgd")),
+        saved(tmp_path / "c.json", form, "Cem", lambda item: favors("plain")(item) if item["id"] % 2 else "tie"),
     ]
     found = read_ratings(key, files)
     odd = sum(item["id"] % 2 for item in shown(form)["items"])
@@ -114,7 +114,7 @@ def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_
 
 def test_unfinished_items_are_left_out_and_damaged_files_are_refused(pair, tmp_path):
     form, key = write_texts(pair, tmp_path / "rating")
-    whole = saved(tmp_path / "a.json", form, "Ann", favours("svgd"))
+    whole = saved(tmp_path / "a.json", form, "Ann", favors("svgd"))
     answers = json.loads(whole.read_text())
     del answers["answers"][0]["grammar"]
     part = tmp_path / "part.json"
@@ -147,7 +147,7 @@ def test_the_commands_write_the_form_and_count(pair, tmp_path, capsys):
     out = tmp_path / "pages"
     run, other, data = map(str, pair)
     assert call("rate", run, other, "--data", data, "--out", str(out), "--items", "3") == 0
-    answers = saved(tmp_path / "a.json", out / FORM, "Ann", favours("svgd"))
+    answers = saved(tmp_path / "a.json", out / FORM, "Ann", favors("svgd"))
     page = (out / "outputs.html").read_text()
     assert HOSTILE not in page
     # all texts, however many are on the form

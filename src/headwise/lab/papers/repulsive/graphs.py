@@ -76,7 +76,7 @@ _TABLE_4 = {
 
 TABLE_4 = Reproduction(
     id="repulsive/table-4",
-    title="Text from knowledge graphs: BLEU, METEOR and ROUGE of GraphWriter, regularised and repulsive",
+    title="Text from knowledge graphs: BLEU, METEOR and ROUGE of GraphWriter, regularized and repulsive",
     source="An et al. 2020, Table 4 and section 5.4",
     task="graph2text",
     parts=(Part(("plain", R, "smooth", RMA, "svgd-relative", BLIND), SIZES),),
@@ -87,7 +87,7 @@ TABLE_4 = Reproduction(
     ),
     claims=(
         Claim("Repulsive attention is better than GraphWriter in every score.", _compare_scores(RMA, "plain")),
-        Claim("Repulsive attention is better than the cosine regularisation in every score.", _compare_scores(RMA, R)),
+        Claim("Repulsive attention is better than the cosine regularization in every score.", _compare_scores(RMA, R)),
         Claim(
             "More of the reference's n-grams are found in its texts: the recall of ROUGE is higher.",
             tuple(Contrast(RMA, "plain", measure=f"ROUGE-{order} recall") for order in (1, 2)),

@@ -63,7 +63,7 @@ _FUNCTION = f"svgd-function:{STEP}"
 
 TABLE_1 = Reproduction(
     id="repulsive/table-1",
-    title="Self-attentive classification: accuracy and distance of heads under repulsion and under regularisation",
+    title="Self-attentive classification: accuracy and distance of heads under repulsion and under regularization",
     source="An et al. 2020, Table 1",
     task="sentence",
     parts=tuple(
@@ -86,7 +86,7 @@ TABLE_1 = Reproduction(
         ),
         Claim("Repulsive attention by SPOS is too.", _compare("spos", "plain")),
         Claim(
-            "Repulsive attention is more accurate than the Frobenius regularisation.",
+            "Repulsive attention is more accurate than the Frobenius regularization.",
             (*_compare("svgd", "frobenius"), *_compare("spos", "frobenius")),
         ),
         Claim("SPOS is more accurate than SVGD.", _compare("spos", "svgd")),
@@ -94,7 +94,7 @@ TABLE_1 = Reproduction(
             "The heads of repulsive attention are further apart than those of standard attention.",
             _compare("svgd", "plain", "distance"),
         ),
-        Claim("They are further apart than under regularisation.", _compare("svgd", "frobenius", "distance")),
+        Claim("They are further apart than under regularization.", _compare("svgd", "frobenius", "distance")),
         claim_control(
             "Their outputs are less alike by measures that norms do not change",
             (*_compare("plain", "svgd", "output_cosine"), *_compare("plain", "svgd", "output_cka")),
@@ -217,17 +217,17 @@ def _list_cosine_arms(name: str) -> tuple[str, str, str]:
 
 TABLE_9 = Reproduction(
     id="repulsive/table-9",
-    title="From cosine regularisation to SVGD: the derivative in the other head, then the smoothing",
+    title="From cosine regularization to SVGD: the derivative in the other head, then the smoothing",
     source="An et al. 2020, Table 9 and appendix C.6",
     task="sentence",
     parts=tuple(Part(("plain", *_list_cosine_arms(name)), on(name), name) for name in _COSINE),
     extra=(
         "plain; and the share of the repulsion that lies along the heads, lengthening them, at the start and at the "
-        "end. The paper's regularisation is printed with the sign that raises the similarity; ours lowers it"
+        "end. The paper's regularization is printed with the sign that raises the similarity; ours lowers it"
     ),
     claims=(
         Claim(
-            "The derivative in the other head is better than the regularisation.",
+            "The derivative in the other head is better than the regularization.",
             tuple(Contrast(_list_cosine_arms(name)[1], _list_cosine_arms(name)[0], part=name) for name in _COSINE),
         ),
         Claim(

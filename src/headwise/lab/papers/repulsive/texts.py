@@ -102,7 +102,7 @@ FIGURE_5 = Reproduction(
             "Repulsive attention is less sure of texts it knows nothing of than standard attention.",
             (Contrast(_RMA, "plain", measure=ENTROPIES),),
         ),
-        Claim("It is less sure of them than under regularisation.", (Contrast(_RMA, "frobenius", measure=ENTROPIES),)),
+        Claim("It is less sure of them than under regularization.", (Contrast(_RMA, "frobenius", measure=ENTROPIES),)),
         claim_control(
             "What makes it less sure is the repulsion, not the smoothing", (Contrast(_RMA, SMOOTH, measure=ENTROPIES),)
         ),
@@ -116,12 +116,12 @@ ON_ONE, DIFFERENT = "heads_on_one_word", "different_words"
 _COLLAPSE = (
     Claim(
         "Standard attention collapses: almost all heads look at one word.",
-        shown=(Numbers(ON_ONE, "heads with one favourite word, %", ("plain", _RMA), digits=0, scale=100),),
+        shown=(Numbers(ON_ONE, "heads with one favorite word, %", ("plain", _RMA), digits=0, scale=100),),
     ),
     Claim(
         "The heads of repulsive attention look at more different words.",
         (Contrast(_RMA, "plain", measure=DIFFERENT),),
-        (Numbers(DIFFERENT, "favourite words a text", ("plain", _RMA), digits=1),),
+        (Numbers(DIFFERENT, "favorite words a text", ("plain", _RMA), digits=1),),
     ),
 )
 
@@ -150,7 +150,7 @@ def _map(number: str, title: str, arms: tuple[str, ...], drawn: AttentionMaps) -
 
 _SHOWN = Claim(
     "Where all heads look (the paper shows it without a claim).",
-    shown=(Numbers(ON_ONE, "heads with one favourite word, %", ("plain",), digits=0, scale=100),),
+    shown=(Numbers(ON_ONE, "heads with one favorite word, %", ("plain",), digits=0, scale=100),),
 )
 _BOTH = ("plain", _RMA)
 
@@ -164,7 +164,7 @@ FIGURES_OF_ATTENTION = (
     _map("repulsive/figure-6", "Attention of every head: standard", ("plain",), AttentionMaps(("plain",))),
     _map(
         "repulsive/figure-7",
-        "Attention of every head: Frobenius regularisation",
+        "Attention of every head: Frobenius regularization",
         ("plain", "frobenius"),
         AttentionMaps(("frobenius",)),
     ),

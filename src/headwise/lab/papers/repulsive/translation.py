@@ -25,7 +25,7 @@ _CONTROL = claim_control(
 
 TABLE_2 = Reproduction(
     id="repulsive/table-2",
-    title="Translation: BLEU and time of repulsive attention, of regularisation and of a larger model",
+    title="Translation: BLEU and time of repulsive attention, of regularization and of a larger model",
     source="An et al. 2020, Table 2; sacreBLEU of two rows in appendix B.2",
     task="translation",
     parts=(
@@ -40,11 +40,11 @@ TABLE_2 = Reproduction(
     claims=(
         Claim("Repulsive attention improves BLEU over standard attention.", compare_arms("svgd", "plain", _SIZES)),
         Claim(
-            "Repulsive attention improves BLEU over the regularisation of outputs.",
+            "Repulsive attention improves BLEU over the regularization of outputs.",
             compare_arms("svgd", "output", _SIZES),
         ),
         Claim(
-            "The regularisation of outputs improves BLEU over standard attention (the table's numbers).",
+            "The regularization of outputs improves BLEU over standard attention (the table's numbers).",
             compare_arms("output", "plain", _SIZES),
         ),
         Claim(
@@ -61,7 +61,7 @@ TABLE_2 = Reproduction(
         ),
         Claim(
             "Repulsive attention takes slightly more time a step than standard attention, and less than "
-            "regularisation.",
+            "regularization.",
             shown=tuple(StepTimes(("svgd", "output"), part) for part in _SIZES),
         ),
         _CONTROL,
