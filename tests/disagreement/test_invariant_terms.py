@@ -211,14 +211,16 @@ def test_terms_add_up_and_mix_with_those_of_the_papers():
     assert found[3] == pytest.approx(found[0] + 0.5 * found[1] + 0.25 * found[2])
 
 
-def test_three_tokens_say_nothing_and_are_not_counted():
+@pytest.mark.parametrize("term", [hw.CKA(), hw.HSIC(), hw.CrossCorrelation(), hw.LogDeterminant()], ids=str)
+def test_three_tokens_say_nothing_and_are_not_counted(term):
     model = make(layers=1)
     x, _ = given()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA())
+    penalty = hw.Disagreement(hw.find_heads(model), term)
     model(x)
     whole = penalty().detach()
     model(x)
     model(x[:1, :3])
+    model(x, src_key_padding_mask=torch.ones(4, 7, dtype=torch.bool))
     torch.testing.assert_close(penalty().detach(), whole)
     model(x[:1, :3])
     assert penalty().item() == 0.0

@@ -120,6 +120,22 @@ def test_a_weight_stays_below_a_multiple_of_its_first():
     assert last - first == pytest.approx(math.log(MOST))
 
 
+@pytest.mark.parametrize("term", [hw.Output(), hw.CKA()], ids=str)
+@pytest.mark.parametrize("factor", [1e-4, 1.0, 1e8])
+def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: float):
+    found = []
+    for half in (False, True):
+        model = make().float()
+        penalty = hw.Disagreement(hw.find_heads(model), term, strength=hw.Relative(0.3))
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            outputs = model(torch.randn(4, 7, 12))
+        penalty.add_to(factor * (outputs.float() - 0.3).square().mean())
+        found.append(list(penalty.relative.state_dict()["logarithms"].values()))
+    assert len(found[0]) == 2
+    assert found[1] == pytest.approx(found[0], abs=0.02)
+
+
 @pytest.mark.parametrize("factor", [0.0, math.nan, math.inf])
 def test_a_loss_without_a_sound_gradient_changes_no_weight(factor: float):
     model = make(layers=1)

@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from headwise import metrics
-from headwise.errors import MaskError, ShapeError
+from headwise.errors import MaskError, SettingError, ShapeError
 from headwise.metrics import pairs as head_pairs
 from headwise.metrics.intervals import mean_interval, student_quantile
 from headwise.metrics.pairs import (
@@ -105,6 +105,13 @@ def test_shapes_that_do_not_fit_are_refused():
         role_shares(WEIGHTS, torch.ones(2, 1, 7, 7).bool())
     with pytest.raises(MaskError, match=r"expected torch\.bool"):
         role_shares(WEIGHTS, torch.ones(3, 1, 7, 7))
+    roles = torch.ones(3, 2, 7, 7).bool()
+    for keep, message in (
+        (KEEP[0], r"keep has shape \(7,\); expected \(3, 7\)"),
+        (KEEP.double(), r"keep is torch\.float64; expected a bool tensor"),
+    ):
+        with pytest.raises(MaskError, match=message):
+            role_shares(WEIGHTS, roles, keep)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 5, 30])
@@ -116,11 +123,15 @@ def test_the_interval_is_students():
     values = torch.randn(12, generator=GENERATOR, dtype=torch.float64) + 0.4
     found = mean_interval(values, level=0.9)
     low, high = stats.t.interval(0.9, 11, loc=values.mean(), scale=stats.sem(values.numpy()))
-    assert (found.low, found.value, found.high) == pytest.approx((low, float(values.mean()), high), rel=1e-5)
+    assert (found.low, found.value, found.high) == pytest.approx((low, float(values.mean()), high), rel=1e-5, abs=1e-5)
     alone = mean_interval(values[:1])
     assert alone.low == alone.value == alone.high
     with pytest.raises(ShapeError, match="one number per item"):
         mean_interval(values[:0])
+    for level in (1.0, 1 - 1e-16):
+        with pytest.raises(SettingError, match=r"level is (1\.0|0\.9{9,}\d*); expected a number below 1"):
+            mean_interval(values, level=level)
+    assert mean_interval(values, level=0.999).low < found.low
 
 
 @pytest.mark.parametrize("keep", [None, KEEP])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equations.public import public_names
 from headwise import metrics
-from headwise.errors import MaskError, ShapeError
+from headwise.errors import MaskError, SettingError, ShapeError
 from headwise.metrics import heads, moments
 from headwise.reference import metrics as loops
 
@@ -136,6 +136,25 @@ def test_golden_distance_cosine_and_cosines_of_parameters() -> None:
     assert mean.item() == pytest.approx(0, abs=1e-12)
     assert mean_absolute.item() == pytest.approx(math.sqrt(2) / 3)
     assert metrics.particle_norms(theta).tolist() == pytest.approx([1, math.sqrt(2), math.sqrt(2)])
+
+
+def test_golden_hsic_with_the_mean_of_the_two_middle_distances() -> None:
+    tokens = [
+        ((1, 0), (0, 1), (1, 1)),
+        ((0, 1), (1, 2), (-1, 1)),
+        ((2, -1), (1, 0), (0, 3)),
+        ((9, 9), (9, 9), (9, 9)),
+        ((-1, 2), (0, -1), (2, 1)),
+        ((1, 3), (-2, 1), (1, -2)),
+    ]
+    outputs = torch.tensor([tokens], dtype=torch.float64)
+    keep = torch.tensor([[True, True, True, False, True, True]])
+    assert metrics.rbf_hsic(outputs, keep).item() == pytest.approx(0.04913930, abs=6e-9)
+    assert loops.rbf_hsic(outputs, keep) == pytest.approx(0.04913930, abs=6e-9)
+    assert metrics.rbf_hsic(outputs, tokens=2) == metrics.rbf_hsic(outputs[:, [0, -1]])
+    for most in (1, 0, -3):
+        with pytest.raises(SettingError, match=f"tokens is {most}; expected an integer of at least 2"):
+            metrics.rbf_hsic(outputs, keep, tokens=most)
 
 
 def test_attention_metrics_by_hand() -> None:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from equations.draws import draw
 from headwise.errors import SettingError, ShapeError
+from headwise.repulsion.function_space import FunctionSVGD
 from headwise.repulsion.kernels import RBF, Cosine, NormalizedRBF
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
+from headwise.repulsion.spans import SpanSVGD
 from headwise.strength import Relative
 
 NOISY = (SPOS, SGLD)
@@ -24,6 +26,18 @@ def test_noise_is_required_where_the_rule_adds_it_and_refused_elsewhere():
         update(SVGD(), theta, g, theta)
     with pytest.raises(ShapeError, match="noise has shape"):
         update(SGLD(1.7), theta, g, draw(4, 6))
+
+
+@pytest.mark.parametrize("rule", ["svgd", None, SVGD])
+def test_what_is_no_rule_is_refused(rule):
+    with pytest.raises(SettingError, match=r"rule is .*; expected a particle rule"):
+        update(rule, draw(4, 5), draw(4, 5, seed=1))
+
+
+@pytest.mark.parametrize("rule", [SpanSVGD(alpha=0.3), FunctionSVGD(alpha=0.3)])
+def test_a_rule_on_what_heads_span_or_compute_is_refused(rule: Rule):
+    with pytest.raises(SettingError, match=f"{type(rule).__name__}.* compares what heads span or compute"):
+        update(rule, draw(4, 5), draw(4, 5, seed=1))
 
 
 @pytest.mark.parametrize(

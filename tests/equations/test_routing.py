@@ -7,8 +7,17 @@ from torch import Tensor
 from headwise.errors import SettingError, ShapeError
 from headwise.reference.routing import em_routing_loop, simple_routing_loop
 from headwise.routing.em import em_gradient, em_schedule
-from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, em_routing, simple_routing, uniform_routing
+from headwise.routing.settings import (
+    Chunks,
+    EMRouting,
+    SimpleRouting,
+    Trunk,
+    em_routing,
+    simple_routing,
+    uniform_routing,
+)
 from headwise.routing.simple import simple_gradient
+from headwise.routing.votes import DistinctCapsules, SharedTrunk
 
 GOLDEN_TOLERANCE = 1e-6
 
@@ -177,6 +186,27 @@ def test_em_settings_outside_their_range_are_refused(wrong: dict):
 def test_simple_settings_outside_their_range_are_refused(wrong: dict):
     with pytest.raises(SettingError, match=next(iter(wrong))):
         SimpleRouting(**wrong)
+
+
+class NoVotes:
+    """One of the two methods of a parameterization."""
+
+    def compute(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("setting", [SimpleRouting, EMRouting, Trunk])
+def test_settings_of_another_type_are_refused(setting: type):
+    for votes in (SharedTrunk, "shared", None, NoVotes()):
+        with pytest.raises(SettingError, match=r"votes is .*; expected for example SharedTrunk\(\)"):
+            setting(votes=votes)
+    for chunks in (8, Chunks, None):
+        with pytest.raises(SettingError, match=r"chunks is .*; expected for example Chunks\(tokens=64\)"):
+            setting(chunks=chunks)
+    setting(votes=DistinctCapsules(), chunks=Chunks(tokens=3))
+    for activation in ("no", 1, None):
+        with pytest.raises(SettingError, match="expected True or False"):
+            EMRouting(activation=activation)
 
 
 def test_chunk_sizes_outside_their_range_are_refused():

@@ -84,6 +84,20 @@ def test_repulsion_is_between_the_heads_that_were_selected(projection, grouping,
     assert not torch.allclose(expected, 0.3 * gradient)
 
 
+def test_each_group_of_query_heads_gets_noise_of_its_own(model):
+    weight = model.layers[0].self_attn.q_proj.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    heads = hw.find_heads(model).projection("query").grouped("within")
+    hw.repel(optimizer, heads, hw.SGLD(inverse_temperature=5.0, step_size=0.3))
+    backward(model)
+    before = weight.grad.clone()
+    optimizer.step()
+    noise = (weight.grad - 0.3 * before).view(GROUPS, MEMBERS * SIZE, WIDTH)
+    # of 288 pairs of independent draws
+    assert abs(torch.corrcoef(noise.flatten(1))[0, 1]) < 0.25
+    assert (noise.flatten(1).std(dim=1) > 0.5 * (2 * 0.3 / 5.0 / 0.25) ** 0.5).all()
+
+
 def test_groups_join_with_their_keys_and_values(model):
     backward(model)
     attention = model.layers[0].self_attn

@@ -68,6 +68,24 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
+@pytest.mark.parametrize("unused", ["query", "key"])
+def test_heads_without_a_gradient_are_told_where_all_of_their_kind_lack_one(unused):
+    model = adapted(SeparateAttention(), targets=("q_proj",))
+    plain = model.base_model.model.k_proj.weight.requires_grad_()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    handle = hw.repel(optimizer, hw.find_heads(model).projection("query", "key"), RULE)
+    squares(model).backward()
+    for parameter in trained:
+        if (parameter is plain) == (unused == "key"):
+            parameter.grad = None
+    optimizer.step()
+    (skipped,) = handle.last.skipped
+    assert skipped.endswith(unused)
+    with pytest.raises(hw.NotFired, match=f"{skipped}: no gradient at any step"):
+        handle.verify()
+
+
 @dataclass(frozen=True)
 class OneWay:
     """A rule of a user's own, under which head i hears the heads before it: coefficients that are not symmetric."""

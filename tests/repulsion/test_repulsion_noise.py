@@ -33,6 +33,20 @@ def test_noise_is_langevin_under_sgd_and_left_as_it_is_under_adam():
         assert abs(float(noise.mean())) < 4 * expected * factor / len(noise.flatten()) ** 0.5
 
 
+def test_each_parameter_of_a_particle_gets_the_noise_of_its_own_rate():
+    rates = {"q_proj.weight": 0.25, "k_proj.weight": 1e-4}
+    model = model_with_gradients(width=60)
+    parts = [{"params": [model.get_parameter(name)], "lr": rate} for name, rate in rates.items()]
+    optimizer = torch.optim.SGD([*parts, {"params": [model.v_proj.weight], "momentum": 0.9, "lr": 0.01}], lr=1.0)
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    hw.repel(optimizer, hw.find_heads(model), hw.SGLD(inverse_temperature=5.0, step_size=0.3), joint=True)
+    optimizer.step()
+    for name, rate in {**rates, "v_proj.weight": 1.0}.items():
+        # the deviation of 1200 draws is known to 2 %
+        noise = model.get_parameter(name).grad - 0.3 * before[name]
+        assert float(noise.std()) == pytest.approx((2 * 0.3 / 5.0 / rate) ** 0.5, rel=0.1), name
+
+
 def test_noise_depends_on_seed_step_and_parameter_alone():
     first, again, other = noisy(), noisy(), noisy(seed=4)
     torch.randn(17)

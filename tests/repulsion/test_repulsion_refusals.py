@@ -256,6 +256,13 @@ def test_a_setting_that_python_would_take_for_true_is_refused():
         hw.repel(sgd(model), hw.find_heads(model), RULE, joint="no")
 
 
+@pytest.mark.parametrize("every", [0, -3, 2.5])
+def test_a_number_of_steps_is_refused_whatever_the_strength(every):
+    model = model_with_gradients()
+    with pytest.raises(hw.SettingError, match=f"every is {every}"):
+        hw.repel(sgd(model), hw.find_heads(model), RULE, every=every)
+
+
 def test_the_record_of_a_step_counts_the_particles_of_each_group():
     model = model_with_gradients(key_value_heads=2)
     groups = find_groups(hw.find_heads(model), joint=False)

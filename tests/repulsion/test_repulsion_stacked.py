@@ -208,3 +208,29 @@ def test_noise_in_a_cuda_graph_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(hw.SettingError, match="a CUDA graph would add that of one step again"):
         handle._before_step(handle._attachments[0], None)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [
+        (hw.SVGD(alpha=0.3, step_size=8.0), 4e4),
+        (hw.SVGD(alpha=hw.Relative(30.0), step_size=4.0, smoothing=False), 1e4),
+    ],
+    ids=["driving term", "repulsion"],
+)
+def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient(stacks, rule, size, stacked, joint):
+    stacks(stacked)
+    model = with_gradients(SeparateAttention(), torch.float16)
+    model.k_proj.weight.grad.fill_(size)
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), rule, joint=joint)
+    handle.apply()
+    assert dict(zip(handle.last.names, handle.last.finite.tolist(), strict=True)) == (
+        {"query+key+value": False} if joint else {"query": True, "key": False, "value": True}
+    )
+    assert str(handle.last).count("forces not finite, gradient unchanged") == 1
+    assert torch.equal(model.k_proj.weight.grad, before["k_proj.weight"])
+    assert torch.equal(model.q_proj.weight.grad, before["q_proj.weight"]) is joint
+    assert model.q_proj.weight.grad.isfinite().all()

@@ -132,6 +132,61 @@ def test_a_resumed_run_goes_on_with_the_same_strength():
         resumed.load_state_dict({name: value for name, value in state.items() if name != "controls"})
 
 
+@pytest.mark.parametrize("gone_on", [5, 6])
+def test_a_handle_in_use_goes_back_to_what_was_saved(gone_on: int):
+    model = make()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=3)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    saved = repulsion.state_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed in range(3, gone_on):
+        step(model, optimizer, seed)
+    # after five steps nothing is captured for the next; after six this call is
+    model(torch.randn(4, 7, 12))
+    found = []
+    for _ in range(2):
+        repulsion.load_state_dict(saved[0])
+        model.load_state_dict(saved[1])
+        for seed in range(3, 7):
+            step(model, optimizer, seed)
+        found.append(repulsion.steering.controls)
+    again = make()
+    again.load_state_dict(saved[1])
+    optimizer, resumed = attach(again, hw.SVGD(alpha=hw.Target(3.0)), every=3)
+    resumed.load_state_dict(saved[0])
+    for seed in range(3, 7):
+        step(again, optimizer, seed)
+    assert found == [resumed.steering.controls] * 2
+
+
+def test_closures_that_are_called_again_and_steps_left_out_are_no_steps_of_a_controller():
+    model = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
+    repulsion = hw.repel(optimizer, hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    x, calls = torch.randn(4, 7, 12), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        calls.append(repulsion.steering.steps)
+        loss = (model(x) - 0.3).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert len(calls) > 4
+    assert repulsion.steering.steps == repulsion.steps == 2
+    repulsion.remove()
+    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=2, when="manual")
+    for left_out in (False, True, False):
+        optimizer.zero_grad()
+        (model(x) - 0.3).square().mean().backward()
+        repulsion.apply()
+        if not left_out:
+            optimizer.step()
+    assert repulsion.steering.steps == repulsion.steps == 2
+
+
 def test_strength_that_was_never_measured_is_named():
     model = make()
     optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)))
@@ -225,4 +280,13 @@ def test_an_optimizer_that_goes_on_alone_is_measured():
         step(model, parts[1], seed)
     # its first step might have been the second optimizer's part of the last
     assert repulsion.steering.steps == 7
+    again = make()
+    parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in again.layers]
+    resumed = hw.repel(parts, hw.find_heads(again), hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    resumed.load_state_dict(repulsion.state_dict())
+    assert resumed.steering.steps == 7
+    resumed.load_state_dict({name: value for name, value in repulsion.state_dict().items() if name != "control_steps"})
+    assert resumed.steering.steps == max(attachment.steps for attachment in resumed._attachments)
+    with pytest.raises(SettingError, match="control_steps is -1"):
+        resumed.load_state_dict({**repulsion.state_dict(), "control_steps": -1})
     assert all(control.integral > before[name].integral for name, control in repulsion.steering.controls.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.errors import SettingError
+from headwise.errors import LayoutError, SettingError
 from headwise.repulsion.spans import find_turns
 
 
@@ -78,6 +78,31 @@ def test_norms_grow_only_at_second_order():
     _, push, _ = find_turns(hw.SpanSVGD(alpha=1.0), heads)
     grown = [((heads + rate * push).norm() - heads.norm()).item() for rate in (1e-3, 1e-4)]
     assert grown[0] / grown[1] == pytest.approx(100, rel=0.05)
+
+
+def test_heads_wider_than_their_input_are_refused():
+    model = torch.nn.MultiheadAttention(16, 2, kdim=3, vdim=8)
+    optimizer, heads = torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model)
+    with pytest.raises(SettingError, match="the heads of key have 8 features of 3 inputs, so that each spans all of"):
+        hw.repel(optimizer, heads, hw.SpanSVGD())
+    hw.repel(optimizer, heads.projection("query", "value"), hw.SpanSVGD())
+    with pytest.raises(LayoutError, match="its key heads have 8 features of 3 inputs"):
+        hw.Disagreement(heads, hw.SpanOverlap("key"))
+    hw.Disagreement(heads, hw.SpanOverlap("value"))
+
+
+def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient():
+    torch.manual_seed(5)
+    model = torch.nn.MultiheadAttention(8, 2).half()
+    weight = model.in_proj_weight
+    weight.grad = torch.randn_like(weight)
+    weight.grad[8:16] = 4e4
+    before = weight.grad.clone()
+    repulsion = hw.repel(torch.optim.SGD([weight], lr=0.1), hw.find_heads(model), hw.SpanSVGD(step_size=4.0))
+    repulsion.apply()
+    assert repulsion.last.finite.tolist() == [True, False, True]
+    assert torch.equal(weight.grad[8:16], before[8:16])
+    assert not torch.allclose(weight.grad[:8], before[:8])
 
 
 def test_wrong_settings_are_refused():

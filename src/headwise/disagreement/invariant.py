@@ -75,7 +75,7 @@ class CKA(Arithmetic):
         """Return the mean over pairs and 1, for the tokens of one call."""
         products = _multiply(self.of, site, tensor, keep, sketch=self.sketch)
         kernel = products.debiased_cka() if self.debiased else products.linear_cka()
-        return _count_call(_average_pairs(kernel.clamp_min(0.0)), products)
+        return _count_call(_average_pairs(kernel.clamp_min(0.0)), products.count)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class HSIC(Arithmetic):
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1, for the tokens of one call."""
         products = _multiply(self.of, site, tensor, keep, sketch=self.sketch)
-        return _count_call(_average_pairs(products.unbiased_hsic()), products)
+        return _count_call(_average_pairs(products.unbiased_hsic()), products.count)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class CrossCorrelation(Arithmetic):
 
     The redundancy term of Barlow Twins (Zbontar et al. 2021) between heads; without the division by deviations it is
     VICReg's covariance term (Bardes et al. 2022). It is biased by about e / T, changes with rotations inside a head,
-    and has no fixed value for copies: `CKA` has none of these faults. Cost: that of `CKA`.
+    and has no fixed value for copies: `CKA` has none of these faults. With fewer than four valid tokens it is 0. Cost:
+    that of `CKA`.
 
     Args:
         matched: Whether to compare feature a of one head with feature a of the other alone, T H^2 e multiplications; a
@@ -130,7 +131,8 @@ class CrossCorrelation(Arithmetic):
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1, for the tokens of one call."""
         value = _average_pairs(cross_correlation(tensor, keep, matched=self.matched))
-        return value, torch.ones((), device=value.device)
+        every = torch.full((), tensor.shape[:-2].numel(), device=value.device) if keep is None else keep.sum()
+        return _count_call(value, every)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class LogDeterminant(Arithmetic):
         kernel = products.linear_cka()
         # a constant head has no alignment, with itself neither
         kernel = torch.where(torch.eye(len(kernel), dtype=torch.bool, device=kernel.device), 1.0, kernel)
-        return _count_call(log_determinant(kernel, self.epsilon), products)
+        return _count_call(log_determinant(kernel, self.epsilon), products.count)
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,20 @@ class SpanOverlap(Arithmetic):
         return site.key_value_heads if self.projection in ("key", "value") else site.num_heads
 
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean over pairs and 1."""
+        """Return the mean over pairs and 1.
+
+        Raises:
+            LayoutError: Each head spans all of its input.
+        """
         del tensor, keep
-        value = _average_pairs(span_similarity(_read_factors(site, self.projection)))
+        factors = _read_factors(site, self.projection)
+        inputs, width = factors.shape[1:]
+        if width > inputs:
+            raise LayoutError(
+                f"{site.label}: its {self.projection} heads have {width} features of {inputs} inputs, so that each "
+                "spans all of them and no two differ; compare another projection, or outputs, as hw.CKA() does."
+            )
+        value = _average_pairs(span_similarity(factors))
         return value, torch.ones((), device=value.device)
 
 
@@ -235,7 +248,7 @@ def _average_pairs(matrix: Tensor) -> Tensor:
     return matrix.triu(1).sum() / max(heads * (heads - 1) / 2, 1)
 
 
-def _count_call(value: Tensor, products: Products) -> tuple[Tensor, Tensor]:
+def _count_call(value: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the value of a call and 1, both 0 where it had too few tokens to say anything."""
-    enough = products.count >= FEWEST_TOKENS
+    enough = tokens >= FEWEST_TOKENS
     return torch.where(enough, value, 0.0), enough.to(value.dtype)

@@ -24,6 +24,8 @@ KEPT = 0.9
 MOST = 100.0
 # A gradient below this share of the loss's tells nothing of the strength.
 LEAST = 1e-12
+# Gradients through half precision, where small ones vanish, are measured at this scale, halved where they overflow.
+SCALE = 2.0**16
 # What is kept is in single precision.
 HIGHEST = torch.finfo(torch.float32).max
 
@@ -77,13 +79,14 @@ class RelativeWeights:
             loss: The loss without the penalty, a scalar in the graph.
             values: Each attention's penalty.
             across: A process group over which gradients are averaged; None for one process.
-            captures: The calls of the step with outputs, which a `Target` needs.
+            captures: The calls of the step: with outputs, which a `Target` needs, and in the model's precision.
             keep: As for a call of `Disagreement`.
         """
         if self.steps % self.every == 0:
             if awaits_static_graph(loss):
                 return loss.new_zeros(())
-            self._measure(loss, values, across)
+            half = any(one is not None and one.dtype == torch.float16 for call in captures for one in call.read)
+            self._measure(loss, values, across, SCALE if half else 1.0)
             self._control(captures, across, keep)
         self.steps += 1
         total = loss.new_zeros(())
@@ -98,20 +101,19 @@ class RelativeWeights:
         source = self.strength if isinstance(self.strength, Relative) else self.controls.get(name, Control())
         return self._factors[name] * source.ratio
 
-    def _measure(self, loss: Tensor, values: Sequence[tuple[Site, Tensor]], across: Any) -> None:
+    def _measure(self, loss: Tensor, values: Sequence[tuple[Site, Tensor]], across: Any, scale: float) -> None:
         names = [site.name for site, _ in values]
         # parameters may have been replaced, or frozen
         owned = {name: _list_parameters(self._sites[name]) for name in names}
         every = [parameter for name in names for parameter in owned[name]]
-        gradients = iter(torch.autograd.grad(loss, every, retain_graph=True, allow_unused=True))
+        found, used = _differentiate(loss, every, scale)
+        gradients = iter(found)
         squares = []
         for name, (_, value) in zip(names, values, strict=True):
             own = owned[name]
-            squares.append(_add_squares([next(gradients) for _ in own], loss))
-            pushed = (
-                torch.autograd.grad(value, own, retain_graph=True, allow_unused=True) if value.requires_grad else []
-            )
-            squares.append(_add_squares(pushed, loss))
+            squares.append(_add_squares([next(gradients) for _ in own], loss) / used**2)
+            pushed, factor = _differentiate(value, own, scale) if value.requires_grad else ((), scale)
+            squares.append(_add_squares(pushed, loss) / factor**2)
         if across is not None:
             squares = average_over(across, squares)
         for name, of_loss, of_value in zip(names, squares[::2], squares[1::2], strict=True):
@@ -220,6 +222,17 @@ def _list_parameters(site: Site) -> list[nn.Parameter]:
     if not found:
         raise NotFired(f"{site.label}: no parameter of its heads is trainable; unfreeze them or select other heads.")
     return list(found.values())
+
+
+def _differentiate(scalar: Tensor, parameters: Sequence[Tensor], scale: float) -> tuple[Sequence[Tensor | None], float]:
+    """Return the gradients of a scalar times a scale, and the scale: the one given, halved until they are finite."""
+    while True:
+        factor = torch.full_like(scalar, scale)
+        gradients = torch.autograd.grad(scalar, parameters, factor, retain_graph=True, allow_unused=True)
+        # in single precision a gradient that is not finite stays so
+        if scale <= 1.0 or all(bool(own.isfinite().all()) for own in gradients if own is not None):
+            return gradients, scale
+        scale /= 2
 
 
 def _add_squares(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def group_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
         )
     if grouping == "within":
         starts = (query.start + group * members * query.stride for group in range(site.key_value_heads))
-        return tuple(replace(query, heads=members, start=start, bias=None) for start in starts)
+        return tuple(replace(query, heads=members, start=start, bias=None, run=run) for run, start in enumerate(starts))
     if axes.features != axes.heads or query.step != 1 or query.stride != query.head_size:
         raise LayoutError(
             f"{site.label} ({site.layout}): rows of other projections lie between its query heads, which cannot be "

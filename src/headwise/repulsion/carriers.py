@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headwise.heads.adapters import Adapter
 from headwise.heads.head_slice import HeadSlice
+from headwise.repulsion.mixing import stays_finite
 
 # Forces on what is divided by heads, [M, ...], and on what the heads share; the latter None without LoRA.
 Forces = tuple[Tensor, Tensor | None]
@@ -43,6 +44,14 @@ class Carrier:
         return self.head_slice.projection == "output"
 
     @property
+    def trained(self) -> tuple[Tensor, Tensor]:
+        """The parameter that is divided by heads, and the one that all heads share; twice the same without LoRA."""
+        if self.adapter is None:
+            return self.head_slice.parameter, self.head_slice.parameter
+        first, second = self.adapter.first, self.adapter.second
+        return (first, second) if self.columns else (second, first)
+
+    @property
     def own(self) -> Tensor:
         """The part of the gradient that is divided by heads, [M, ...]: a view where there is one."""
         return _join(self._targets)
@@ -52,7 +61,7 @@ class Carrier:
         """The gradient of the factor that all heads share; None without LoRA."""
         if self.adapter is None:
             return None
-        return _get_gradient(self.adapter.second if self.columns else self.adapter.first)
+        return _get_gradient(self.trained[1])
 
     @property
     def _targets(self) -> list[Tensor]:
@@ -78,17 +87,12 @@ class Carrier:
             return shared.mT @ force, torch.einsum("hoe,hre->or", force, heads)
         return force @ shared.mT, heads.flatten(0, 1).mT @ force.flatten(0, 1)
 
-    def write(self, driving: Forces, push: Forces, factor: Tensor, finite: Tensor) -> None:
-        """Replace the gradients in place by driving - factor * push.
-
-        Where the forces are not finite they stay, for the loop or a GradScaler to notice.
-        """
-        own, shared = driving[0] - factor * push[0], self.shared
+    def list_targets(self, own: Tensor, shared: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the gradients, as views, each with its part of a force on `own` and on `shared`."""
         targets = self._targets
-        for target, force in zip(targets, own.split([len(target) for target in targets]), strict=True):
-            torch.where(finite, force.to(target.dtype), target, out=target)
-        if shared is not None and driving[1] is not None and push[1] is not None:
-            torch.where(finite, (driving[1] - factor * push[1]).to(shared.dtype), shared, out=shared)
+        pairs = list(zip(own.split([len(target) for target in targets]), targets, strict=True))
+        gradient = self.shared
+        return pairs if shared is None or gradient is None else [*pairs, (shared, gradient)]
 
 
 def list_carriers(head_slice: HeadSlice) -> list[Carrier]:
@@ -96,6 +100,25 @@ def list_carriers(head_slice: HeadSlice) -> list[Carrier]:
     if head_slice.lora is None:
         return [Carrier(head_slice)]
     return [Carrier(head_slice, adapter) for adapter in head_slice.adapters if adapter.trained]
+
+
+def write_forces(
+    carriers: Sequence[Carrier], driving: Sequence[Forces], pushes: Sequence[Forces], factor: Tensor, finite: Tensor
+) -> Tensor:
+    """Replace the gradients of carriers in place by driving - factor * push; return whether all of these are finite.
+
+    Where they are not, or their norms are not, as `finite` says, the gradients stay, for the loop or a GradScaler to
+    notice.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for carrier, drive, push in zip(carriers, driving, pushes, strict=True):
+        shared = None if drive[1] is None or push[1] is None else drive[1] - factor * push[1]
+        pairs += carrier.list_targets(drive[0] - factor * push[0], shared)
+    for force, target in pairs:
+        finite = stays_finite(finite, force, target.dtype)
+    for force, target in pairs:
+        torch.where(finite, force.to(target.dtype), target, out=target)
+    return finite
 
 
 def norm_of(forces: Sequence[Forces]) -> Tensor:

@@ -20,7 +20,8 @@ class ForceNorms:
         driving_norm: Norm of the driving term (loss and prior) handed to the optimizer, [G].
         repulsion_norm: Norm of the repulsion handed to the optimizer, [G].
         particle_norm: Mean norm of the particles before the step, [G].
-        finite: False where gradient or particles were not finite and the gradient was left unchanged, [G].
+        finite: False where gradient or particles were not finite, or float16 could not hold the forces, and the
+            gradient was left unchanged, [G].
         equal: True where several heads are all equal, so that they do not repel, [G].
         particles: Number of particles M of each group; a single one is repelled by nothing.
         skipped: Names of groups without a gradient.
@@ -67,7 +68,8 @@ class ForceNorms:
         for index, name in enumerate(self.names):
             notes = "  equal heads: hw.jitter separates them" if self.equal[index] else ""
             notes += "  one head: nothing repels it" if self.particles[index] == 1 else ""
-            source = "gradient" if self.particle_norm[index].isfinite() else "heads"
+            source = "forces" if (self.driving_norm[index] + self.repulsion_norm[index]).isfinite() else "gradient"
+            source = source if self.particle_norm[index].isfinite() else "heads"
             notes += "" if self.finite[index] else f"  {source} not finite, gradient unchanged"
             lines.append(f"{name:<40} " + " ".join(f"{float(c[index]):9.3g}" for c in columns) + notes)
         lines += [f"{name:<40} no gradient" for name in self.skipped]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -93,14 +93,12 @@ class FunctionSVGD(KernelRule):
     @torch.no_grad()
     def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
         """Replace the gradient of every group in place by that of the rule; None when none has a gradient."""
-        records, skipped = [], []
+        records = []
         for group in groups:
             assert isinstance(group, FunctionGroup)
-            if group.gradients() is None:
-                skipped.append(group.name)
-            else:
+            if group.gradients() is not None:
                 records.append(_apply(self, group, find_strength(strength, group.name), scale))
-        return replace(ForceNorms.join(records), skipped=tuple(skipped)) if records else None
+        return ForceNorms.join(records) if records else None
 
     def drive(self, group: ParticleGroup) -> Tensor:
         """The coefficients [M, M] of a group's driving term: eps / M on the diagonal."""

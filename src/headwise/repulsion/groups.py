@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -227,10 +227,11 @@ class Attachment:
         self._applied_to, self.noisy = (), False
 
     def record(self, forces: ForceNorms) -> None:
-        """Keep what a step did."""
-        self.last = forces
-        if self.idle:
-            self.idle.intersection_update(forces.skipped)
+        """Keep what a step did, and which groups had no gradient."""
+        acted = set(forces.names)
+        skipped = tuple(group.name for group in self.groups if group.name not in acted)
+        self.last = replace(forces, skipped=skipped)
+        self.idle.intersection_update(skipped)
 
     def require_current(self) -> None:
         """Raise `LayoutError` unless model and optimizer still hold the very parameters that were attached."""

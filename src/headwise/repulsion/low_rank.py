@@ -14,12 +14,12 @@ Norms are those of the forces on B, whose rows belong to heads; A is shared, als
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headwise.repulsion.carriers import Carrier, Forces, list_carriers, norm_of
+from headwise.repulsion.carriers import Carrier, Forces, list_carriers, norm_of, write_forces
 from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.gram import (
     Geometry,
@@ -92,8 +92,7 @@ def apply_low_rank(
     ready = [group for group in groups if group.gradients() is not None]
     records = [_apply(evaluations, group, find_strength(strength, group.name), scale) for group in ready]
     evaluations.forget()
-    skipped = tuple(group.name for group in groups if not any(group is other for other in ready))
-    return replace(ForceNorms.join(records), skipped=skipped) if records else None
+    return ForceNorms.join(records) if records else None
 
 
 def _apply(evaluations: Evaluations, group: ParticleGroup, strength: float, scale: Tensor | None) -> ForceNorms:
@@ -126,8 +125,7 @@ def _apply(evaluations: Evaluations, group: ParticleGroup, strength: float, scal
     driving_norm, push_norm = norm_of(driving), norm_of(pushes)
     factor = repulsion_factor(mixing, driving_norm, push_norm, strength, scale)
     finite = driving_norm.isfinite() & (factor * push_norm).isfinite()
-    for carrier, drive, push in zip(carriers, driving, pushes, strict=True):
-        carrier.write(drive, push, factor, finite)
+    finite = write_forces(carriers, driving, pushes, factor, finite)
     unscale = 1.0 if scale is None else scale.reciprocal()
     return ForceNorms(
         (group.name,),

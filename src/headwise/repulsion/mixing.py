@@ -1,5 +1,6 @@
 """The coefficients of one step of a particle rule, as [M, M] matrices, and how they are applied."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,6 +81,19 @@ def stack_strengths(strength: Strength, names: Sequence[str], like: Tensor) -> f
     """The factors of several groups, [G], or one number where they are equal."""
     factors = [find_strength(strength, name) for name in names]
     return factors[0] if len(set(factors)) == 1 else torch.tensor(factors, dtype=like.dtype, device=like.device)
+
+
+def stays_finite(finite: Tensor, force: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether forces [*, ...], which are `finite` [*] in at least single precision, are so in the dtype of a gradient.
+
+    >>> stays_finite(torch.tensor([True, True]), torch.tensor([[1.0], [-7e4]]), torch.float16)
+    tensor([ True, False])
+    """
+    # others hold all numbers whose norm is finite in single precision
+    if dtype != torch.float16:
+        return finite
+    largest = torch.linalg.vector_norm(force.flatten(finite.dim()), math.inf, dim=-1)
+    return finite & (largest <= torch.finfo(dtype).max)
 
 
 def scale_prior(mixing: Mixing, scale: Tensor | None) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Noise on heads, the same for the same seed on every process: Langevin noise, and `jitter`."""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -58,16 +59,24 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
 
 
 def add_noise(
-    group: ParticleGroup, deviation: float | Tensor, *, seed: int, step: int, scale: Tensor | None, drawn: set[int]
+    group: ParticleGroup,
+    deviation: float,
+    rates: Mapping[int, float | Tensor],
+    *,
+    seed: int,
+    step: int,
+    scale: Tensor | None,
+    drawn: set[int],
 ) -> None:
-    """Add N(0, deviation^2) to the gradients of the heads, the same for the same (seed, step, parameter).
+    """Add N(0, (deviation rate)^2) to the gradients of the heads, the same for the same (seed, step, parameter).
 
     A process that holds a part of a gradient adds what a single process would have added to that part. Under LoRA the
     noise is that of the parameters trained, A and B; A, which several groups may share, gets it once.
 
     Args:
         group: The particles.
-        deviation: Standard deviation.
+        deviation: Standard deviation at a rate of 1.
+        rates: The factor on the noise of each parameter: see `find_langevin_rates`.
         seed: Seed.
         step: The step.
         scale: What the gradients are multiplied by; None for 1.
@@ -76,8 +85,8 @@ def add_noise(
     if group.gradients() is None:
         return
 
-    def add(gradient: Tensor, part: HeadSlice, *names: str) -> None:
-        noise = _draw_noise(gradient, seed, step, part, *names) * deviation
+    def add(gradient: Tensor, parameter: Tensor, part: HeadSlice, *names: str) -> None:
+        noise = _draw_noise(gradient, seed, step, part, *names) * (deviation * rates[id(parameter)])
         gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
 
     with torch.no_grad():
@@ -85,40 +94,44 @@ def add_noise(
             gradient = part.parameter.grad
             if gradient is not None and is_sharded(gradient):
                 every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-                add(part.view(every), part)
+                add(part.view(every), part.parameter, part)
                 add_own_part(gradient, every)
                 continue
             for carrier in list_carriers(part):
-                add(carrier.own, part, *carrier.names)
+                own, common = carrier.trained
+                add(carrier.own, own, part, *carrier.names)
                 shared = carrier.shared
                 if shared is not None and id(shared) not in drawn:
                     drawn.add(id(shared))
-                    add(shared, part, *carrier.names, "shared")
+                    add(shared, common, part, *carrier.names, "shared")
 
 
-def find_langevin_rate(optimizer: Optimizer, group: ParticleGroup) -> float | Tensor:
-    """Return the factor on Langevin noise that gives it the right temperature under this optimizer.
+def find_langevin_rates(optimizer: Optimizer) -> dict[int, float | Tensor]:
+    """Return the factor on Langevin noise that gives it the right temperature, for each parameter by its id.
 
     theta <- theta - lr (eps grad U - a xi) samples at the temperature 1 / beta when a = sqrt(2 eps / beta) / sqrt(lr):
     the noise is divided by sqrt(lr) under plain SGD. Under any other optimizer no such factor exists: the noise is
     gradient noise and not Langevin, and the factor is 1.
     """
-    plain = type(optimizer) is SGD
-    owned = {id(parameter) for parameter in group.trained.values()}
+    factors: dict[int, float | Tensor] = {}
     for options in optimizer.param_groups:
-        if plain and options["momentum"] == 0 and any(id(parameter) in owned for parameter in options["params"]):
-            rate = options["lr"]
-            # a rate of zero moves nothing, whatever the noise
-            if isinstance(rate, Tensor):
-                return torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
-            return rate**-0.5 if rate > 0.0 else 1.0
-    return 1.0
+        plain = type(optimizer) is SGD and options["momentum"] == 0
+        factor = _invert_root(options["lr"]) if plain else 1.0
+        factors |= dict.fromkeys(map(id, options["params"]), factor)
+    return factors
 
 
 def derive_seed(*parts: object) -> int:
     """Return a 63-bit seed that depends only on the parts, the same on every machine and in every process."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _invert_root(rate: float | Tensor) -> float | Tensor:
+    """Return 1 / sqrt(rate), and 1 for a rate of zero, which moves nothing, whatever the noise."""
+    if isinstance(rate, Tensor):
+        return torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
+    return rate**-0.5 if rate > 0.0 else 1.0
 
 
 def _draw_noise(view: Tensor, seed: int, purpose: object, part: HeadSlice, *names: str) -> Tensor:

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from headwise.repulsion.carriers import Carrier, Forces, list_carriers, norm_of
+from headwise.repulsion.carriers import Carrier, Forces, list_carriers, norm_of, write_forces
 from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.groups import ParticleGroup
 from headwise.repulsion.mixing import Mixing, repulsion_factor
@@ -47,8 +47,7 @@ def push_apart(
     driving_norm, push_norm = norm_of(driving), norm_of(pulled)
     factor = repulsion_factor(mixing, driving_norm, push_norm, strength, scale)
     finite = driving_norm.isfinite() & (factor * push_norm).isfinite()
-    for carrier, drive, push in zip(carriers, driving, pulled, strict=True):
-        carrier.write(drive, push, factor, finite)
+    finite = write_forces(carriers, driving, pulled, factor, finite)
     unscale = 1.0 if scale is None else scale.reciprocal()
     sizes = [torch.linalg.vector_norm(head_slice.read().float(), dim=(1, 2)) for head_slice in group.slices]
     return ForceNorms(

@@ -26,7 +26,7 @@ from headwise.repulsion.groups import Attachment, ParticleGroup, divide_groups, 
 from headwise.repulsion.low_rank import Evaluations, apply_low_rank
 from headwise.repulsion.low_rank_drive import DriveRoutes
 from headwise.repulsion.mixing import Strength
-from headwise.repulsion.noise import add_noise, derive_seed, find_langevin_rate
+from headwise.repulsion.noise import add_noise, derive_seed, find_langevin_rates
 from headwise.repulsion.optimizers import require_state, unwrap_optimizers
 from headwise.repulsion.rules import Rule, acts_apart, require_rule
 from headwise.repulsion.steering import Steering, make_steering
@@ -133,6 +133,7 @@ def repel(
     require_choice("noise", noise, ("step", "apply"))
     require_boolean("joint", joint)
     require_integer("seed", seed)
+    require_integer("every", every, low=1)
     optimizers = unwrap_optimizers(optimizer)
     require_heads(heads)
     space = rule if isinstance(rule, Space) else ParameterSpace(rule, Evaluations(rule))
@@ -278,7 +279,7 @@ class Repulsion(Handle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to continue with the same noise and strength, as plain numbers."""
-        controls = {} if self.steering is None else {"controls": self.steering.state_dict()}
+        controls = {} if self.steering is None else self.steering.state_dict()
         return {
             "steps": [attachment.steps for attachment in self._attachments],
             "turns": [attachment.turn for attachment in self._attachments],
@@ -294,7 +295,7 @@ class Repulsion(Handle):
         """
         require_state(state, len(self._attachments))
         if self.steering is not None:
-            self.steering.load_state_dict(state.get("controls"), max(state["steps"]))
+            self.steering.load_state_dict(state)
         self.strength = state["strength"]
         for attachment, step, turn in zip(self._attachments, state["steps"], state["turns"], strict=True):
             attachment.steps, attachment.turn = step, turn
@@ -333,7 +334,7 @@ class Repulsion(Handle):
             require_heads(self.heads)
         strength: Strength = self.strength
         if self.steering is not None:
-            strength = self.steering.find_strengths(attachment, attachment.groups, strength)
+            strength = self.steering.find_strengths(attachment, strength)
         forces = self._space.apply(attachment.groups, strength=strength, scale=scale)
         if forces is None:
             raise NotFired(
@@ -354,10 +355,9 @@ class Repulsion(Handle):
                 "and again; leave optimizer.step() out of the graph, or use a rule without noise such as hw.SVGD()."
             )
         seed = self.seed if attachment.turn == 0 else derive_seed(self.seed, "turn", attachment.turn)
-        drawn: set[int] = set()
+        rates, drawn = find_langevin_rates(attachment.optimizer), set[int]()
         for group in attachment.groups:
-            rate = find_langevin_rate(attachment.optimizer, group)
-            add_noise(group, deviation * rate, seed=seed, step=attachment.steps, scale=scale, drawn=drawn)
+            add_noise(group, deviation, rates, seed=seed, step=attachment.steps, scale=scale, drawn=drawn)
 
 
 def _require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule) -> None:

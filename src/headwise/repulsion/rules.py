@@ -284,8 +284,8 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
 
     Raises:
         ShapeError: shapes or dtypes do not fit, a value is not finite, or a kernel on directions meets a zero particle.
-        SettingError: `noise` is missing for a rule that needs it, or given to one that does not, or the strength is a
-            `Target`.
+        SettingError: `rule` is no particle rule, or compares what heads span or compute; `noise` is missing for a rule
+            that needs it, or given to one that does not, or the strength is a `Target`.
 
     >>> theta = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
     >>> g = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
@@ -294,6 +294,12 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
             [0.0245, 0.0464],
             [0.0468, 0.0310]], dtype=torch.float64)
     """
+    require_rule(rule)
+    if hasattr(rule, "find_groups"):
+        raise SettingError(
+            f"{rule} compares what heads span or compute; expected a rule on particles such as hw.SVGD(). Attach this "
+            "one to a model with hw.repel."
+        )
     if isinstance(getattr(rule, "alpha", None), Target):
         raise SettingError(f"{rule} has no strength without a model to measure; give alpha as hw.Relative(ratio).")
     _require_particles("particles", particles, None)

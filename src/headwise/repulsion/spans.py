@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class SpanSVGD(RepulsiveRule):
         """Return one group per projection of each attention.
 
         Raises:
-            SettingError: `joint` is True, or parameters are divided over processes.
+            SettingError: `joint` is True, parameters are divided over processes, or each head spans all of its input.
         """
         if joint:
             raise SettingError(
@@ -81,22 +81,28 @@ class SpanSVGD(RepulsiveRule):
                 raise SettingError(
                     f"{group.name} is divided over processes, and SpanSVGD reads whole heads; use SVGD there."
                 )
+            (head_slice,) = group.slices
+            inputs, width = head_slice.turn(head_slice.read()).shape[1:]
+            if width > inputs:
+                raise SettingError(
+                    f"the heads of {group.name} have {width} features of {inputs} inputs, so that each spans all of "
+                    "them and no two differ; select other projections, or use SVGD."
+                )
         return groups
 
     @torch.no_grad()
     def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
         """Replace the gradient of every group in place by that of the rule; None when none has a gradient."""
-        records, skipped = [], []
+        records = []
         for group in groups:
             if group.gradients() is None:
-                skipped.append(group.name)
                 continue
             (head_slice,) = group.slices
             rows = head_slice.turn(head_slice.read()).mT
             mixing, push, equal = find_turns(self, rows.to(torch.promote_types(rows.dtype, torch.float32)))
             own = find_strength(strength, group.name)
             records.append(push_apart(group, [head_slice.turn(push.mT)], mixing, equal, own, scale))
-        return replace(ForceNorms.join(records), skipped=tuple(skipped)) if records else None
+        return ForceNorms.join(records) if records else None
 
     def drive(self, group: ParticleGroup) -> Tensor:
         """The coefficients [M, M] of a group's driving term: eps / M on the diagonal."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,7 +18,7 @@ from headwise.heads.heads import Heads
 from headwise.heads.sharding import average_finite_over, is_distributed
 from headwise.heads.taps import Taps
 from headwise.nn.hooks import Handle
-from headwise.repulsion.groups import ParticleGroup
+from headwise.repulsion.groups import Attachment, ParticleGroup
 from headwise.strength import Control, Target, advance, read_controls, tell_saturated
 
 # Calls of an attention that are looked at, where a step has more: the last of many micro-batches.
@@ -38,13 +38,12 @@ class Steering(Handle):
         controls: The controller of each attention with several heads.
 
     Raises:
-        SettingError: `every` is no integer from 1, or an attention has fewer heads than the target asks for.
+        SettingError: An attention has fewer heads than the target asks for.
         LayoutError: No attention has several heads, or the outputs of one cannot be read.
     """
 
     def __init__(self, heads: Heads, target: Target, every: int) -> None:
         super().__init__()
-        require_integer("every", every, low=1)
         require_reachable(target, heads)
         self.target, self.every, self.steps = target, every, 0
         self._sites = {site.name: site for site in heads if site.num_heads > 1}
@@ -61,21 +60,22 @@ class Steering(Handle):
         )
         self._removers.append(self._taps.remove)
         self._pauses = ExitStack()
-        self._acted: set[int] = set()
+        # the step of its optimizer at which each attachment acted
+        self._acted: dict[int, int] = {}
 
-    def find_strengths(self, actor: object, groups: Sequence[ParticleGroup], strength: float) -> dict[str, float]:
+    def find_strengths(self, actor: Attachment, strength: float) -> dict[str, float]:
         """Return the factor on the repulsion of each group by its name, measured first if it is time to.
 
         Args:
-            actor: What is about to act. One that acts again has come to the next step; others follow it in the same.
-            groups: The groups acted on.
-            strength: Factor on the repulsion of all of them.
+            actor: What is about to act. One whose optimizer has stepped since it acted has come to the next step;
+                others follow it in the same. A closure that is called again, and a step that was left out, are none.
+            strength: Factor on the repulsion of all of its groups.
         """
-        if not self._acted or id(actor) in self._acted:
-            self._acted = set()
+        if not self._acted or self._acted.get(id(actor), actor.steps) != actor.steps:
+            self._acted = {}
             self._measure()
-        self._acted.add(id(actor))
-        return {group.name: strength * self._find_control(group).ratio for group in groups}
+        self._acted[id(actor)] = actor.steps
+        return {group.name: strength * self._find_control(group).ratio for group in actor.groups}
 
     def _measure(self) -> None:
         captures = self._taps.read_called()
@@ -85,6 +85,10 @@ class Steering(Handle):
                 self.controls[name] = advance(self.controls[name], self.target, float(number), heads)
                 tell_saturated(name, self.controls[name], self.target)
         self.steps += 1
+        self._pause()
+
+    def _pause(self) -> None:
+        """Capture what is computed for the next step if it is to be measured, and nothing else."""
         self._pauses.close()
         if self.steps % self.every:
             self._pauses.enter_context(self._taps.paused())
@@ -111,17 +115,24 @@ class Steering(Handle):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the controllers as plain numbers."""
-        return {name: asdict(control) for name, control in self.controls.items()}
+        """Return the controllers and the number of steps as plain numbers."""
+        controls = {name: asdict(control) for name, control in self.controls.items()}
+        return {"controls": controls, "control_steps": self.steps}
 
-    def load_state_dict(self, state: Any, steps: int) -> None:
-        """Go on after some steps from what `state_dict` returned.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a repulsion's state, which holds what `state_dict` returned.
 
         Raises:
-            SettingError: It is no such state, or of other attentions. Nothing is changed.
+            SettingError: It holds no such state, or one of other attentions. Nothing is changed.
         """
-        self.controls = read_controls(state, self.controls)
-        self.steps, self._acted = steps, set()
+        # states that were saved before held the steps of the optimizers alone
+        steps = state.get("control_steps", max(state["steps"]))
+        require_integer("control_steps", steps)
+        self.controls = read_controls(state.get("controls"), self.controls)
+        self.steps, self._acted = steps, {}
+        # what was computed before is of no step to come
+        self._taps.read_called()
+        self._pause()
 
     def _find_control(self, group: ParticleGroup) -> Control:
         return self.controls.get(self._names[id(group.parts[0].parameter)], Control())

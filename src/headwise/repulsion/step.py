@@ -38,6 +38,7 @@ from headwise.repulsion.mixing import (
     repulsion_factor,
     repulsion_norms,
     scale_prior,
+    stays_finite,
 )
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step_batched import GroupGradients, apply_stacked, stacks_on
@@ -54,8 +55,8 @@ def apply_rule(
     """Replace the gradient of every group in place by that of the rule; None when none has a gradient.
 
     Where parameters are sharded all processes call it. Groups whose columns are divided over one mesh share one message
-    of sums; those that do not divide evenly are computed whole by every process. Groups without a gradient are skipped
-    and named. `strength` multiplies the repulsion, and `scale` is what the gradients are multiplied by (GradScaler).
+    of sums; those that do not divide evenly are computed whole by every process. Groups without a gradient are skipped.
+    `strength` multiplies the repulsion, and `scale` is what the gradients are multiplied by (GradScaler).
     """
     divided: dict[tuple[Any, ...], list[ParticleGroup]] = defaultdict(list)
     shares: dict[int, Share] = {}
@@ -117,12 +118,9 @@ def _apply_local(
     """Apply a rule to groups whose columns are divided over the members of these process groups, or over none."""
     batches: dict[tuple[int, torch.device], list[GroupGradients]] = defaultdict(list)
     written: list[tuple[ParticleGroup, list[Tensor], list[Tensor]]] = []
-    skipped = []
     for group in groups:
         gradients = group.gradients()
-        if gradients is None:
-            skipped.append(group.name)
-        else:
+        if gradients is not None:
             views = group.views(gradients)
             batches[group.particles, gradients[0].device].append((group, views))
             written.append((group, views, gradients))
@@ -143,7 +141,7 @@ def _apply_local(
         records = apply_stacked(rule, every, strength=strength, scale=scale)
     for group, views, gradients in written:
         group.write(views, gradients)
-    return replace(ForceNorms.join(records), skipped=tuple(skipped))
+    return ForceNorms.join(records)
 
 
 def _apply_apart(
@@ -214,6 +212,8 @@ def _apply_batch(
         for term, view, gradient in zip(driving, views, gradients, strict=True):
             rows = workspace.borrow(len(gradients), term)
             add_repulsion(term, -factor * mixing.repulsion[index], view, rows, medoids[index], rule.needs_inner)
+            finite = stays_finite(finite, term, gradient.dtype)
+        for term, gradient in zip(driving, gradients, strict=True):
             # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
             torch.where(finite, term.to(gradient.dtype), gradient, out=gradient)
         driving_norms.append(driving_norm)

@@ -21,6 +21,7 @@ from headwise.repulsion.mixing import (
     repulsion_norms,
     scale_prior,
     stack_strengths,
+    stays_finite,
 )
 from headwise.repulsion.rules import Rule
 
@@ -85,8 +86,9 @@ def apply_to_stack(rule: Rule, members: Sequence[Member], strength: Strength, sc
     push = factor * repulsion
     finite = (driving_norm + push).isfinite()
     coefficients = -factor[:, None, None] * mixing.repulsion
-    for term, stack in zip(driving, own, strict=True):
+    for term, stack, before in zip(driving, own, given, strict=True):
         _add_repulsion(term, coefficients, stack, medoids, rule.needs_inner)
+        finite = stays_finite(finite, term, before.dtype)
     for slot, (term, before) in enumerate(zip(driving, given, strict=True)):
         # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
         after = torch.where(finite[:, None, None], term.to(before.dtype), before)

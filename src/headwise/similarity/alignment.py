@@ -13,8 +13,10 @@ from headwise.similarity.triangles import find_triangles
 
 # The unbiased estimator is a U-statistic over distinct quadruples of tokens.
 FEWEST_TOKENS = 4
-# Below this share of its largest value a variance, or a Hilbert-Schmidt norm, is the rounding error of a constant.
+# Below this share of its largest value a Hilbert-Schmidt norm is the rounding error of a constant.
 ROUNDING = {torch.float32: 1e-12, torch.float64: 1e-24}
+# A head whose features deviate from their mean by less than this many roundings of it is constant.
+CONSTANT = 16.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +39,6 @@ class Products:
     count: Tensor
     sizes: Tensor
 
-    def linear_hsic(self) -> Tensor:
-        """Return the biased HSIC_0 of each pair, |S_ij|_F^2 / (N - 1)^2 (Gretton et al. 2005), [H, H], at least 0."""
-        return self.squares * self._rescale / (self.count - 1).clamp_min(1).square()
-
     def unbiased_hsic(self) -> Tensor:
         """Return the unbiased HSIC_1 of each pair with linear kernels (Song et al. 2012), [H, H].
 
@@ -49,7 +47,7 @@ class Products:
         K'1 = -(|c(x_1)|^2, ..., |c(x_N)|^2), and everything follows from sums over tokens. The matrix is positive
         semidefinite (Szekely and Rizzo 2014). With fewer than 4 tokens it is 0.
         """
-        return self._unbiased() * self._rescale
+        return self._unbiased() * (self.sizes[:, None] * self.sizes)
 
     def linear_cka(self) -> Tensor:
         """Return the linear CKA of each pair (Kornblith et al. 2019), [H, H] in [0, 1]; 0 for a constant head."""
@@ -62,10 +60,6 @@ class Products:
         over tokens, or too close to it for four tokens to tell, scores 0 with every other head.
         """
         return self._normalize(self._unbiased())
-
-    @property
-    def _rescale(self) -> Tensor:
-        return self.sizes[:, None] * self.sizes
 
     def _unbiased(self) -> Tensor:
         n = self.count.clamp_min(FEWEST_TOKENS)
@@ -87,7 +81,8 @@ def multiply_features(
     """Return the sums from which alignment is computed, differentiably, from one product; see `square_products`.
 
     Features are centered first, also for the unbiased estimator: uncentered sums in float32 lose every digit to a
-    common offset. Each head is divided by its root mean square, as fourth powers would overflow or vanish.
+    common offset. Each head is divided by its root mean square, as fourth powers would overflow or vanish; one that is
+    constant over tokens has sums of 0 and gets no gradient.
 
     Args:
         features: [..., H, e].
@@ -106,15 +101,18 @@ def multiply_features(
     >>> multiply_features(torch.stack([head, -3 * head.flip(1)], dim=1)).debiased_cka()[0, 1]
     tensor(1.0000)
     """
-    centered, count = center_features(features, keep)
+    centered, count, least = center_features(features, keep)
     if metric is not None:
         metric = metric.to(centered.dtype)
     with autocast_off(centered):
         squares = _square(centered, metric)
         sizes = (squares.detach().sum(0) / count.clamp_min(1)).clamp_min(torch.finfo(squares.dtype).tiny)
+        # rounding errors are those of the features, whatever a metric makes of them
+        spread = sizes if metric is None else centered.detach().square().sum((0, 2)) / count.clamp_min(1)
+        sound = spread > least
         # every result is homogeneous in each head, so that the scale needs no gradient
-        scaled = centered * sizes.rsqrt()[:, None]
-        squares = squares / sizes
+        scaled = centered * (sizes.rsqrt() * sound)[:, None]
+        squares = squares / sizes * sound
         products = _estimate_products(scaled, metric, sketch) if sketch else square_products(scaled, metric)
         lengths = squares.mT @ squares
     return Products(products, lengths, squares.sum(0), count, sizes)
@@ -194,18 +192,25 @@ def _square(vectors: Tensor, metric: Tensor | None) -> Tensor:
     return (vectors * other).sum(-1)
 
 
-def center_features(features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the features less their mean over valid tokens, [T, H, e], zeros at padding, and the number of tokens."""
+def center_features(features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the features less their mean over valid tokens, [T, H, e], zeros at padding, and the number of tokens.
+
+    The third is the variance, [H], up to which a head is constant: one so small is the rounding error of the mean.
+    """
     require_floating("features", features, 2, "[..., H, e]")
     wide = features.to(accumulation_dtype(features)).reshape(-1, *features.shape[-2:])
     if keep is None:
         count = torch.full((), len(wide), dtype=wide.dtype, device=wide.device)
-        return wide - wide.mean(0), count
-    require_keep(keep, features.shape[:-2])
-    padding = ~keep.reshape(-1)[:, None, None]
-    count = keep.sum().to(wide.dtype)
-    mean = wide.masked_fill(padding, 0.0).sum(0) / count.clamp_min(1)
-    return (wide - mean).masked_fill(padding, 0.0), count
+        mean = wide.mean(0)
+        centered = wide - mean
+    else:
+        require_keep(keep, features.shape[:-2])
+        padding = ~keep.reshape(-1)[:, None, None]
+        count = keep.sum().to(wide.dtype)
+        mean = wide.masked_fill(padding, 0.0).sum(0) / count.clamp_min(1)
+        centered = (wide - mean).masked_fill(padding, 0.0)
+    share = CONSTANT * torch.finfo(wide.dtype).eps
+    return centered, count, (share * mean.detach()).square().sum(-1)
 
 
 class _Scatter(torch.autograd.Function):

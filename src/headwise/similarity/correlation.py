@@ -19,7 +19,8 @@ def cross_correlation(features: Tensor, keep: Tensor | None = None, *, matched: 
 
     It does not change with the scale and offset of each feature, but does with a rotation inside a head, which the
     matched form does not see through. Its value for a copy is not fixed, so that layers do not compare. Independent
-    heads score about e / N. Prefer the debiased alignment of `alignment`, which is invariant and unbiased.
+    heads score about e / N, and one that is constant over tokens 0. Prefer the debiased alignment of `alignment`, which
+    is invariant and unbiased.
 
     Args:
         features: [..., H, e].
@@ -30,16 +31,17 @@ def cross_correlation(features: Tensor, keep: Tensor | None = None, *, matched: 
     >>> round(float(cross_correlation(features)[0, 1]), 4)
     0.1071
     """
-    centered, count = center_features(features, keep)
+    centered, count, least = center_features(features, keep)
     count = count.clamp_min(1)
     size = (centered.detach().square().sum(0) / count).mean(-1, keepdim=True)
     # the result does not change with a head's scale, which needs no gradient; a constant head has none at all
-    sound = size > torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
+    smallest = torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
+    sound = size > (least[:, None] / features.shape[-1]).clamp_min(smallest)
     scaled = centered * (torch.where(sound, size, 1.0).rsqrt() * sound)
     variance = scaled.square().sum(0) / count
     # the root of a variance of 0 would have an infinite slope
-    smallest = torch.where(sound, SMALLEST_VARIANCE * variance.mean(-1, keepdim=True), 1.0)
-    units = scaled * (variance + smallest).rsqrt()
+    added = torch.where(sound, SMALLEST_VARIANCE * variance.mean(-1, keepdim=True), 1.0)
+    units = scaled * (variance + added).rsqrt()
     with autocast_off(units):
         if matched:
             return torch.einsum("tia,tja->ija", units, units).div(count).square().mean(-1)

@@ -14,10 +14,11 @@ RIDGE = {torch.float32: 1e-6, torch.float64: 1e-12}
 def span_similarity(factors: Tensor) -> Tensor:
     """Return how much the column spaces of two heads overlap, [H, H] in [0, 1].
 
-    s_ij = tr(P_i P_j) / e with P_i the projector on the columns of W_i, which is the mean squared cosine of the e
-    principal angles; the projection metric is e (1 - s_ij) (Edelman, Arias and Smith 1998). It is 1 for equal spans, 0
-    where all angles are 90 degrees, about e/d for random spans, and does not change when the columns of a head are
-    mixed by an invertible matrix. So W_i^T times the gradient in W_i is 0: the gradient only turns the span.
+    s_ij = tr(P_i P_j) / min(d, e) with P_i the projector on the columns of W_i, which is the mean squared cosine of the
+    principal angles; for e <= d the projection metric is e (1 - s_ij) (Edelman, Arias and Smith 1998). It is 1 for
+    equal spans, as all are where e >= d, 0 where all angles are 90 degrees, about e/d for random spans, and does not
+    change when the columns of a head are mixed by an invertible matrix. So W_i^T times the gradient in W_i is 0: the
+    gradient only turns the span.
 
     A ridge on the Gram matrix (1e-6 of the mean squared column, 1e-12 in float64) keeps the gradient of nearly
     dependent columns finite; it lowers s_ii by as much for orthogonal columns, and by more for dependent ones.
@@ -31,11 +32,11 @@ def span_similarity(factors: Tensor) -> Tensor:
     """
     require_floating("factors", factors, 3, "[H, d, e]")
     wide = factors.to(accumulation_dtype(factors))
-    heads, _, width = wide.shape
+    heads, inputs, width = wide.shape
     with autocast_off(wide):
         rows = orthonormal_basis(wide)[0].mT.flatten(0, 1)
         overlaps = (rows @ rows.mT).view(heads, width, heads, width)
-    return overlaps.square().sum((1, 3)) / width
+    return overlaps.square().sum((1, 3)) / min(inputs, width)
 
 
 def orthonormal_basis(factors: Tensor) -> tuple[Tensor, Tensor]:
