@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from headwise.errors import SettingError
 from headwise.heads.blocks import HeadBlocks
 
 RMS = "match_rms_adamw"
@@ -49,11 +48,6 @@ class MuonAndRest(Optimizer):
             given = {id(parameter) for parameter in group["params"]}
             first.append({**group, "params": [block for block, owner in owners if id(owner) in given]})
             others.append({**group, "params": [one for one in group["params"] if id(one) not in whole]})
-        if not any(group["params"] for group in first):
-            raise SettingError(
-                "Muon was given no projection of heads that is trained itself: they are frozen, as under LoRA; train "
-                "the whole model, or leave the arm out."
-            )
         self.muon = torch.optim.Muon([group for group in first if group["params"]], momentum=momentum, adjust_lr_fn=RMS)
         self.rest = make_rest([group for group in others if group["params"]])
         blocks.attach(self.muon)
