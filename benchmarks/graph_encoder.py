@@ -24,7 +24,7 @@ from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise.lab.tasks.graph2text.task import Graph2TextTask
 from timing import console, interleaved, new_record, ratio, write
 
-PARTS = ("title", "entities", "nodes", "neighbours", "types")
+PARTS = ("title", "entities", "nodes", "neighbors", "types")
 Batch = dict[str, Tensor]
 
 
@@ -38,7 +38,7 @@ def whole(model: GraphWriter, batch: Batch) -> Tensor:
 def blocks(model: GraphWriter, batch: Batch) -> Tensor:
     """Return such a number for the blocks alone, with given entities."""
     vectors = model.embedding(batch["entities"][:, 0])
-    states = model.encoder(vectors, batch["nodes"], batch["neighbours"])
+    states = model.encoder(vectors, batch["nodes"], batch["neighbors"])
     return states.square().sum() + states[..., 0].sum()
 
 

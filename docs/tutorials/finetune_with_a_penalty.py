@@ -22,7 +22,7 @@ rows = [{"input_ids": torch.randint(1, 50, (8,)).tolist(), "labels": index % 2} 
 before = hw.measure(model, hw.find_heads(model), [{"input_ids": torch.tensor([row["input_ids"] for row in rows])}])
 
 # %% [markdown]
-# `CKA()` is a similarity that heads cannot lower by shrinking, by cancelling or by turning in their own space. Its
+# `CKA()` is a similarity that heads cannot lower by shrinking, by canceling or by turning in their own space. Its
 # strength is a tenth of the loss's gradient on the heads. `hw.Target(effective_heads=3.5)` would push until an
 # attention has 3.5 effective heads, and then stop.
 

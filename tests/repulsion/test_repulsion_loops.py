@@ -43,7 +43,7 @@ class OwnAdamW(AdamW):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                # rebound, as gradient centralisation is often written
+                # rebound, as gradient centralization is often written
                 parameter.grad = None if parameter.grad is None else 1.1 * parameter.grad
         return super().step(closure)
 

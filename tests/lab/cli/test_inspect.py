@@ -200,7 +200,7 @@ def test_minilm_has_heads_that_play_roles(folders, tmp_path):
         for shares, chance in zip(layer.roles, layer.chance, strict=True)
         for share in shares
     ]
-    # heads that look at neighbours, and heads that look at separators, are known of every BERT
+    # heads that look at neighbors, and heads that look at separators, are known of every BERT
     assert max(above) > 2
     window = report.roles.index("window")
     assert max(max(layer.roles[window]) for layer in report.layers) > 0.6

@@ -32,7 +32,7 @@ def test_the_named_arms_hold_the_papers_settings():
     assert arms["smooth"].find(Repel).rule == SVGD(alpha=0.0, step_size=0.1, kernel=RBF())
     assert arms["scaled"].find(Repel).rule == SVGD(alpha=0.0, step_size=0.1, smoothing=False)
     assert isinstance(arms["svgd-relative"].find(Repel).rule.alpha, Relative)
-    assert arms["svgd-normalised"].find(Repel).rule.kernel == NormalizedRBF()
+    assert arms["svgd-normalized"].find(Repel).rule.kernel == NormalizedRBF()
     assert arms["output"].methods == (Penalize(Output(), weight=1.0),)
     assert arms["em"].methods == (Aggregate(EMRouting(iterations=3, capsules=None)),)
 
@@ -46,7 +46,7 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "svgd": "smooth",
         "svgd-relative": "smooth",
         "svgd-target": "smooth",
-        "svgd-normalised": "smooth",
+        "svgd-normalized": "smooth",
         "svgd-function": "scaled",
         "svgd-span": "scaled",
         "frobenius": "plain",

@@ -131,7 +131,7 @@ def expected(task: str, trained: Trained, index: int, lines: list) -> Tensor:
     seen: list[Tensor] = []
     handle = model.encoder.register_forward_hook(lambda _module, _given, states: seen.append(states))
     batch = trained.task.collate([data.coder.encode(lines[index])])
-    names = ("title", "entities", "nodes", "neighbours", "types")
+    names = ("title", "entities", "nodes", "neighbors", "types")
     model.read(*(batch[name].to(device) for name in names))
     handle.remove()
     return seen[0]

@@ -140,7 +140,7 @@ def named_arms() -> Mapping[str, Arm]:
         "svgd": Repel(SVGD(alpha=0.01)),
         "svgd-relative": Repel(SVGD(alpha=Relative(0.1))),
         "svgd-target": Repel(SVGD(alpha=Target(3.0))),
-        "svgd-normalised": Repel(SVGD(alpha=0.01, kernel=NormalizedRBF())),
+        "svgd-normalized": Repel(SVGD(alpha=0.01, kernel=NormalizedRBF())),
         "svgd-function": Repel(FunctionSVGD()),
         "svgd-span": Repel(SpanSVGD()),
         "spos": Repel(SPOS(alpha=0.01, inverse_temperature=1e9)),

@@ -1,4 +1,4 @@
-"""The graph-to-text task's data: AGENDA, a file of one's own, refusals by line, vocabulary, nodes and neighbours."""
+"""The graph-to-text task's data: AGENDA, a file of one's own, refusals by line, vocabulary, nodes and neighbors."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_mentions_are_ids_behind_the_vocabulary_and_are_read_as_types(tmp_path):
     assert coder.encode(strange)["triples"] == [(0, 2, 1)]
 
 
-def test_neighbours_are_those_of_the_paper():
+def test_neighbors_are_those_of_the_paper():
     large = EncodedGraph(title=[5], entities=[[6], [7], [8]], types=[4, 4, 4], triples=[(0, 4, 2)], text=[3], words=9)
     small = EncodedGraph(title=[5, 6], entities=[[6, 6]], types=[4], triples=[], text=[9, 3], words=9)
     batch = collate([large, small])
@@ -155,8 +155,8 @@ def test_neighbours_are_those_of_the_paper():
     root, a, b, c, forward, inverse = range(6)
     edges = {(root, n) for n in (a, b, c)} | {(n, root) for n in (a, b, c)} | {(n, n) for n in range(6)}
     edges |= {(forward, a), (c, forward), (inverse, c), (a, inverse)}
-    assert {tuple(edge) for edge in batch["neighbours"][0].nonzero().tolist()} == edges
-    assert batch["neighbours"][1].nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert {tuple(edge) for edge in batch["neighbors"][0].nonzero().tolist()} == edges
+    assert batch["neighbors"][1].nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert batch["labels"].tolist() == [[3, -100], [9, 3]]
 
 

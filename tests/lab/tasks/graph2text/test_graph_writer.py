@@ -56,12 +56,12 @@ def writer(departures: Departures = CORRECT, *, dropout: float = 0.0, blind: boo
 
 
 def read(model: GraphWriter, batch: dict[str, torch.Tensor]) -> Memory:
-    return model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
+    return model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbors", "types")))
 
 
 def states(model: GraphWriter, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     _, phrases = model.phrases(batch["entities"], model.embedding)
-    return model.encoder(phrases, batch["nodes"], batch["neighbours"])
+    return model.encoder(phrases, batch["nodes"], batch["neighbors"])
 
 
 def test_heads_of_the_blocks_and_of_the_decoder_are_found_and_proved():
@@ -71,7 +71,7 @@ def test_heads_of_the_blocks_and_of_the_decoder_are_found_and_proved():
     batch = collate(GRAPHS)
     _, phrases = model.phrases(batch["entities"], model.embedding)
     encoder = writer().encoder
-    proof = hw.verify(hw.find_heads(encoder), [phrases.detach(), batch["nodes"], batch["neighbours"]])
+    proof = hw.verify(hw.find_heads(encoder), [phrases.detach(), batch["nodes"], batch["neighbors"]])
     assert "blocks.2.attention" in str(proof)
 
 
@@ -93,12 +93,12 @@ def test_a_batch_of_graphs_equals_its_graphs_one_by_one():
     assert torch.allclose(whole["loss"], whole["losses"].sum() / sum(len(one["text"]) for one in GRAPHS))
 
 
-def test_a_node_that_is_no_neighbour_changes_nothing_and_a_neighbour_does():
+def test_a_node_that_is_no_neighbor_changes_nothing_and_a_neighbor_does():
     encoder = GraphEncoder(KINDS, width=8, layers=1, heads=2, dropout=0.0).double()
     initialize_parameters(encoder, 3)
     batch = collate(GRAPHS)
     entities = torch.randn(len(batch["entities"]), 8, dtype=torch.float64, requires_grad=True)
-    found = encoder(entities, batch["nodes"], batch["neighbours"])
+    found = encoder(entities, batch["nodes"], batch["neighbors"])
     nodes = batch["nodes"].tolist()
     rows = {-1 - value: (b, n) for b, row in enumerate(nodes) for n, value in enumerate(row) if value < 0}
     for b, n in itertools.product(range(len(GRAPHS)), range(batch["nodes"].shape[1])):
@@ -108,8 +108,8 @@ def test_a_node_that_is_no_neighbour_changes_nothing_and_a_neighbour_does():
         # the square, since a layer normalization makes the plain sum constant
         (reached,) = torch.autograd.grad(found[b, n].square().sum() + found[b, n, 0], entities, retain_graph=True)
         for row, (graph_, node) in rows.items():
-            neighbour = graph_ == b and bool(batch["neighbours"][b, n, node])
-            assert bool(reached[row].abs().max() > 1e-9) == neighbour, (b, n, row)
+            neighbor = graph_ == b and bool(batch["neighbors"][b, n, node])
+            assert bool(reached[row].abs().max() > 1e-9) == neighbor, (b, n, row)
 
 
 @torch.no_grad()
@@ -118,15 +118,15 @@ def test_another_entity_changes_the_nodes_within_as_many_steps_as_blocks_and_no_
     encoder = GraphEncoder(KINDS, width=8, layers=layers, heads=2, dropout=0.0).double()
     initialize_parameters(encoder, 4)
     batch = collate([graph(4, [(0, 4, 1), (1, 6, 2), (2, 4, 3)], seed=5), *GRAPHS])
-    nodes, neighbours = batch["nodes"], batch["neighbours"]
+    nodes, neighbors = batch["nodes"], batch["neighbors"]
     entities = torch.randn(len(batch["entities"]), 8, dtype=torch.float64)
-    before = encoder(entities, nodes, neighbours)
-    steps = torch.linalg.matrix_power(neighbours.double(), layers) > 0
+    before = encoder(entities, nodes, neighbors)
+    steps = torch.linalg.matrix_power(neighbors.double(), layers) > 0
     kept = 0
     for entity in range(len(entities)):
         changed = entities.clone()
         changed[entity] = 100 * torch.randn(8, dtype=torch.float64)
-        after = encoder(changed, nodes, neighbours)
+        after = encoder(changed, nodes, neighbors)
         ((owner, place),) = (nodes == -1 - entity).nonzero().tolist()
         reached = torch.zeros_like(nodes, dtype=torch.bool)
         reached[owner] = steps[owner, :, place]
@@ -220,11 +220,11 @@ def test_released_attention_drops_weights_in_evaluation_too():
     assert torch.equal(losses(writer(dropout=0.5)), losses(writer(dropout=0.5)))
 
 
-def test_released_nodes_learn_nothing_through_their_neighbours():
+def test_released_nodes_learn_nothing_through_their_neighbors():
     batch, gradients = collate(GRAPHS), []
     vectors = torch.randn(len(batch["entities"]), 8, dtype=torch.float64, requires_grad=True)
     for model in (writer(), departing("detached")):
-        found = model.encoder(vectors, batch["nodes"], batch["neighbours"])
+        found = model.encoder(vectors, batch["nodes"], batch["neighbors"])
         gradients.append(torch.autograd.grad(found[0, 1, 0], vectors)[0].abs().sum(dim=1))
     # entity 0 reaches entity 1 through the root
     assert gradients[0][1] > 1e-9
@@ -352,8 +352,8 @@ def test_shapes_that_do_not_fit_are_refused():
     model, batch = writer(), collate(GRAPHS)
     with pytest.raises(ShapeError, match="have \\[2, 3\\] rows"):
         model(**{**batch, "title": batch["title"][:2]})
-    with pytest.raises(ShapeError, match="neighbours has shape"):
-        model(**{**batch, "neighbours": batch["neighbours"][:, :2]})
+    with pytest.raises(ShapeError, match="neighbors has shape"):
+        model(**{**batch, "neighbors": batch["neighbors"][:, :2]})
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40))

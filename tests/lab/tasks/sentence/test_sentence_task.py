@@ -72,7 +72,7 @@ def settings_of(arm: str, data: Path, cache: Path, scale: SentenceScale = TOY, s
 @pytest.mark.usefixtures("inline")
 def test_every_kind_of_arm_trains_on_a_file_of_ones_own(texts, tmp_path):
     arms = (
-        "plain,scaled,smooth,svgd,svgd-relative,svgd-normalised,svgd-function,spos,sgld,cosine-penalty,"
+        "plain,scaled,smooth,svgd,svgd-relative,svgd-normalized,svgd-function,spos,sgld,cosine-penalty,"
         "cosine-repulsion,svgd:kernel=cosine,frobenius,output,drophead,svgd+frobenius,cnn,bilstm"
     )
     scale = dataclasses.replace(TOY, epochs=1)

@@ -219,7 +219,7 @@ FIGURE_3 = Reproduction(
     parts=(Part(("plain", *_TERMS), base("wmt17")),),
     extra=(
         "plain, which the figure leaves out; the mean cosine between the vectors, which says in one number how far "
-        "apart they point: t-SNE keeps neighbours and not distances, so a claim cannot rest on the picture"
+        "apart they point: t-SNE keeps neighbors and not distances, so a claim cannot rest on the picture"
     ),
     claims=(
         Claim(

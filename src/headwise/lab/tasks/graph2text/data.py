@@ -144,7 +144,7 @@ def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
 
     Returns:
         "title" [B, L], words padded with 0; "entities" [E, W], the words of all entities of the batch; "nodes" [B, N],
-        0 where there is none, the kind of a node that is no entity, and -1 - e for row e of "entities"; "neighbours"
+        0 where there is none, the kind of a node that is no entity, and -1 - e for row e of "entities"; "neighbors"
         [B, N, N], True where the node of the row may attend that of the column; "types" [B, most entities], the word of
         each entity's type, 0 where there is none; "inputs" and "labels" [B, T], the decoder's inputs and
         targets, 0 and -100 at pads.
@@ -159,7 +159,7 @@ def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
         >>> batch = collate([graph])
         >>> batch["nodes"].tolist(), batch["inputs"].tolist(), batch["labels"].tolist()
         ([[1, -1, -2, 4, 5]], [[2, 4, 6]], [[8, 6, 3]])
-        >>> batch["neighbours"][0, 3].tolist()  # the relation attends the head of its triple and itself
+        >>> batch["neighbors"][0, 3].tolist()  # the relation attends the head of its triple and itself
         [False, True, False, True, False]
     """
     if not examples:
@@ -170,18 +170,18 @@ def collate(examples: Sequence[EncodedGraph]) -> dict[str, Tensor]:
         row = [ROOT, *(-1 - len(entities) - place for place in range(count))]
         row += [kind + side for _, kind, _ in one["triples"] for side in (0, 1)]
         nodes.append(row)
-        edges.append(_neighbours(count, one["triples"]))
+        edges.append(_neighbors(count, one["triples"]))
         entities += one["entities"]
     widest = max(map(len, nodes))
-    neighbours = np.zeros((len(examples), widest, widest), dtype=bool)
+    neighbors = np.zeros((len(examples), widest, widest), dtype=bool)
     for place, found in enumerate(edges):
-        neighbours[place, : len(found), : len(found)] = found
+        neighbors[place, : len(found), : len(found)] = found
     inputs = [[START, *(_read(word, one) for word in one["text"][:-1])] for one in examples]
     return {
         "title": pad([one["title"] for one in examples], PADDING),
         "entities": pad(entities, PADDING),
         "nodes": pad(nodes, PADDING),
-        "neighbours": torch.from_numpy(neighbours),
+        "neighbors": torch.from_numpy(neighbors),
         "types": pad([one["types"] for one in examples], PADDING),
         "inputs": pad(inputs, PADDING),
         "labels": pad([one["text"] for one in examples], IGNORED),
@@ -193,7 +193,7 @@ def _read(word: int, graph: EncodedGraph) -> int:
     return word if word < graph["words"] else graph["types"][word - graph["words"]]
 
 
-def _neighbours(entities: int, triples: Sequence[tuple[int, int, int]]) -> NDArray[np.bool_]:
+def _neighbors(entities: int, triples: Sequence[tuple[int, int, int]]) -> NDArray[np.bool_]:
     size = 1 + entities + 2 * len(triples)
     found = np.eye(size, dtype=bool)
     found[0, 1 : 1 + entities] = found[1 : 1 + entities, 0] = True

@@ -68,7 +68,7 @@ def search(
         excluded: Ids that are never generated.
         no_repeat: Length of word sequences that may not occur twice in a text, at least 2; 0 for no limit.
     """
-    memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
+    memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbors", "types")))
     count, device = len(batch["nodes"]), batch["nodes"].device
     memory = memory.rows(torch.arange(count, device=device).repeat_interleave(beams))
     state = model.start(memory)

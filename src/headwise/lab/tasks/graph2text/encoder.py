@@ -1,4 +1,4 @@
-"""The graph transformer of GraphWriter (Koncel-Kedziorski et al. 2019): blocks of attention between neighbours."""
+"""The graph transformer of GraphWriter (Koncel-Kedziorski et al. 2019): blocks of attention between neighbors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RELEASED = Departures(*(True,) * 8)
 class GraphBlock(nn.Module):
     """Returns the new states of the nodes of all graphs.
 
-    t = LN(v + MHA(v, neighbours of v)), out = LN'(t + FFN(t)), with FFN(t) = W_2 PReLU(W_1 t + b_1) + b_2 of 4 d hidden
+    t = LN(v + MHA(v, neighbors of v)), out = LN'(t + FFN(t)), with FFN(t) = W_2 PReLU(W_1 t + b_1) + b_2 of 4 d hidden
     units, each with its own slope. The attention has no biases. The states of real nodes are concatenated,
     so that only the attention itself computes padding.
 
@@ -110,8 +110,8 @@ class GraphEncoder(nn.Module):
     Example:
         >>> encoder = GraphEncoder(6, width=8, layers=2, heads=2, dropout=0.0)
         >>> nodes = torch.tensor([[1, -1, 4, 5], [1, -2, 0, 0]])
-        >>> neighbours = (nodes != 0)[:, :, None] & (nodes != 0)[:, None]
-        >>> encoder(torch.randn(2, 8), nodes, neighbours).shape
+        >>> neighbors = (nodes != 0)[:, :, None] & (nodes != 0)[:, None]
+        >>> encoder(torch.randn(2, 8), nodes, neighbors).shape
         torch.Size([2, 4, 8])
     """
 
@@ -125,24 +125,24 @@ class GraphEncoder(nn.Module):
             GraphBlock(width, heads, dropout=dropout, departures=departures) for _ in range(layers)
         )
 
-    def forward(self, entities: Tensor, nodes: Tensor, neighbours: Tensor) -> Tensor:
+    def forward(self, entities: Tensor, nodes: Tensor, neighbors: Tensor) -> Tensor:
         """Return the states [B, N, d]; zero where there is no node.
 
         Args:
             entities: Vectors of all entities of the batch, [E, d].
             nodes: int64 [B, N]: 0 where there is none, the kind of a node that is no entity, -1 - e for entity e. The
                 first of each graph is its root.
-            neighbours: True where the node of the row may attend to that of the column, bool [B, N, N].
+            neighbors: True where the node of the row may attend to that of the column, bool [B, N, N].
 
         Raises:
-            ShapeError: `neighbours` does not fit `nodes`.
+            ShapeError: `neighbors` does not fit `nodes`.
         """
-        if tuple(neighbours.shape) != (*nodes.shape, nodes.shape[1]):
+        if tuple(neighbors.shape) != (*nodes.shape, nodes.shape[1]):
             raise ShapeError(
-                f"neighbours has shape {tuple(neighbours.shape)} and nodes {tuple(nodes.shape)}; expected (B, N, N) "
+                f"neighbors has shape {tuple(neighbors.shape)} and nodes {tuple(nodes.shape)}; expected (B, N, N) "
                 "and (B, N)."
             )
-        places = Places(nodes, neighbours, heads=self.heads)
+        places = Places(nodes, neighbors, heads=self.heads)
         table = torch.cat([self.kinds.weight, entities])
         real = nodes.flatten()[places.flat]
         states = table[torch.where(real < 0, len(self.kinds.weight) - 1 - real, real)]
@@ -159,7 +159,7 @@ class Places:
 
     Args:
         nodes: As for `GraphEncoder.forward`, [B, N].
-        neighbours: Likewise, [B, N, N].
+        neighbors: Likewise, [B, N, N].
         heads: Attention heads H.
 
     Attributes:
@@ -176,7 +176,7 @@ class Places:
         (torch.Size([2, 4]), torch.Size([2, 4, 3]))
     """
 
-    def __init__(self, nodes: Tensor, neighbours: Tensor, *, heads: int) -> None:
+    def __init__(self, nodes: Tensor, neighbors: Tensor, *, heads: int) -> None:
         real = nodes != 0
         self.flat = real.flatten().nonzero().squeeze(1)
         self.rows = _rows(self.flat, nodes.shape)
@@ -189,8 +189,8 @@ class Places:
         self.seats = (row[:, None] * wide + within).flatten()[self.flat]
         self.shared_rows = _rows(self.seats, shape)
         self.padding = self.shared_rows == len(self.flat)
-        graph, one, other = (neighbours & real[:, :, None] & real[:, None]).nonzero(as_tuple=True)
-        allowed = neighbours.new_zeros(*shape, wide)
+        graph, one, other = (neighbors & real[:, :, None] & real[:, None]).nonzero(as_tuple=True)
+        allowed = neighbors.new_zeros(*shape, wide)
         allowed[row[graph], within[graph, one], within[graph, other]] = True
         allowed[:, :, 0] |= self.padding
         self.strangers = (~allowed).repeat_interleave(heads, dim=0)

@@ -55,5 +55,5 @@ def _encode(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
         made = to_device(collate([writer.coder.encode(graph)]), writer.model)
         with torch.no_grad():
             entities = writer.model.entity_vectors(made["entities"])
-        inputs = {"entities": entities, "nodes": made["nodes"], "neighbours": made["neighbours"]}
+        inputs = {"entities": entities, "nodes": made["nodes"], "neighbors": made["neighbors"]}
         yield Encoded(number, (number,), inputs, made["nodes"] != 0, (name_nodes(graph),))

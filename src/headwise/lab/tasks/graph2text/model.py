@@ -153,7 +153,7 @@ class GraphWriter(nn.Module):
         title: Tensor,
         entities: Tensor,
         nodes: Tensor,
-        neighbours: Tensor,
+        neighbors: Tensor,
         types: Tensor,
         inputs: Tensor,
         labels: Tensor,
@@ -165,10 +165,10 @@ class GraphWriter(nn.Module):
         Raises:
             ShapeError: Batch sizes differ.
         """
-        batch = {len(one) for one in (title, nodes, neighbours, types, inputs, labels)}
+        batch = {len(one) for one in (title, nodes, neighbors, types, inputs, labels)}
         if len(batch) != 1:
-            raise ShapeError(f"title, nodes, neighbours, types, inputs and labels have {sorted(batch)} rows.")
-        memory = self.read(title, entities, nodes, neighbours, types)
+            raise ShapeError(f"title, nodes, neighbors, types, inputs and labels have {sorted(batch)} rows.")
+        memory = self.read(title, entities, nodes, neighbors, types)
         state = self.start(memory)
         if self.departures.late_context and self.training:
             state = dataclasses.replace(state, graph=0 * state.graph, title=0 * state.title)
@@ -183,11 +183,11 @@ class GraphWriter(nn.Module):
         losses = self._losses(memory, torch.stack(found, dim=1), labels)
         return {"loss": losses.sum() / (labels != IGNORED).sum(), "losses": losses}
 
-    def read(self, title: Tensor, entities: Tensor, nodes: Tensor, neighbours: Tensor, types: Tensor) -> Memory:
+    def read(self, title: Tensor, entities: Tensor, nodes: Tensor, neighbors: Tensor, types: Tensor) -> Memory:
         """Return the encoded titles and graphs."""
         title_states, _ = self.titles(title, self._vectors)
         phrases = self.entity_vectors(entities)
-        states = self.encoder(phrases, nodes, neighbours)
+        states = self.encoder(phrases, nodes, neighbors)
         there = nodes[:, 1 : 1 + types.shape[1]] < 0
         copies = states[:, 1 : 1 + types.shape[1]]
         if self.departures.bare_copies:

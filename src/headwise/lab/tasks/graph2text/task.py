@@ -130,7 +130,7 @@ class Graph2TextTask(Task):
         """Run the graph encoder on dev graphs, one batch per item."""
         chosen = spread_evenly(len(data.dev), PROBED)
         for _, made in _make_batches(model, data.dev, chosen):
-            model.read(*(made[name] for name in ("title", "entities", "nodes", "neighbours", "types")))
+            model.read(*(made[name] for name in ("title", "entities", "nodes", "neighbors", "types")))
             yield
 
     def baseline(self, name: str, data: GraphData, seed: int) -> Answers:  # noqa: ARG002  nothing is drawn
