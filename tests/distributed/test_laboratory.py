@@ -19,8 +19,10 @@ from distributed.processes import Processes
 from headwise.errors import SettingError
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.training import processes
+from headwise.lab.training.attach import Methods
 from headwise.lab.training.train import train_run
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,37 @@ def test_a_checkpoint_of_one_process_serves_two_and_the_other_way_round(
             assert [path.name for path in moved.glob("checkpoint-*")] == [f"checkpoint-{stop}"]
             assert not (moved / "result.json").exists()
     assert_same_run(moved, tmp_path / "whole")
+
+
+def test_processes_drop_other_heads_and_go_on_with_their_own(two: Processes):
+    first, second = two.run(draw_dropped)
+    assert first == draw_dropped()
+    assert first != second
+
+
+def draw_dropped() -> list[float]:
+    """Return what decides the first heads dropped, after a checkpoint was seen to go on with those that follow."""
+
+    def attach(state: dict[str, Any] | None = None) -> Methods:
+        model = PairClassifier(5, 7, TOY)
+        methods = Methods(parse_arm("drophead:rate=0.5"), model, model.encoder, seed=3)
+        if state is not None:
+            methods.load_state_dict(state)
+        return methods
+
+    def draw(methods: Methods) -> list[float]:
+        assert methods.drophead is not None
+        return torch.rand(4, generator=methods.drophead.generator).tolist()
+
+    methods = attach()
+    first = draw(methods)
+    # the first process writes the checkpoint
+    state = processes.agree(methods.state_dict())
+    following = draw(methods)
+    assert draw(attach(state)) == following
+    # of one process
+    assert draw(attach({"drophead": state["drophead"]})) == (first if processes.rank() else following)
+    return first
 
 
 def test_a_refusal_is_the_same_in_every_process(two: Processes, cache: Path, tmp_path: Path):

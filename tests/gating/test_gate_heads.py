@@ -372,7 +372,7 @@ def test_gates_stand_before_an_aggregator_that_was_there(order: str, tmp_path: A
     randomize(model)
     hw.save(model, tmp_path)
     again = encoder(1).double()
-    with pytest.raises(hw.DataError, match=r"head_gates.*are not in the model"):
+    with pytest.raises(hw.DataError, match=r"head_gates.*does not make gates: .*and then hw\.gate_heads"):
         hw.load(tmp_path, again)
     # with both in the model that is loaded into, it comes back
     hw.aggregate(hw.find_heads(again), hw.Gate())

@@ -97,6 +97,23 @@ def test_several_of_a_kind_act_together():
     )
 
 
+def test_relative_penalties_are_shares_of_the_loss_alone_in_any_order():
+    methods = [Penalize(hw.Output(), weight=hw.Relative(0.5)), Penalize(hw.CKA(), weight=hw.Relative(0.8))]
+    added: list[torch.Tensor] = []
+    strengths: list[list[object]] = []
+    for given in (methods[:1], methods[1:], methods, methods[::-1], [Penalize(hw.Position(), weight=3.0), *methods]):
+        model, optimizer, attached = start(*given)
+        attached.attach(model, optimizer)
+        loss = model(**collate(make_rows(4))).loss
+        added.append(attached.add_penalty(loss) - loss)
+        relative = [penalty.relative for penalty in attached.penalties]
+        strengths.append([one.state_dict()["logarithms"] for one in relative if one is not None])
+    first, second = strengths[0] + strengths[1]
+    assert strengths[2:] == [[first, second], [second, first], [first, second]]
+    torch.testing.assert_close(added[2], added[0] + added[1])
+    torch.testing.assert_close(added[3], added[2])
+
+
 def test_a_weight_of_zero_is_measured_and_leaves_the_loss_alone():
     model, optimizer, attached = start(Penalize(hw.Output(), weight=0.0))
     attached.attach(model, optimizer)

@@ -122,7 +122,8 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
 
     To load a gated model, put the same gates on a new one and load the state dict. `headwise.save` and
     `from_pretrained` of transformers do not make gates: of a folder that `save_pretrained` wrote, load the tensors
-    after `gate_heads`.
+    after `gate_heads`. With aggregators or fewer heads too, change a new model in the same order, `aggregate` or
+    `prune` and then `gate_heads`, and call `headwise.load(folder, model)`.
 
     Args:
         heads: The attentions, from `find_heads`.

@@ -165,6 +165,8 @@ class Attached:
     def add_penalty(self, loss: Tensor, *, share: float = 1.0) -> Tensor:
         """Return loss + share * sum_p weight_p * penalty_p of the last forward, and in evaluation the loss alone.
 
+        A relative strength is a share of the loss given, without the other penalties.
+
         Args:
             loss: A scalar.
             share: Factor on the penalty: 1 / n where the loop adds up n micro-batches without dividing their losses.
@@ -188,8 +190,9 @@ class Attached:
         self._called = False
         if not (self.penalties[0].heads.model.training and torch.is_grad_enabled()):
             return loss
+        task = loss
         for method, penalty in zip(methods, self.penalties, strict=True):
-            before, loss = loss, method.add(penalty, loss, share=share)
+            before, loss = loss, method.add(penalty, loss, share=share, task=task)
             assert penalty.last is not None  # it was read
             self._similarity = self._similarity.to(loss.device) + penalty.last.to(loss.device) / len(methods)
             self._penalty = self._penalty.to(loss.device) + (loss - before).detach() / share

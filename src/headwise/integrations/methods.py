@@ -150,16 +150,20 @@ class Penalize:
             return parts
         return tuple((weight, GroupedQueries(similarity, self.grouping)) for weight, similarity in parts)
 
-    def add(self, penalty: Disagreement, loss: Tensor, *, share: float = 1.0) -> Tensor:
+    def add(self, penalty: Disagreement, loss: Tensor, *, share: float = 1.0, task: Tensor | None = None) -> Tensor:
         """Return the loss with what `attach` returned added to it; errors as of `Disagreement.add_to`.
 
         Args:
             penalty: What `attach` returned.
-            loss: The loss of the task, a scalar.
+            loss: The loss, a scalar.
             share: Factor on a weight; a strength that is measured against the loss needs none.
+            task: The loss of the task, where other terms were added to `loss` already: a strength is measured against
+                it alone. None where there are none.
         """
         if isinstance(self.weight, Relative | Target):
-            return penalty.add_to(loss)
+            if task is None or task is loss:
+                return penalty.add_to(loss)
+            return loss + (penalty.add_to(task) - task)
         value = penalty()
         return loss + share * self.weight * value.to(loss.device) if self.weight else loss
 

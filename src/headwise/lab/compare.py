@@ -172,6 +172,18 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     return jobs
 
 
+def describe_fixed(comparison: Comparison) -> dict[str, Any]:
+    """Return what makes the runs of a comparison comparable with others, of which its data is read; nothing is written.
+
+    Raises:
+        DataError: The data cannot be read.
+    """
+    task = named_task(comparison.task)
+    return _describe_fixed(
+        comparison, task, task.load(comparison.data, comparison.scale, _find_cache(comparison), progress=False)
+    )
+
+
 def is_divided(job: Job) -> bool:
     """Return whether a run is made of several trainings, whose models are several too."""
     return job.settings.whole is not None or len(list_scales(named_task(job.settings.task), job.settings)) > 1
@@ -193,12 +205,12 @@ def publish(out: Path, console: Console, command: str) -> None:
     publish_table(read_table(out), out, console, command)
 
 
-def publish_table(table: Table, folder: Path, console: Console, command: str) -> None:
+def publish_table(table: Table, folder: Path, console: Console, command: str, title: str = "") -> None:
     """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
     runs.prepare_folder(folder / FIGURES)
     runs.write_json(folder / RESULTS, make_record(table))
     drawn = write_figures(table, folder / FIGURES)
-    make_page(table, drawn, command=command).write(folder / REPORT)
+    make_page(table, drawn, title=title, command=command).write(folder / REPORT)
     console.print(render_terminal(table))
     console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
 
@@ -282,15 +294,7 @@ def _find_cache(comparison: Comparison) -> Path:
 def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     """Write the record of the comparison, adding to the arms and seeds of an earlier one in the same folder."""
     out, path = comparison.out, comparison.out / COMPARISON
-    fixed: dict[str, Any] = {
-        "task": comparison.task,
-        "scale": comparison.scale.name,
-        "sizes": runs.as_record(comparison.scale),
-        "data": data.fingerprint,
-        "primary": task.primary,
-        "metric": task.metric,
-        "difficulty": task.difficulty,
-    }
+    fixed = _describe_fixed(comparison, task, data)
     arms, seeds = [arm.name for arm in comparison.arms], list(comparison.seeds)
     if path.exists():
         old = runs.read_json(path)
@@ -309,6 +313,18 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     if references is not None:
         runs.write_text(out / REFERENCES, "".join(f"{line}\n" for line in references))
     runs.write_json(path, seal(fixed | told, out, [TEST] if references is None else [TEST, REFERENCES]))
+
+
+def _describe_fixed(comparison: Comparison, task: Task, data: Data) -> dict[str, Any]:
+    return {
+        "task": comparison.task,
+        "scale": comparison.scale.name,
+        "sizes": runs.as_record(comparison.scale),
+        "data": data.fingerprint,
+        "primary": task.primary,
+        "metric": task.metric,
+        "difficulty": task.difficulty,
+    }
 
 
 def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:

@@ -146,9 +146,15 @@ def load_tensors(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor]) 
     missing = sorted(slots.keys() - tensors.keys() - tied.keys())
     unknown = sorted((tensors.keys() | tied.keys()) - slots.keys())
     if missing or unknown:
+        remedy = "pass a model of the same structure"
+        if any("head_gates" in name.split(".") for name in unknown):
+            remedy = (
+                "load() does not make gates: change a new model as the saved one was, with hw.aggregate or hw.prune "
+                "and then hw.gate_heads, and pass it, load(folder, model)"
+            )
         raise DataError(
             f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
-            f"{unknown[:4]} ({len(unknown)}) are not in the model; pass a model of the same structure."
+            f"{unknown[:4]} ({len(unknown)}) are not in the model; {remedy}."
         )
     for name, (_, _, own) in slots.items():
         _require_fitting(source, name, own, tensors[tied.get(name, name)])

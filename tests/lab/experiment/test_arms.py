@@ -307,6 +307,7 @@ def test_any_settings_of_any_arm_print_as_a_text_that_gives_the_arm_back(data):
         ("svgd:projections=output", r"projections is 'output'"),
         ("output:kind_weights=1/2", r"kind_weights is \(1\.0, 2\.0\); expected one number for each"),
         ("svgd:alpha", r"'alpha' in arm 'svgd:alpha' is not of the form setting=value\."),
+        ("svgd:alpha=0.5,alpha=0.1", r"arm 'svgd:alpha=0.5,alpha=0.1' sets alpha to 0.5 and to 0.1; two arms are"),
         ("svgd+spos", r"svgd\+spos: both set rule; an arm has one\."),
         ("simple+em", r"simple\+em: both set aggregation; an arm has one\."),
         ("em:learning_rate=0.1+svgd:learning_rate=0.2", r"both set learning rate; an arm has one\."),

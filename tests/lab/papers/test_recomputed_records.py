@@ -19,7 +19,7 @@ from headwise.lab.papers.pages import EARLIER, render
 from headwise.lab.papers.records import Reproduced, tabulate_parts, write_records
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
 from headwise.lab.papers.sizes import small
-from headwise.lab.results.cells import Grid
+from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.grids import NOTE
 from headwise.lab.results.runs import read_results
@@ -165,6 +165,7 @@ def test_published_differences_are_those_of_the_papers_cells(evidence):
     assert em["p_equivalence"] is None
     power = build_claims_grids(recorded)[1]
     assert power.title == POWER
+    assert {row[3] for row in power.text if row[0] != "output over plain"} == {NONE}
     row = next(row for row in power.text if row[0] == "output over plain")
     assert row[3:5] == ("+5.50 points", "yes" if output["holds_published"] else "no")
     assert row[2] == f"{100 * output['detectable']:.2f} to {100 * output['detectable_in_family']:.2f}"

@@ -153,6 +153,11 @@ def test_a_part_is_run_alone_and_claims_that_reach_into_another_are_left_out(cor
     (kept,) = (tmp_path / "paper" / "results").glob("*.json")
     claims = json.loads(kept.read_text())["claims"]
     assert 0 < len(claims) < len(whole.claims)
+    lack = (
+        "Not asked for: 1 head, 4 heads, 8 heads, 16 heads. Claims, and families of tests, are about the other parts."
+    )
+    assert lack in read_pages(tmp_path / "paper")
+    assert lack in " ".join(screen.export_text().split())
     said = [text for claim in claims for text in [claim["verdict"], *(one["reason"] for one in claim["contrasts"])]]
     assert not any("not run" in text for text in said)
     # the other parts find what is there, and do the rest
@@ -174,6 +179,20 @@ def test_a_part_is_run_alone_and_claims_that_reach_into_another_are_left_out(cor
 def test_a_part_that_is_not_there_is_refused(name, part, message):
     with pytest.raises(SettingError, match=message):
         REPRODUCTIONS[name].only([part], "demo")
+
+
+def test_sizes_that_change_what_an_arm_means_are_refused(corpus, tmp_path):
+    options = ScaleOptions("demo", sizes=("encoder_layers=4",))
+    with pytest.raises(SettingError, match=r"are not those of scale demo: .*layers=.*; expected sizes that leave"):
+        make_plans(
+            REPRODUCTIONS["diversify/table-4"],
+            "demo",
+            seeds=1,
+            data=corpus,
+            out=tmp_path,
+            workers=1,
+            options=options,
+        )
 
 
 def test_runs_are_shared_between_reproductions_and_nothing_is_done_twice(corpus, tmp_path, monkeypatch):
@@ -219,9 +238,9 @@ def test_a_corpus_has_the_name_of_its_record_and_a_part_of_one_another(tmp_path)
     assert name_data(Path("a b/c:d e")) == "c_d_e"
 
 
-def published(tmp_path, data="iwslt14", scale="paper"):
-    """A reproduction with two parts, one of which the scale demo does not have, on drawn answers."""
-    sizes = {"demo": Size("demo"), "paper": Size("paper", corpus="iwslt14")}
+def published(tmp_path, data="iwslt14", scale="paper", size="demo"):
+    """A reproduction with two parts, one of which the scale demo does not have, on drawn answers of the size demo."""
+    sizes = {"demo": Size("demo"), "paper": Size(size, corpus="iwslt14")}
     parts = Part(("plain", "output"), sizes, "one"), Part(("plain",), {"paper": sizes["paper"]}, "two")
     columns = (
         Column("BLEU"),
@@ -262,6 +281,7 @@ def test_numbers_compare_only_on_the_papers_data_and_size(tmp_path):
     assert published(tmp_path).is_the_papers
     assert not published(tmp_path, data="iwslt14-partial").is_the_papers
     assert not published(tmp_path, scale="demo").is_the_papers
+    assert not published(tmp_path, size="paper").is_the_papers, "runs of another size than the scale's, as with --set"
 
 
 def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path, monkeypatch):

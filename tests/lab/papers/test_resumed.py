@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -15,11 +16,13 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.papers.archive import ARCHIVE
 from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.listing import show_plans
 from headwise.lab.papers.recomputed import find_record
 from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.papers.resumed import count_seeds, extend_seeds, restore_runs
+from headwise.lab.papers.resumed import extend_seeds, list_runs, restore_runs
 from headwise.lab.papers.run import Plan, do_plans, make_plans, report, write_commands
 from headwise.lab.results.runs import pair_with_controls
+from headwise.lab.tune import BestDraw
 from lab.command import call
 from lab.inline import do_inline
 
@@ -96,12 +99,12 @@ def test_parts_that_are_not_asked_for_stay_in_the_record(paper: Path, tmp_path: 
     [((), 2, {"1x": 3, "3x": 2}), (("3x",), 2, {"1x": 3, "3x": 2}), (("1x",), 5, {"1x": 5, "3x": 0})],
 )
 def test_a_record_loses_no_seed(asked: tuple[str, ...], seeds: int, expected: dict[str, int]):
-    assert extend_seeds(STUDY, "demo", asked, seeds, {"1x": 3}) == expected
+    assert extend_seeds(STUDY, "demo", asked, seeds, {"1x": [("plain", 2), ("cka", 0)]}) == expected
 
 
 def test_a_part_of_the_record_without_data_is_refused():
     with pytest.raises(SettingError, match="the record has 3x, for which --data holds nothing"):
-        extend_seeds(STUDY.only(["1x"], "demo"), "demo", ("1x",), 2, {"1x": 2, "3x": 2})
+        extend_seeds(STUDY.only(["1x"], "demo"), "demo", ("1x",), 2, {"1x": [("plain", 0)], "3x": [("plain", 0)]})
 
 
 def test_runs_without_texts_are_in_no_paired_test(tmp_path: Path):
@@ -138,26 +141,45 @@ def test_runs_of_an_arm_that_has_other_settings_now_are_refused(paper: Path, tmp
         do_plans(STUDY, plans, Console(quiet=True))
 
 
-def test_runs_of_other_sizes_are_refused(paper: Path, tmp_path: Path):
+def test_a_record_of_other_sizes_or_draws_is_refused_before_anything_is_copied(paper: Path, tmp_path: Path):
     record = find_record(paper, STUDY.id, "demo")
-    plans = plan(tmp_path / "runs", STUDY, 1, "dropout=0.3")
-    restore_runs(record, plans)
-    with pytest.raises(SettingError, match=r"has scale '.*dev_examples=24' but '.*dropout=0.3' is requested"):
-        do_plans(STUDY, plans, Console(quiet=True))
+    with pytest.raises(SettingError, match=r"have scale '.*dev_examples=24', and '.*dropout=0.3' is asked for"):
+        restore_runs(record, plan(tmp_path / "runs", STUDY, 1, "dropout=0.3"))
+    drawn = [
+        dataclasses.replace(one, tuned={"plain": BestDraw("plain:dropout=0.3")}) for one in plan(tmp_path, STUDY, 1)
+    ]
+    with pytest.raises(SettingError, match=r"have tuned\.plain None, and 'plain:dropout=0.3' is asked for"):
+        restore_runs(record, drawn)
+    # the data is prepared, for its digest
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["data"]
 
 
 @pytest.mark.usefixtures("inline")
-def test_runs_of_other_sizes_are_not_put_beside_those_there(paper: Path, tmp_path: Path):
-    plans = plan(tmp_path / "runs", STUDY.only(["1x"], "demo"), 1, "dropout=0.3")
-    assert do_plans(STUDY.only(["1x"], "demo"), plans, Console(quiet=True)) == []
-    with pytest.raises(SettingError, match=r"has scale '.*dropout=0.3' but '.*dev_examples=24' is requested"):
+def test_runs_are_not_put_beside_those_of_another_comparison(paper: Path, tmp_path: Path):
+    plans = plan(tmp_path / "runs", STUDY.only(["1x"], "demo"), 1)
+    (place,) = {one.comparison.out for one in plans}
+    place.mkdir(parents=True)
+    (place / "comparison.json").write_text(json.dumps({"task": "logic", "scale": "another"}))
+    with pytest.raises(
+        SettingError, match=r"comparison\.json has scale 'another' but '.*dev_examples=24' is requested"
+    ):
         restore_runs(find_record(paper, STUDY.id, "demo"), plans)
+    assert [path.name for path in place.iterdir()] == ["comparison.json"]
+
+
+def test_a_dry_run_counts_the_runs_of_the_record(paper: Path, tmp_path: Path):
+    recorded = list_runs(find_record(paper, STUDY.id, "demo"))
+    assert recorded["1x"] >= {("plain", 0), ("cka:ratio=3.0", 0)}
+    screen = Console(record=True, width=200, quiet=False, file=io.StringIO())
+    show_plans(STUDY, plan(tmp_path / "runs", STUDY, 2), screen, recorded)
+    # three arms, two parts, two seeds; one seed of one part is there
+    assert "9 runs to do" in screen.export_text()
 
 
 def test_a_damaged_record_is_named(tmp_path: Path):
     record = tmp_path / "dose-logic-demo.json"
     record.write_text("{}")
-    for read in (count_seeds, lambda path: restore_runs(path, ())):
+    for read in (list_runs, lambda path: restore_runs(path, ())):
         with pytest.raises(DataError, match="is not the record of a reproduction"):
             read(record)
     record.write_text('{"parts": {"1x": ""}}')

@@ -96,7 +96,7 @@ def test_table_1_on_pairs_with_distances_beside_the_papers(tmp_path):
     assert found["file"] == "table-1-demo.json"
     rows = {row[0]: row for row in found["published"]["rows"] if row[1] == "SNLI"}
     header = found["published"]["header"]
-    assert header[-2:] == ["Dist, paper", "Dist, here"]
+    assert header[-2:] == ["Dist, paper", "Dist (least to most), here"]
     assert rows["BiLSTM + RMA (SVGD)"][2] == "svgd:alpha=0.005,step_size=1.0"
     assert rows["BiLSTM + RMA (SVGD)"][-2] == {"value": 1.688, "digits": 3}
     assert rows["BiLSTM + RMA (SVGD)"][-1]["value"] > 0

@@ -40,6 +40,14 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
     assert html.count("data:image/png") == 3
 
 
+def test_the_page_names_the_size_of_the_family_and_its_command(table):
+    (family,) = {row.to_control.judgement.family for row in table.arms if row.to_control is not None} - {0}
+    assert family > 1
+    assert f"method over {family} contrasts" in make_page(table, ()).render()
+    title = "headwise reproduce diversity/dose-logic 1x"
+    assert f"<title>{title}" in make_page(table, (), title=title).render()
+
+
 def test_the_headline_says_who_was_better_worse_and_undecided(table):
     verdicts = {row.arm: row.verdict for row in table.arms}
     text = write_headline(table)

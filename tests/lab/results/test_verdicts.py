@@ -72,6 +72,8 @@ def test_why_there_is_no_verdict(by_seed, words):
         (NOTHING, 1.0, 0.03, EQUIVALENT),
         (NOTHING, 1.0, 0.008, UNCLEAR),
         (Estimate((-0.1, -0.2, -0.1, -0.15, -0.1)), 0.01, 0.03, CONTRADICTED),
+        # arms that answer alike in every run show nothing, of no size
+        (Estimate((0.0,) * 5), 1.0, 0.02, NOT_SHOWN),
         (Estimate((0.1, 0.2)), None, 0.03, "no verdict (2 seeds)"),
     ],
 )

@@ -197,6 +197,20 @@ def test_the_balance_of_a_mixture_enters_the_loss_of_training_and_no_other(cache
     torch.testing.assert_close(loss, plain + 0.01 * term)
 
 
+def test_a_relative_penalty_is_a_share_of_the_loss_without_the_balance(cache):
+    data = load_logic(None, TOY, cache)
+    batch: Any = named_task("logic").collate([data.train[index] for index in range(16)])
+    measured = []
+    for balanced in (False, True):
+        arm = parse_arm("mixture:shared=0,active=1+output-relative")
+        model, methods = attach_arm(named_task("logic"), arm, data, dataclasses.replace(TOY, dropout=0.0), seed=0)
+        methods.gating = methods.gating if balanced else None
+        methods.add_penalty(model.train()(**batch)["loss"])
+        assert methods.penalty is not None
+        measured.append(methods.penalty.state_dict()["logarithms"])
+    assert measured[0] == measured[1]
+
+
 def test_arms_that_a_model_cannot_have_are_refused_in_a_sentence():
     bert = find_heads(make_bert())
     with pytest.raises(LayoutError, match="arms differential and paired change torch's multi-head attention and the"):

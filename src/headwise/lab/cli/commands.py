@@ -169,7 +169,7 @@ def reproduce(
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
     from headwise.lab.papers.recomputed import find_record, recompute
-    from headwise.lab.papers.resumed import count_seeds, extend_seeds, restore_runs
+    from headwise.lab.papers.resumed import extend_seeds, list_runs, restore_runs
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -192,11 +192,12 @@ def reproduce(
         return
     if resume and record is None:
         raise typer.BadParameter("--resume takes over the runs of a record; name its folder with --record.")
-    before = find_record(record, identifier, scale) if resume and record is not None else None
-    kept_seeds = {} if before is None else count_seeds(before)
+    is_tuned = tuned is not None
+    before = find_record(record, identifier, scale, tuned=is_tuned) if resume and record is not None else None
+    recorded = list_runs(before)
     whole = with_data(reproduction, scale, data)
     # a part that is not asked for stays in the record
-    reproduction = with_data(reproduction.only((*parts, *kept_seeds) if parts else (), scale), scale, data)
+    reproduction = with_data(reproduction.only((*parts, *recorded) if parts else (), scale), scale, data)
     seeds = reproducing.choose_seeds(scale) if seeds is None else seeds
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
@@ -204,7 +205,7 @@ def reproduce(
     options = ScaleOptions(
         scale, pipeline, embeddings, folds, tuple(sizes or ()), out_of_domain, pretrained, trust_remote_code
     )
-    seeds_of = extend_seeds(reproduction, scale, parts or (), seeds, kept_seeds)
+    seeds_of = extend_seeds(reproduction, scale, parts or (), seeds, recorded)
     plans = reproducing.make_plans(
         reproduction, scale, seeds=seeds_of, data=data, out=out, workers=workers, options=options, tuned=tuned
     )
@@ -212,7 +213,7 @@ def reproduce(
         for plan in (*plans[0].before, *plans):
             require_data(plan.comparison.task, plan.comparison.data, plan.comparison.scale)
         reproducing.require_analysable(reproduction, plans)
-        lists.show_plans(reproduction, plans, standard_console())
+        lists.show_plans(reproduction, plans, standard_console(), recorded)
         return
     # the record is for others, whose folders have other names
     more = ("" if data is None else " --data FOLDER") + ("" if tuned is None else " --tuned TUNING")

@@ -151,6 +151,11 @@ def _parse_part(text: str) -> Arm:
         key, equals, value = (part.strip() for part in piece.partition("="))
         if not equals or not key or not value:
             raise SettingError(f"{piece!r} in arm {text!r} is not of the form setting=value.")
+        if key in settings:
+            raise SettingError(
+                f"arm {text!r} sets {key} to {settings[key]} and to {value}; two arms are NAME:{key}={settings[key]},"
+                f"NAME:{key}={value}."
+            )
         settings[key] = value
     return with_settings(known[name], settings)
 

@@ -1,7 +1,8 @@
 """The scores of a trained model per bin, and how similar its heads are."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from headwise.heads.heads import Heads, Site
 from headwise.heads.taps import Taps
 from headwise.lab.data.batching import batch_by_length
 from headwise.lab.experiment.metrics import Metric
+from headwise.report.measure import group_readable
 
 PAIRWISE = (
     "effective_heads",
@@ -66,6 +68,12 @@ def round_to_bins(values: ArrayLike, ends: Sequence[int]) -> NDArray[np.int64]:
     return np.array(ends)[np.minimum(np.searchsorted(ends, values), len(ends) - 1)]
 
 
+def select_with_weights(heads: Heads) -> Heads:
+    """Return the attentions whose weights can be read, perhaps none."""
+    found = [site.name for read, sites in group_readable(heads)[0].items() if "weights" in read for site in sites]
+    return replace(heads, sites=tuple(site for site in heads if site.name in found))
+
+
 @dataclass(frozen=True)
 class Diversity:
     """How alike heads are.
@@ -90,7 +98,8 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
         "effective_heads", "effective_heads_weighted" (by variance) and "debiased_cka" of the contributions of heads,
         or of their outputs where no linear output projection follows; "distance" (Dist of An et al. 2020, per token),
         "output_cosine", "output_cka", "position_js" (Jensen-Shannon of attention rows), "parameter_cosine" (mean
-        absolute), "particle_norm"; None for all but the last if sites have one head, and for all without heads.
+        absolute), "particle_norm"; None for all but the last if sites have one head, and for all without heads. Where
+        weights cannot be read, a site has no "position_js"; the mean is over the others, and None if there are none.
     """
     pairwise = (*PAIRWISE, "parameter_cosine")
     if heads is None:
@@ -105,13 +114,18 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
         [float(metrics.parameter_cosine(particles).mean_absolute) for particles in parameters if len(particles) > 1]
     )
     sites: dict[str, _Site] = {site.name: _Site(site) for site in heads}
-    with Taps(heads, outputs=True, weights=True) as taps:
+    with ExitStack() as attached:
+        taps = [
+            attached.enter_context(Taps(group, outputs=True, weights="weights" in read))
+            for read, group in group_readable(heads)[0].items()
+        ]
         for _ in probe:
-            for capture in taps.read():
+            for capture in (capture for tap in taps for capture in tap.read()):
                 sites[capture.site.name].add(capture)
     found = {name: site.means() for name, site in sites.items()}
     for measure in PAIRWISE:
-        measured[measure] = _mean([site[measure] for site in found.values()])
+        known = [site[measure] for site in found.values() if measure in site]
+        measured[measure] = _mean(known) if known else None
     return Diversity(measured, found)
 
 
@@ -121,19 +135,20 @@ class _Site:
     def __init__(self, site: Site) -> None:
         self.tokens = 0
         self.output_weights = site.find_output_weights()
-        self.sums: dict[str, float] = dict.fromkeys(("distance", "output_cosine", "position_js"), 0.0)
+        self.sums: dict[str, float] = dict.fromkeys(("distance", "output_cosine"), 0.0)
         self.moments: metrics.OutputMoments | None = None
         self.contributions: metrics.OutputMoments | None = None
 
     def add(self, capture: Capture) -> None:
         outputs, weights, keep = capture.outputs, capture.weights, capture.query_keep
         assert outputs is not None
-        assert weights is not None
         count = capture.queries
         self.tokens += count
         self.sums["distance"] += count * float(metrics.head_distance(outputs, keep))
         self.sums["output_cosine"] += count * float(metrics.output_cosine(outputs, keep))
-        self.sums["position_js"] += count * float(metrics.attention_jensen_shannon(weights, keep))
+        if weights is not None:
+            own = count * float(metrics.attention_jensen_shannon(weights, keep))
+            self.sums["position_js"] = self.sums.get("position_js", 0.0) + own
         moments = metrics.output_moments(outputs, keep)
         self.moments = moments if self.moments is None else self.moments + moments
         if self.output_weights is not None:
@@ -141,7 +156,7 @@ class _Site:
             self.contributions = moments if self.contributions is None else self.contributions + moments
 
     def means(self) -> dict[str, float]:
-        """Return each of `PAIRWISE`."""
+        """Return each of `PAIRWISE` that was read."""
         assert self.moments is not None
         contributions = self.moments if self.contributions is None else self.contributions
         number, weighted, _ = contributions.effective_heads()

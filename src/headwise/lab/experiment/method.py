@@ -91,8 +91,8 @@ class PairHeads:
 class Widen:
     """More hidden units in the feed-forward layers beside the attentions: as many parameters as a rival has.
 
-    A unit has 2d + 1 parameters, or 3d in the gated layers of Llama. Gates on features have (d + 1) d for each
-    attention, those on heads (d + 1) H.
+    A unit has 2d + 1 parameters, 2d + 2 with a slope of its own, or 3d in the gated layers of Llama. Gates on features
+    have (d + 1) d for each attention, those on heads (d + 1) H.
 
     Attributes:
         units: Number of further units of each layer; None for about as many parameters as gates on features have, half

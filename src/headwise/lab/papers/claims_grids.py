@@ -76,7 +76,7 @@ def _write_contrast(found: Mapping[str, Any] | str) -> str:
 
 def _show_difference(found: Mapping[str, Any], value: float | None, *ends: float | None, signed: bool = True) -> Cell:
     """Return a difference in points, or in the units of a number of each run."""
-    if value is None and None in ends:
+    if value is None and (not ends or None in ends):
         return NONE
     low, high = ends or (None, None)
     if is_shown_in_points(found["measure"]):

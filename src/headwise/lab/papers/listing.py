@@ -1,7 +1,7 @@
 """What reproductions there are and what running them takes, before anything is run."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -49,20 +49,33 @@ def _count_runs(out: Path, reproduction: Reproduction, scale: str) -> tuple[str,
     return f"{arms} x {seeds}", "" if seconds is None else f"{seeds * seconds / 3600:.1f}"
 
 
-def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> None:
-    """Show the runs of a reproduction, which of them are finished and what the others may cost; nothing is done."""
+def show_plans(
+    reproduction: Reproduction,
+    plans: Sequence[Plan],
+    console: Console,
+    recorded: Mapping[str, Collection[tuple[str, int]]] | None = None,
+) -> None:
+    """Show the runs of a reproduction, which of them are finished and what the others may cost; nothing is done.
+
+    `recorded` are the runs, by part, that a record has: arm and seed of each. They count as finished.
+    """
     shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
     shown.add_column("folder", overflow="fold")
     left, seconds = 0, []
     for plan in (*plans[0].before, *plans):
-        comparison = plan.comparison
+        comparison, open_runs = plan.comparison, 0
+        # a record has no runs of the reproduction before
+        kept = (recorded or {}).get(plan.part.name, ()) if plan in plans else ()
         for arm in comparison.arms:
-            done = sum(runs.is_finished(find_run_folder(comparison.out, arm.folder, seed)) for seed in comparison.seeds)
-            left += len(comparison.seeds) - done
+            done = sum(
+                (arm.name, seed) in kept or runs.is_finished(find_run_folder(comparison.out, arm.folder, seed))
+                for seed in comparison.seeds
+            )
+            open_runs += len(comparison.seeds) - done
             seeds = f"0 to {max(comparison.seeds)}" if len(comparison.seeds) > 1 else "0"
             cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)
             shown.add_row(*cells, Text(str(comparison.out / arm.folder)))
-        open_runs = len(plan.folders) - len(plan.finished)
+        left += open_runs
         seconds.append(_estimate_cost(plan.finished, open_runs))
     console.print(shown)
     total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
@@ -70,7 +83,7 @@ def show_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Conso
     if total is not None:
         cost = f"about {total / 3600:.1f} hours of training, one run after the other"
     console.print(f"{left} runs to do: {cost}.", highlight=False, markup=False)
-    if reproduction.left_out:
+    if reproduction.lack:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import PAIRS, QUESTIONS, Size, Sizes, logic
@@ -64,7 +65,10 @@ def _claim_each(methods: tuple[str, ...], *openings: str) -> tuple[Claim, ...]:
     control, plain, heads = openings or ("", "", "")
     return (
         *(
-            Claim(f"{control}{label_arm(method)} scores higher than its control (the idea of it).", _compare((method,)))
+            Claim(
+                f"{control}{label_arm(method)} scores higher than {_describe_control(method)} (the idea of it).",
+                _compare((method,)),
+            )
             for method in methods
         ),
         *(
@@ -74,7 +78,7 @@ def _claim_each(methods: tuple[str, ...], *openings: str) -> tuple[Claim, ...]:
         ),
         *(
             Claim(
-                f"{heads}{label_arm(method)} has more effective heads than its control (ours).",
+                f"{heads}{label_arm(method)} has more effective heads than {_describe_control(method)} (ours).",
                 _compare((method,), EFFECTIVE),
             )
             for method in methods
@@ -84,6 +88,12 @@ def _claim_each(methods: tuple[str, ...], *openings: str) -> tuple[Claim, ...]:
 
 def _choose_control(arm: str) -> str:
     return CONTROLS[arm if arm in CONTROLS else arm.partition(":")[0]]
+
+
+def _describe_control(arm: str) -> str:
+    """Return "its control", or the name of that of the arm it is a variant of, where its own is another."""
+    control = _choose_control(arm)
+    return "its control" if parse_arm(arm).control == control else f"{label_arm(control)}, which has another kernel"
 
 
 def _study(

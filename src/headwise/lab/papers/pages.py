@@ -84,8 +84,8 @@ def _render_section(found: Mapping[str, Any], details: str) -> str:
         first, more = found["missing"][:MOST_NAMED], len(found["missing"]) - MOST_NAMED
         named = ", ".join(first) + (f", and {more} more" if more > 0 else "")
         lines += [f"**Not finished: {len(found['missing'])} runs** ({named}).", ""]
-    if found.get("left_out"):
-        lines += [describe_lack(found["left_out"]), ""]
+    if lack := describe_lack(found.get("left_out", ()), found.get("unasked", ())):
+        lines += [lack, ""]
     for part, table in found.get("tables", {}).items():
         doubt, rise = table.get("doubt"), describe_rise(table)
         lines += [f"{_name(part)}{describe_doubt(doubt)}", ""] if doubt else []

@@ -21,14 +21,21 @@ def has_runs(path: Path) -> bool:
     return path.with_suffix(ARCHIVE).exists()
 
 
-def find_record(paper: Path, identifier: str, scale: str) -> Path:
+def find_record(paper: Path, identifier: str, scale: str, *, tuned: bool | None = None) -> Path:
     """Return the record of a reproduction at a scale whose runs are kept, in the folder of a paper's notes.
+
+    Args:
+        paper: The folder.
+        identifier: The id of the reproduction.
+        scale: The scale.
+        tuned: Whether its arms were tuned; None for either.
 
     Raises:
         DataError: There is none, there are several, or a record is damaged.
     """
     records = read_records(paper)
     found = [path for path, record in records.items() if (record.get("id"), record.get("scale")) == (identifier, scale)]
+    found = [path for path in found if tuned is None or bool(records[path].get("tuned")) == tuned]
     kept = [path for path in found if has_runs(path)]
     if len(kept) != 1:
         names = ", ".join(path.name for path in kept or found) or "no record"

@@ -17,6 +17,7 @@ from headwise.lab.papers.grouped_table import build_grouped_grid
 from headwise.lab.papers.judge import Judged, judge, map_judgements
 from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, render
 from headwise.lab.papers.reproduction import Column, PaperRow, Published, Reproduction
+from headwise.lab.papers.sizes import resize_scale
 from headwise.lab.results.cells import NONE, Cell, Grid, Number, show_number, show_percent, show_printed
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.figures import Picture
@@ -92,9 +93,15 @@ class Reproduced:
 
     @property
     def is_the_papers(self) -> bool:
-        """Whether every part that was run is on the data and of the size that the paper names."""
+        """Whether every part that was run is on the data that the paper names, at the scale as it is."""
         sizes = {part.name: part.sizes[self.scale] for part in self.reproduction.parts_at(self.scale)}
-        return all(sizes[part].corpus is not None and sizes[part].corpus == self.data[part] for part in self.evidence)
+        scales = named_task(self.reproduction.task).scales
+        return all(
+            sizes[part].corpus is not None
+            and sizes[part].corpus == self.data[part]
+            and found.results.scale == resize_scale(sizes[part], scales).name
+            for part, found in self.evidence.items()
+        )
 
 
 def judge_parts(reproduction: Reproduction, scale: str, evidence: Mapping[str, Evidence]) -> tuple[Judged, ...]:
@@ -205,6 +212,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
             if one is not None
         ],
         "left_out": list(reproduction.left_out),
+        "unasked": list(reproduction.unasked),
         "missing": [
             *(name_in_part(run, part) for part, table in tables.items() for run in table.missing),
             *found.absent,
@@ -288,7 +296,7 @@ def _show_own(table: Table, evidence: Evidence, arm: str, column: Column) -> Cel
 
 def _choose_title(column: Column) -> str:
     if column.ours == "measure":
-        return column.title
+        return f"{column.title} (least to most)"
     return {"score": column.title, "step time": "step time over plain", "parameters": "parameters"}[column.ours]
 
 

@@ -160,6 +160,7 @@ class Reproduction:
         made: Makes its claims from the parts that there is data for; None where there is data for all.
         summed: Makes a grid of all parts together; None for none.
         left_out: Parts that there is no data for, and what is missing.
+        unasked: Parts of the scale that were not asked for.
         groups: Groups of parts whose scores the paper averages, by name; its grid then has each part, and the
             means.
         partial: Whether it can be run without the parts whose data is missing; means are then over the others.
@@ -185,6 +186,7 @@ class Reproduction:
     made: Callable[[tuple[str, ...]], tuple[Claim, ...]] | None = None
     summed: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Grid | None] | None = None
     left_out: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
     pages: WritePages | None = None
@@ -210,7 +212,10 @@ class Reproduction:
             raise SettingError(f"part is {names[0]!r}; {self.id} has one part alone: leave --part out.")
         for name in names:
             require_choice("part", name, known)
-        return replace(self, parts=tuple(part for part in self.parts if part.name in names)) if names else self
+        if not names:
+            return self
+        parts = tuple(part for part in self.parts if part.name in names)
+        return replace(self, parts=parts, unasked=tuple(name for name in known if name not in names))
 
     def without(self, absent: Mapping[str, str]) -> Reproduction:
         """Return it without parts that there is no data for, each with what is missing, and without their claims."""
@@ -220,8 +225,8 @@ class Reproduction:
 
     @property
     def lack(self) -> str:
-        """The sentence that names what there is no data for; empty where nothing is missing."""
-        return describe_lack(self.left_out)
+        """The sentences that name what there is no data for and what was not asked for; empty where that is nothing."""
+        return describe_lack(self.left_out, self.unasked)
 
     def corpora_at(self, scale: str) -> tuple[str, ...]:
         """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""
@@ -265,6 +270,9 @@ class Reproduction:
         return replace(contrast, published=self.published.difference(contrast, canonical, baselines))
 
 
-def describe_lack(left_out: Sequence[str]) -> str:
-    """Return the sentence that names parts that there is no data for; empty for none."""
-    return f"Not judged here, for want of data: {', '.join(left_out)}." if left_out else ""
+def describe_lack(left_out: Sequence[str], unasked: Sequence[str]) -> str:
+    """Return the sentences that name parts that there is no data for, and that were not asked for; empty for none."""
+    lines = [f"Not judged here, for want of data: {', '.join(left_out)}."] if left_out else []
+    if unasked:
+        lines.append(f"Not asked for: {', '.join(unasked)}. Claims, and families of tests, are about the other parts.")
+    return " ".join(lines)

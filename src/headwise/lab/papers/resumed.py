@@ -1,14 +1,16 @@
 """A reproduction continued from its record: the runs kept with it are put where they would be, and not done again."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headwise.errors import DataError, SettingError
+from headwise.lab.compare import describe_fixed
 from headwise.lab.experiment.run_folder import (
     RESULT,
     SETTINGS,
+    first_difference,
     prepare_folder,
     read_json,
     require_same,
@@ -19,28 +21,37 @@ from headwise.lab.papers.archive import ARCHIVE, unpack_runs
 from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.papers.run import Plan
 from headwise.lab.results.runs import COMPARISON, TEST
+from headwise.lab.tune import BestDraw
+from headwise.strict_json import encode_json, parse_json
 
-# What makes two runs comparable.
-_FIXED = ("task", "scale", "sizes", "data", "primary", "metric", "difficulty")
 
-
-def count_seeds(record: Path) -> dict[str, int]:
-    """Return how many seeds a record has of each of its parts.
+def list_runs(record: Path | None) -> dict[str, set[tuple[str, int]]]:
+    """Return the arm and the seed of each run that a record has, by its parts; nothing of no record.
 
     Args:
-        record: The record, as `find_record` returns it.
+        record: The record, as `find_record` returns it, or None.
 
     Raises:
         DataError: The record is damaged.
     """
+    if record is None:
+        return {}
     try:
-        return {str(part): len(table["seeds"]) for part, table in read_json(record)["tables"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        tables = read_json(record)["tables"].items()
+        return {
+            str(part): {(str(row["arm"]), int(seed)) for row in table["rows"] for seed in row["seeds"]}
+            for part, table in tables
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
 
 
 def extend_seeds(
-    reproduction: Reproduction, scale: str, asked: Sequence[str], seeds: int, kept: Mapping[str, int]
+    reproduction: Reproduction,
+    scale: str,
+    asked: Sequence[str],
+    seeds: int,
+    kept: Mapping[str, Collection[tuple[str, int]]],
 ) -> dict[str, int]:
     """Return how many seeds each part takes, so that a record loses no run.
 
@@ -49,7 +60,7 @@ def extend_seeds(
         scale: One of its scales.
         asked: The parts asked for; none for all.
         seeds: Number of seeds asked for.
-        kept: How many seeds the record has of each of its parts.
+        kept: The runs that the record has of each of its parts, as of `list_runs`.
 
     Raises:
         SettingError: There is no data for a part of the record.
@@ -60,7 +71,8 @@ def extend_seeds(
             f"the record has {', '.join(lost)}, for which --data holds nothing; expected the data of every part, or "
             "another --record."
         )
-    return {name: max(kept.get(name, 0), seeds if not asked or name in asked else 0) for name in names}
+    had = {name: 1 + max((seed for _, seed in runs), default=-1) for name, runs in kept.items()}
+    return {name: max(had.get(name, 0), seeds if not asked or name in asked else 0) for name in names}
 
 
 def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
@@ -74,31 +86,47 @@ def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
         plans: The comparisons, as `make_plans` returns them.
 
     Raises:
-        DataError: The record or its archive is damaged.
-        SettingError: A folder cannot be written, or the runs in it are of other sizes or data than the record's.
+        DataError: The record or its archive is damaged, or the data cannot be read.
+        SettingError: A folder cannot be written or holds another comparison, or the record is of other sizes, data or
+            draws than the comparisons; nothing is copied then.
     """
     try:
-        parts = list(read_json(record)["parts"])
-    except (KeyError, TypeError, AttributeError) as error:
+        found = read_json(record)
+        parts = list(found["parts"])
+        tuned = {str(name): BestDraw.from_record(draw).arm for name, draw in found.get("tuned", {}).items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
-    restored = 0
     with TemporaryDirectory() as place:
         folders = dict(zip(parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
-        for plan in plans:
-            if plan.part.name in folders:
-                restored += _restore(folders[plan.part.name], plan.comparison.out)
-    return restored
+        kept = [(folders[plan.part.name], plan) for plan in plans if plan.part.name in folders]
+        for source, plan in kept:
+            _require_same_runs(record, source, tuned, plan)
+        return sum(_restore(source, plan.comparison.out) for source, plan in kept)
+
+
+def _require_same_runs(record: Path, source: Path, tuned: Mapping[str, str], plan: Plan) -> None:
+    """Refuse a record whose runs are not those of a plan, or a folder that is not the plan's."""
+    kept, asked = read_json(source / COMPARISON), describe_fixed(plan.comparison)
+    drawn = {name: draw.arm for name, draw in plan.tuned.items()}
+    # a record has the draws of all its parts
+    of_part = {name: arm for name, arm in tuned.items() if name in drawn or not drawn}
+    old = {name: kept[name] for name in asked if name in kept} | {"tuned": of_part}
+    new = parse_json(encode_json({name: asked[name] for name in old if name in asked} | {"tuned": drawn}))
+    if (difference := first_difference(old, new)) is not None:
+        name, had, wanted = difference
+        raise SettingError(
+            f"the runs of {record} have {name} {had!r}, and {wanted!r} is asked for; expected the record's data, sizes "
+            "and --tuned, or no --resume."
+        )
+    if (plan.comparison.out / COMPARISON).exists():
+        there = read_json(plan.comparison.out / COMPARISON)
+        require_same(plan.comparison.out / COMPARISON, there | asked)
 
 
 def _restore(source: Path, out: Path) -> int:
     """Copy the runs of a comparison that another has not."""
     prepare_folder(out)
-    if (out / COMPARISON).exists():
-        kept, there = read_json(source / COMPARISON), read_json(out / COMPARISON)
-        require_same(out / COMPARISON, there | {name: kept[name] for name in _FIXED if name in kept})
-    else:
-        # read before anything is copied: from here on, other sizes or data are refused
-        read_json(source / COMPARISON)
+    if not (out / COMPARISON).exists():
         shutil.copy(source / TEST, out / TEST)
         shutil.copy(source / COMPARISON, out / COMPARISON)
     runs = [path.parent for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]

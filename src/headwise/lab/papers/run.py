@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from headwise.atomic import write_whole
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.lab.analyses.registry import identify_inputs
 from headwise.lab.compare import Comparison, find_run_folder, is_divided, plan_runs, publish_table, test_in_pairs
 from headwise.lab.experiment import run_folder as runs
@@ -48,7 +48,7 @@ from headwise.lab.papers.records import (
     write_records,
 )
 from headwise.lab.papers.reproduction import Part, Reproduction
-from headwise.lab.papers.sizes import resize_scale
+from headwise.lab.papers.sizes import arm_names, resize_scale
 from headwise.lab.results.evidence import Evidence, read_evidence
 from headwise.lab.results.runs import STEP_TIME
 from headwise.lab.tune import BestDraw, read_tuned
@@ -142,7 +142,13 @@ def make_plans(
             chosen = options if begun is None else replace(options, pretrained=begun)
             model = with_options(model, chosen, reproduction.task)
         words = [reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))]
-        arms = tuple(parse_arm(text) for text in reproduction.arms_at(scale, task.scales)[part.name])
+        names = reproduction.arms_at(scale, task.scales)[part.name]
+        if changed := sorted({*arm_names(part.arms, model)}.symmetric_difference(names)):
+            raise SettingError(
+                f"at the sizes of --set the arms of {reproduction.id} are not those of scale {scale}: "
+                f"{', '.join(changed)}; expected sizes that leave its layers and heads as they are."
+            )
+        arms = tuple(parse_arm(text) for text in names)
         best: dict[str, BestDraw] = {}
         if tuned is not None:
             arms, best = read_tuned(tuned, arms, reproduction.task, model)
@@ -285,7 +291,8 @@ def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> N
     """Show tables, claims and the paper's numbers of a reproduction, and write its page and pictures below `out`."""
     place, reproduction = find_page_folder(reproduced, out), reproduced.reproduction
     for part, table in reproduced.tables.items():
-        publish_table(table, place / part.replace(" ", "-") if part else place, console, command)
+        title = " ".join(filter(None, ("headwise reproduce", reproduction.id, part)))
+        publish_table(table, place / part.replace(" ", "-") if part else place, console, command, title)
     for picture in reproduced.pictures:
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
@@ -294,7 +301,7 @@ def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> N
     made = [build(reproduced) for build in builders]
     for grid in filter(None, (*made, *build_claims_grids(record_claims(reproduced.judged)))):
         console.print(grid)
-    if reproduction.left_out:
+    if reproduction.lack:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -51,9 +51,9 @@ COST = (
 )
 
 
-def make_page(table: Table, pictures: Sequence[Picture], *, command: str = "") -> Page:
-    """Return the page of a comparison, with its figures and the command that made it."""
-    page = Page(f"headwise compare {table.task}")
+def make_page(table: Table, pictures: Sequence[Picture], *, title: str = "", command: str = "") -> Page:
+    """Return the page of a comparison, with its figures, its title unless it is that of `compare`, and the command."""
+    page = Page(title or f"headwise compare {table.task}")
     page.paragraph(write_headline(table), kind="lead")
     if table.missing:
         page.paragraph(f"Not finished, and not included below: {_join_words(table.missing)}.")
@@ -158,14 +158,16 @@ def _describe_settings(row: Row) -> str:
 def _describe_protocol(table: Table) -> str:
     drawn = {row.to_control.estimate.drawn for row in table.arms if row.to_control is not None} - {"seed"}
     shared = "".join(f" Runs that started from the same {one} of their arm count as one." for one in sorted(drawn))
+    families = sorted({row.to_control.judgement.family for row in table.arms if row.to_control is not None} - {0})
+    size = families[-1] if families else 0
+    adjusted = f"; p-values are adjusted by Holm's method over {size} contrast{'s' * (size != 1)}" if families else ""
     return (
         f"Every arm was trained under the same seeds, with the same data in the same order and the same initial values "
         f"of shared parameters; the metric, {table.primary}, was fixed before the first run. Each arm is compared with "
         "its control, which differs in one thing (repulsion with smoothing alone, routing with uniform weights over "
         "the same votes), paired by seed and test item. Its interval is the wider one of Student's t over the means "
         "of seeds and of crossed random effects of seeds and test items. With fewer than "
-        f"{MINIMUM_SEEDS} seeds no verdict is given; p-values are adjusted by Holm's method over one contrast an arm."
-        + shared
+        f"{MINIMUM_SEEDS} seeds no verdict is given{adjusted}." + shared
     )
 
 

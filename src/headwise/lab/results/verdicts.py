@@ -90,7 +90,8 @@ class Judgement:
             if self.estimate.value < 0.0:
                 return CONTRADICTED
             return LESS if self.gain is not None and self.gain > high else BORNE_OUT
-        if self.gain is None:
+        # equal means of all seeds give an interval of no width, which leaves out every gain
+        if self.gain is None or self.estimate.has_equal_seeds:
             return NOT_SHOWN
         if self.gain <= high:
             return UNCLEAR

@@ -139,7 +139,9 @@ class Methods:
             self.penalize = penalize
         drop = arm.find(DropHeads)
         if drop is not None and (drop.rate or drop.start):
-            self.drophead = drop_heads(self.heads, drop.rate, seed=derive_key(seed, "drophead"))
+            # several processes drop other heads; the first one those that one process alone would
+            own = [processes.rank()] if processes.rank() else []
+            self.drophead = drop_heads(self.heads, drop.rate, seed=derive_key(seed, "drophead", *own))
         if masks is not None:
             _guide(model, self.heads, masks)
 
@@ -160,11 +162,12 @@ class Methods:
 
     def add_penalty(self, loss: Tensor) -> Tensor:
         """Return the loss of training with the arm's penalty added, and the balance of a mixture of heads."""
+        total = loss
         if self.gating is not None and getattr(self.gating.setting, "balance", 0.0) > 0.0:
-            loss = self.gating.add_to(loss)
+            total = self.gating.add_to(loss)
         if self.penalty is None or self.penalize is None:
-            return loss
-        return self.penalize.add(self.penalty, loss)
+            return total
+        return self.penalize.add(self.penalty, total, task=loss)
 
     def apply_repulsion(self) -> Tensor | None:
         """Apply the rule to the gradients and return its force ratio; without a rule, that of a measured penalty.
@@ -204,10 +207,12 @@ class Methods:
                 model.train(training)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the methods draw from, for a checkpoint."""
+        """Return what the methods draw from, for a checkpoint; called in all processes."""
         state: dict[str, Any] = {}
         if self.drophead is not None and self.drophead.generator is not None:
-            state["drophead"] = self.drophead.generator.get_state()
+            state["drophead"], *others = processes.gather(self.drophead.generator.get_state())
+            if others:
+                state["drophead_others"] = others
         if self.repulsion is not None:
             state["repulsion"] = self.repulsion.state_dict()
         if self.penalty is not None and self.penalty.strength is not None:
@@ -217,7 +222,10 @@ class Methods:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         if self.drophead is not None and self.drophead.generator is not None:
-            self.drophead.generator.set_state(state["drophead"])
+            known = [state["drophead"], *state.get("drophead_others", [])]
+            # a process that the checkpoint knows nothing of begins its own
+            if processes.rank() < len(known):
+                self.drophead.generator.set_state(known[processes.rank()])
         if self.repulsion is not None:
             self.repulsion.load_state_dict(state["repulsion"])
         if self.penalty is not None and self.penalty.strength is not None:

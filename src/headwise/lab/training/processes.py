@@ -131,6 +131,19 @@ def total(tensor: Tensor) -> Tensor:
     return added
 
 
+def gather(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor of each process, in the order of their ranks; of one shape, and on the CPU.
+
+    >>> gather(torch.tensor(3.0))
+    [tensor(3.)]
+    """
+    if count() == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(count())]
+    dist.all_gather(found, tensor)
+    return found
+
+
 def mean(tensor: Tensor) -> Tensor:
     """Return the mean of a tensor over the processes."""
     return total(tensor) / count() if count() > 1 else tensor

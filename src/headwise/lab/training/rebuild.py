@@ -36,7 +36,7 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
     """Give the feed-forward layer beside each attention further hidden units, with parameters that are not drawn yet.
 
     It is the `feed_forward` or `mlp` of the module that holds the attention: Linears from the width to the hidden
-    units, and after them one back. Attentions of one module share it.
+    units, and after them one back; a PReLU may have a slope for each unit. Attentions of one module share it.
 
     Args:
         heads: The attentions.
@@ -51,7 +51,8 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
         holders[id(holder)] = holder
     for holder in holders.values():
         layer = next((found for name in FEED_FORWARD if (found := getattr(holder, name, None)) is not None), None)
-        linears = [] if layer is None else [part for part in layer.modules() if isinstance(part, nn.Linear)]
+        parts = [] if layer is None else list(layer.modules())
+        linears = [part for part in parts if isinstance(part, nn.Linear)]
         sizes = [(part.in_features, part.out_features) for part in linears]
         if len(sizes) < 2 or {*sizes[:-1]} != {sizes[-1][::-1]}:
             raise SettingError(
@@ -59,7 +60,8 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
                 "that arm out of this task."
             )
         width, hidden = sizes[0]
-        each = sum(width + (part.bias is not None) for part in linears[:-1]) + width
+        slopes = [part for part in parts if isinstance(part, nn.PReLU) and part.num_parameters == hidden]
+        each = sum(width + (part.bias is not None) for part in linears[:-1]) + width + len(slopes)
         new = hidden + (round((width + 1) * width / each) if units is None else units)
         for part in linears[:-1]:
             part.out_features = new
@@ -68,6 +70,9 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
             part.weight = nn.Parameter(part.weight.new_empty(part.out_features, part.in_features))
             if part.bias is not None:
                 part.bias = nn.Parameter(part.bias.new_empty(part.out_features))
+        for part in slopes:
+            part.num_parameters = new
+            part.weight = nn.Parameter(part.weight.new_empty(new))
         config: Any = getattr(layer, "config", None)
         if getattr(config, "intermediate_size", None) == hidden:
             # transformers builds the model anew from it

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
 
-from headwise.errors import DataError, HeadwiseError
+from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.foreign_code import refuse_foreign_code
 from headwise.lab.data.arrays import digest
-from headwise.lab.experiment.arm import escape_arm_name
+from headwise.lab.experiment.arm import Arm, escape_arm_name
 from headwise.lab.experiment.finished import require_intact, require_intact_export
+from headwise.lab.experiment.method import PairHeads, Widen
 from headwise.lab.experiment.run_folder import RESULT, is_finished, read_json
 from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
@@ -140,6 +141,29 @@ def find_start(place: Path | None, expected: str = FORMS) -> Start:
         raise DataError(f"{place} holds no model; expected {expected}.")
     files = sorted(path for path in found.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt", ".txt"))
     return Start(place, "", digest(" ".join(path.name for path in files), files))
+
+
+def require_kept(arm: Arm, place: Path | None, remedy: str = "leave it out") -> None:
+    """Refuse an arm that would undo what the model of a folder learned.
+
+    Args:
+        arm: The arm.
+        place: The folder.
+        remedy: What a message says to do.
+
+    Raises:
+        SettingError: It pairs heads, or has wider feed-forward layers.
+    """
+    if arm.find(PairHeads) is not None:
+        raise SettingError(
+            f"arm {arm.name} pairs heads, after which attention computes nothing that the model of {place} learned; "
+            f"{remedy}."
+        )
+    if arm.find(Widen) is not None:
+        raise SettingError(
+            f"arm {arm.name} has wider feed-forward layers, which are drawn anew and forget what the model of {place} "
+            f"learned; {remedy}."
+        )
 
 
 class Classifier(nn.Module):

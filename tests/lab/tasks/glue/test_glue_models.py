@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DebertaV2Config,
+    DebertaV2Model,
     GPT2Config,
     GPT2Model,
     MarianConfig,
@@ -21,7 +23,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
+from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.models.pretrained import require_whole
 from headwise.lab.training.start import Classifier, require_positions
@@ -128,3 +131,27 @@ def test_a_model_without_a_token_for_padding_is_fine_tuned_in_batches(glue, tmp_
     scale = toy(tmp_path / "gpt", epochs=1)
     train_run(settings("plain", glue / "RTE", scale), tmp_path / "run")
     assert (tmp_path / "run" / "result.json").is_file()
+
+
+def test_a_run_ends_without_measures_of_attention_where_weights_cannot_be_read(glue, tmp_path):
+    words = toy_words()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = DebertaV2Config(
+        vocab_size=words.vocabulary_size, max_position_embeddings=64, pad_token_id=words.padding, **sizes
+    )
+    folder = written(DebertaV2Model(config), tmp_path / "deberta")
+    train_run(settings("plain", glue / "RTE", toy(folder, epochs=1)), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["position_js"] is None
+    assert 1 <= result["effective_heads"] <= 2
+    (site,) = result["sites"].values()
+    assert "position_js" not in site
+    assert site["effective_heads"] == result["effective_heads"]
+
+
+@pytest.mark.parametrize("arm", ["differential", "wider"])
+def test_arms_that_undo_what_the_model_learned_are_refused(arm, model, glue):
+    scale = toy(model)
+    data = TASK.load(glue / "RTE", scale, None)
+    with pytest.raises(SettingError, match=rf"arm {arm} .* the model of .* learned; leave it out"):
+        TASK.initial_model(parse_arm(arm), data, scale, 0)

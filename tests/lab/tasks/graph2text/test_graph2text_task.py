@@ -66,6 +66,25 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(mine, tmp_path):
     assert len((tmp_path / "plain" / "seed-0" / "predictions.txt").read_text().splitlines()) == 6
 
 
+@pytest.mark.parametrize("arm", ["differential", "paired", "wider"])
+def test_arms_that_rebuild_the_blocks_read_graphs_beside_others_as_alone(arm, mine):
+    data = TASK.load(mine, TOY, None)
+    model, _ = attach_arm(TASK, parse_arm(arm), data, TOY, seed=1)
+    examples = [data.train[number] for number in range(4)]
+    with torch.no_grad():
+        together = model.eval()(**collate(examples))["losses"]
+        alone = torch.cat([model(**collate([one]))["losses"] for one in examples])
+    torch.testing.assert_close(together, alone)
+
+
+def test_wider_blocks_have_the_parameters_of_gates(mine):
+    data = TASK.load(mine, TOY, None)
+    plain, wider = (attach_arm(TASK, parse_arm(arm), data, TOY, seed=1)[0].encoder for arm in ("plain", "wider"))
+    more = sum(one.numel() for one in wider.parameters()) - sum(one.numel() for one in plain.parameters())
+    # eight units, each of two rows of 16, a bias and a slope
+    assert more == len(plain.blocks) * 8 * (2 * 16 + 2) == len(plain.blocks) * (16 + 1) * 16
+
+
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(mine, tmp_path):
     settings = RunSettings("graph2text", TOY, parse_arm("svgd"), seed=3, data=mine, cache=None)
     assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=3)

@@ -93,6 +93,14 @@ def test_a_batch_of_graphs_equals_its_graphs_one_by_one():
     assert torch.allclose(whole["loss"], whole["losses"].sum() / sum(len(one["text"]) for one in GRAPHS))
 
 
+@pytest.mark.parametrize("departures", [CORRECT, Departures(scaled_by_width=True)], ids=["correct", "released scale"])
+def test_blocks_without_some_heads_compute_what_they_do_with_these_ablated(departures):
+    encoder, batch = writer(departures).encoder, collate(GRAPHS)
+    inputs = [torch.randn(len(batch["entities"]), 8).double(), batch["nodes"], batch["neighbors"]]
+    hw.prune(hw.find_heads(encoder), {0: [1], 2: [0, 3]}, inputs=inputs)
+    assert [site.num_heads for site in hw.find_heads(encoder)] == [3, 4, 2]
+
+
 def test_a_node_that_is_no_neighbor_changes_nothing_and_a_neighbor_does():
     encoder = GraphEncoder(KINDS, width=8, layers=1, heads=2, dropout=0.0).double()
     initialize_parameters(encoder, 3)
@@ -242,7 +250,7 @@ def test_released_scores_are_divided_by_the_square_root_of_the_width():
     block, states_ = departing("scaled_by_width").encoder.blocks[0], torch.randn(1, 5, 8, dtype=torch.float64)
     q, k, _ = (states_ @ block.attention.in_proj_weight.T).chunk(3, dim=-1)
     scores = (q[..., :2] @ k[..., :2].mT) / math.sqrt(8)
-    places = Places(torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, 5, dtype=torch.bool), heads=4)
+    places = Places(torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, 5, dtype=torch.bool))
     calls = []
     block.attention.register_forward_pre_hook(lambda _, given, named: calls.append((given, named)), with_kwargs=True)
     block(states_[0], places)

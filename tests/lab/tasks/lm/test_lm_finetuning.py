@@ -11,7 +11,14 @@ import pytest
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import headwise as hw
 from headwise.errors import DataError, LayoutError, SettingError
@@ -22,6 +29,7 @@ from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.options import choose_scale, parse_lora
+from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
 from headwise.lab.tasks.lm.task import LmTask
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.train import train_run
@@ -121,6 +129,15 @@ def test_a_fine_tuned_run_with_gates_is_opened_as_the_model_it_began_with(place,
         open_frozen(tmp_path / "run")
 
 
+@torch.no_grad()
+def test_measures_of_attention_are_left_out_where_weights_cannot_be_read(place):
+    data = open_toy(place / "prepared")
+    config = BloomConfig(vocab_size=data.words.vocabulary_size, hidden_size=16, n_layer=1, n_head=2)
+    model = BloomForCausalLM(config).eval()
+    assert set(measure_copying(model, data.words, 32)) == {"copied"}
+    assert measure_sinks(model, data.dev) == {}
+
+
 def test_a_run_with_adapters_goes_on_to_the_same_bits(place, tmp_path):
     assert_goes_on_to_the_same_bits(settings(place, "svgd", lora=4), tmp_path, stopped=3)
 
@@ -175,6 +192,7 @@ def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
         ("mixture", LayoutError, "holds adapters of peft, which would not save gates"),
         ("plain:dropout=0.2", SettingError, "has none or is that of a folder; leave it out"),
         ("paired", SettingError, r"attention computes nothing that the model of .*gpt2 learned"),
+        ("wider", SettingError, r"are drawn anew and forget what the model of .*gpt2 learned"),
     ],
 )
 def test_arms_that_need_the_whole_model_are_refused_under_adapters(arm, error, said, place, tmp_path):

@@ -23,7 +23,7 @@ from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, format_submission
 from headwise.lab.tasks.glue.scales import GLUE_SCALES, GlueScale
-from headwise.lab.training.start import MODEL, Classifier, losses
+from headwise.lab.training.start import MODEL, Classifier, losses, require_kept
 from headwise.routing.save import find_aggregators, save
 
 SUBMISSION = "submission"
@@ -75,7 +75,12 @@ class GlueTask(Task):
         return self.initial_model(Arm("plain", control=None), data, scale, 0)
 
     def initial_model(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
-        """Return the model that a run begins with."""
+        """Return the model that a run begins with.
+
+        Raises:
+            SettingError: The arm would undo what the model learned.
+        """
+        require_kept(self.remaining_arm(arm, data), data.start.place)
         folder = data.start.folder(arm.name, seed, scale.starts)
         model = Classifier(folder, data.classes, scale.layer_decay, trust_remote_code=scale.trust_remote_code)
         if model.network.config.pad_token_id is None:

@@ -81,9 +81,11 @@ class GraphBlock(nn.Module):
             keys = query.detach()
         if self.departures.scaled_by_width:
             # without biases this is the scale of the scores
-            query = query * self.attention.num_heads**-0.5
+            query = query * (self.attention.embed_dim / self.attention.head_dim) ** -0.5
+        # arms pair heads, and pruning removes some
+        strangers = places.strangers.repeat_interleave(self.attention.num_heads, dim=0)
         attended, _ = self.attention(
-            query, keys, keys, key_padding_mask=places.padding, attn_mask=places.strangers, need_weights=False
+            query, keys, keys, key_padding_mask=places.padding, attn_mask=strangers, need_weights=False
         )
         states = self.attention_norm(states + self.dropout(places.from_rows(attended)))
         return self.feed_forward_norm(states + self.feed_forward(states))
@@ -119,7 +121,6 @@ class GraphEncoder(nn.Module):
         self, kinds: int, *, width: int, layers: int, heads: int, dropout: float, departures: Departures = CORRECT
     ) -> None:
         super().__init__()
-        self.heads = heads
         self.kinds = NodeKinds(kinds, width)
         self.blocks = nn.ModuleList(
             GraphBlock(width, heads, dropout=dropout, departures=departures) for _ in range(layers)
@@ -142,7 +143,7 @@ class GraphEncoder(nn.Module):
                 f"neighbors has shape {tuple(neighbors.shape)} and nodes {tuple(nodes.shape)}; expected (B, N, N) "
                 "and (B, N)."
             )
-        places = Places(nodes, neighbors, heads=self.heads)
+        places = Places(nodes, neighbors)
         table = torch.cat([self.kinds.weight, entities])
         real = nodes.flatten()[places.flat]
         states = table[torch.where(real < 0, len(self.kinds.weight) - 1 - real, real)]
@@ -160,23 +161,22 @@ class Places:
     Args:
         nodes: As for `GraphEncoder.forward`, [B, N].
         neighbors: Likewise, [B, N, N].
-        heads: Attention heads H.
 
     Attributes:
         flat: The place of each real node in [B N], [T].
         padding: True where there is no node, [R, W].
-        strangers: True where the node of the row may not attend to that of the column, [R H, W, W]. Padding attends to
+        strangers: True where the node of the row may not attend to that of the column, [R, W, W]. Padding attends to
             the first of its row, so that no row of weights is empty.
 
     Example:
         >>> nodes = torch.tensor([[1, 4, 5, 4], [1, 4, 0, 0], [1, 5, 0, 0]])
         >>> real = nodes != 0
-        >>> places = Places(nodes, real[:, :, None] & real[:, None], heads=2)
+        >>> places = Places(nodes, real[:, :, None] & real[:, None])
         >>> places.padding.shape, places.to_rows(torch.ones(8, 3)).shape
         (torch.Size([2, 4]), torch.Size([2, 4, 3]))
     """
 
-    def __init__(self, nodes: Tensor, neighbors: Tensor, *, heads: int) -> None:
+    def __init__(self, nodes: Tensor, neighbors: Tensor) -> None:
         real = nodes != 0
         self.flat = real.flatten().nonzero().squeeze(1)
         self.rows = _rows(self.flat, nodes.shape)
@@ -193,7 +193,7 @@ class Places:
         allowed = neighbors.new_zeros(*shape, wide)
         allowed[row[graph], within[graph, one], within[graph, other]] = True
         allowed[:, :, 0] |= self.padding
-        self.strangers = (~allowed).repeat_interleave(heads, dim=0)
+        self.strangers = ~allowed
 
     def to_graphs(self, states: Tensor) -> Tensor:
         """Return states [T, d] as [B, N, d], zero where there is no node."""

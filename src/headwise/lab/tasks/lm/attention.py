@@ -1,5 +1,6 @@
 """What the heads of a language model do: copying what came after the same token before, and resting on the first."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from headwise.heads.find import find_heads
 from headwise.heads.taps import Taps
 from headwise.lab.data.batching import to_device
-from headwise.lab.experiment.evaluation import spread_evenly
+from headwise.lab.experiment.evaluation import select_with_weights, spread_evenly
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.tasks.lm.data import Rows, TextRow
 from headwise.lab.tasks.lm.tokens import TextTokens
@@ -27,7 +28,8 @@ def measure_copying(model: Any, words: TextTokens, length: int) -> dict[str, flo
 
     Sequences are [start] r_1 .. r_L r_1 .. r_L of tokens drawn uniformly (Olsson et al. 2022). The induction score of a
     head is the mean weight from the second r_j to the first r_{j+1}, j < L: "induction" is that of the best head, and
-    "induction_mean" the mean. "copied" is how often the likeliest token after the second r_j is r_{j+1}.
+    "induction_mean" the mean. "copied" is how often the likeliest token after the second r_j is r_{j+1}. The scores are
+    those of attentions whose weights can be read, and left out where there are none.
     """
     half = min(LONGEST, (length - 1) // 2)
     ordinary = np.setdiff1d(np.arange(words.vocabulary_size), words.special)
@@ -36,33 +38,38 @@ def measure_copying(model: Any, words: TextTokens, length: int) -> dict[str, flo
     # [start] is at 0, the second r_j at half + j
     queries = torch.arange(half + 1, 2 * half)
     scores, right = [], []
-    with Taps(find_heads(model), weights=True) as taps:
+    readable = select_with_weights(find_heads(model))
+    with ExitStack() as attached:
+        taps = attached.enter_context(Taps(readable, weights=True)) if len(readable) else None
         for part in ids.split(_count_together(ids.shape[1])):
             batch = to_device({"input_ids": part}, model)
             logits = model(**batch)["logits"]
             said = logits[:, queries.to(logits.device)].argmax(dim=-1).cpu()
             right.append((said == part[:, queries + 1]).double())
-            scores.append(torch.stack([_pick(one.weights, queries, queries - half + 1) for one in taps.read()]))
+            if taps is not None:
+                scores.append(torch.stack([_pick(one.weights, queries, queries - half + 1) for one in taps.read()]))
+    copied = {"copied": 100 * float(torch.cat(right).mean())}
+    if not scores:
+        return copied
     heads = torch.cat(scores, dim=1).mean(dim=(1, 3))
-    return {
-        "induction": 100 * float(heads.max()),
-        "induction_mean": 100 * float(heads.mean()),
-        "copied": 100 * float(torch.cat(right).mean()),
-    }
+    return {"induction": 100 * float(heads.max()), "induction_mean": 100 * float(heads.mean()), **copied}
 
 
 def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
     """Return how much attention goes to the first token of a document, in percent.
 
     "sink_attention" is the mean weight over heads and queries that see it, with at least 8 tokens before them, and
-    "sink_heads" the share of heads whose mean weight is above 0.3. A layer whose window never reaches back so far is
-    left out; nothing is returned where all are.
+    "sink_heads" the share of heads whose mean weight is above 0.3. A layer whose window never reaches back so far, or
+    whose weights cannot be read, is left out; nothing is returned where all are.
     """
+    readable = select_with_weights(find_heads(model))
+    if not len(readable):
+        return {}
     chosen = spread_evenly(len(rows), ROWS).tolist()
     size = _count_together(rows.length)
     sums: list[Tensor] = []
     counts: list[Tensor] = []
-    with Taps(find_heads(model), weights=True) as taps:
+    with Taps(readable, weights=True) as taps:
         for first in range(0, len(chosen), size):
             batch = TextRow.batch([rows[number] for number in chosen[first : first + size]])
             positions = batch["position_ids"]

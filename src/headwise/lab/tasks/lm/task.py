@@ -14,7 +14,6 @@ from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
 from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.method import PairHeads
 from headwise.lab.experiment.metrics import Likelihood
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.packed_text.folder import find_packed, require_text, write_packed
@@ -30,7 +29,7 @@ from headwise.lab.tasks.lm.scales import LM_SCALES, LmScale
 from headwise.lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams
 from headwise.lab.tasks.lm.start import find_model, require_tokenizer
 from headwise.lab.training.processes import IGNORED
-from headwise.lab.training.start import MODEL
+from headwise.lab.training.start import MODEL, require_kept
 
 PROBED, PROBED_TOKENS = 64, 2_048
 # The last number of documents of each bin of test rows.
@@ -92,15 +91,11 @@ class LmTask(Task):
         """Return a new model, or the one of the folder.
 
         Raises:
-            SettingError: The arm pairs the heads of the folder's model, which then is another.
+            SettingError: The arm would undo what the folder's model learned.
         """
         if data.start_model is None:
             return build_model(data.words, scale)
-        if arm.find(PairHeads) is not None:
-            raise SettingError(
-                f"arm {arm.name} pairs heads, after which attention computes nothing that the model of "
-                f"{scale.pretrained} learned; leave it out, or train a new model (without --model)."
-            )
+        require_kept(arm, scale.pretrained, "leave it out, or train a new model (without --model)")
         aggregated = arm.find(Aggregate) is not None
         return open_model(data.start_model.any_folder(), data.words, scale, aggregated=aggregated)
 
