@@ -172,16 +172,28 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     return jobs
 
 
-def describe_fixed(comparison: Comparison) -> dict[str, Any]:
-    """Return what makes the runs of a comparison comparable with others, of which its data is read; nothing is written.
+def describe_fixed(comparison: Comparison, data: Data | None = None) -> dict[str, Any]:
+    """Return what two comparisons must have in common for their runs to be comparable; nothing is written.
+
+    Args:
+        comparison: The comparison.
+        data: Its data; None reads it.
 
     Raises:
         DataError: The data cannot be read.
     """
     task = named_task(comparison.task)
-    return _describe_fixed(
-        comparison, task, task.load(comparison.data, comparison.scale, _find_cache(comparison), progress=False)
-    )
+    cache = _find_cache(comparison)
+    read = task.load(comparison.data, comparison.scale, cache, progress=False) if data is None else data
+    return {
+        "task": comparison.task,
+        "scale": comparison.scale.name,
+        "sizes": runs.as_record(comparison.scale),
+        "data": read.fingerprint,
+        "primary": task.primary,
+        "metric": task.metric,
+        "difficulty": task.difficulty,
+    }
 
 
 def is_divided(job: Job) -> bool:
@@ -294,7 +306,7 @@ def _find_cache(comparison: Comparison) -> Path:
 def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     """Write the record of the comparison, adding to the arms and seeds of an earlier one in the same folder."""
     out, path = comparison.out, comparison.out / COMPARISON
-    fixed = _describe_fixed(comparison, task, data)
+    fixed = describe_fixed(comparison, data)
     arms, seeds = [arm.name for arm in comparison.arms], list(comparison.seeds)
     if path.exists():
         old = runs.read_json(path)
@@ -313,18 +325,6 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
     if references is not None:
         runs.write_text(out / REFERENCES, "".join(f"{line}\n" for line in references))
     runs.write_json(path, seal(fixed | told, out, [TEST] if references is None else [TEST, REFERENCES]))
-
-
-def _describe_fixed(comparison: Comparison, task: Task, data: Data) -> dict[str, Any]:
-    return {
-        "task": comparison.task,
-        "scale": comparison.scale.name,
-        "sizes": runs.as_record(comparison.scale),
-        "data": data.fingerprint,
-        "primary": task.primary,
-        "metric": task.metric,
-        "difficulty": task.difficulty,
-    }
 
 
 def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:

@@ -51,6 +51,9 @@ def test_tuned_arms_are_run_recorded_and_shown_under_their_names(tuned: Path, tm
     assert "svgd:alpha=0.7,step_size=0.3,learning_rate=0.004,dropout=0.2" in shown.getvalue()
     path = find_record(tmp_path / "paper", FIGURE.id, "demo")
     assert path.name == "figure-4-demo-tuned.json"
+    assert find_record(tmp_path / "paper", FIGURE.id, "demo", tuned=True) == path
+    with pytest.raises(DataError, match="holds no record of diversify/figure-4 at scale demo"):
+        find_record(tmp_path / "paper", FIGURE.id, "demo", tuned=False)
     kept = json.loads(path.read_text())
     best = "svgd:alpha=0.7,step_size=0.3,learning_rate=0.004,dropout=0.2"
     assert kept["tuned"]["svgd"]["arm"] == best

@@ -111,8 +111,8 @@ def _require_same_runs(record: Path, source: Path, tuned: Mapping[str, str], pla
     # a record has the draws of all its parts
     of_part = {name: arm for name, arm in tuned.items() if name in drawn or not drawn}
     old = {name: kept[name] for name in asked if name in kept} | {"tuned": of_part}
-    new = parse_json(encode_json({name: asked[name] for name in old if name in asked} | {"tuned": drawn}))
-    if (difference := first_difference(old, new)) is not None:
+    new = {name: asked[name] for name in asked if name in kept} | {"tuned": drawn}
+    if (difference := first_difference(old, parse_json(encode_json(new)))) is not None:
         name, had, wanted = difference
         raise SettingError(
             f"the runs of {record} have {name} {had!r}, and {wanted!r} is asked for; expected the record's data, sizes "
