@@ -101,8 +101,8 @@ def test_a_damaged_archive_and_a_missing_record_are_named(paper: Path, tmp_path:
     there = rf"holds no record of diversify/table-5 at scale demo; expected one of {NAME} at demo\.$"
     with pytest.raises(DataError, match=there):
         find_record(paper, "diversify/table-5", "demo")
-    with pytest.raises(DataError, match=r"table-5-cpu-multi30k\.json of .*; none has its runs beside it"):
-        find_record(PAPERS / "diversify", "diversify/table-5", "cpu")
+    with pytest.raises(DataError, match=r"figure-4-cpu\.json of .*; none has its runs beside it"):
+        find_record(PAPERS / "diversify", "diversify/figure-4", "cpu")
 
 
 @pytest.mark.parametrize("path", sorted(PAPERS.glob(f"*/results/*{ARCHIVE}")), ids=lambda path: path.stem)

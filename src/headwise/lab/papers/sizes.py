@@ -9,7 +9,6 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.scale_options import ScaleOptions, with_options
 
 CAPSULES = 64
-REDUCED = ("demo", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
 PAIRS: Sizes = {"demo": Size("demo", corpus="sick"), "cpu": Size("cpu", corpus="sick", sets=("epochs=12",))}
 FORMULAS: Sizes = {"demo": Size("demo"), "cpu": Size("demo", sets=("epochs=6",)), "paper": Size("paper")}
 SENTENCES: Sizes = {"demo": Size("demo"), "cpu": Size("demo"), "gpu": Size("gpu")}
+# The papers' tables of translation at `cpu`: the model and the sentences of `demo`, trained until plain rises no more.
+PLATEAU = ("epochs=12",)
 
 
 def logic() -> Sizes:
@@ -50,24 +51,35 @@ def logic() -> Sizes:
 
 def small(heads: int | None = None) -> Sizes:
     """Return the sizes of Transformer-small: each scale as it is, at last fairseq's IWSLT shape on IWSLT14."""
-    reduced = {name: Size(name, heads=heads) for name in REDUCED}
-    return {**reduced, "paper": Size("paper", heads=heads, corpus="iwslt14")}
+    return {**_reduce(heads=heads), "paper": Size("paper", heads=heads, corpus="iwslt14")}
 
 
 def base(corpus: str) -> Sizes:
     """Return the sizes of Transformer-base: each scale as it is, at last the base of Vaswani et al. 2017."""
-    return {**{name: Size(name) for name in REDUCED}, "paper": Size("paper-base", corpus=corpus)}
+    return {**_reduce(), "paper": Size("paper-base", corpus=corpus)}
 
 
 def big(corpus: str) -> Sizes:
     """Return the sizes of Transformer-big: each scale twice as wide with twice the heads, at last theirs."""
-    return {**{name: Size(name, times=2) for name in REDUCED}, "paper": Size("paper-big", corpus=corpus)}
+    return {**_reduce(times=2), "paper": Size("paper-big", corpus=corpus)}
 
 
 def big_few_heads(corpus: str) -> Sizes:
     """Return the sizes of Transformer-big with as many heads as base: 4, at last 8."""
-    reduced = {name: Size(name, times=2, heads=4) for name in REDUCED}
-    return {**reduced, "paper": Size("paper-big-8-heads", corpus=corpus)}
+    return {**_reduce(times=2, heads=4), "paper": Size("paper-big-8-heads", corpus=corpus)}
+
+
+def base_eight_heads(corpus: str) -> Sizes:
+    """Return the sizes of Transformer-base with eight heads at every scale, as theirs has."""
+    return {**_reduce(heads=8), "paper": Size("paper-base", corpus=corpus)}
+
+
+def _reduce(times: int = 1, heads: int | None = None) -> Sizes:
+    return {
+        "demo": Size("demo", times, heads),
+        "cpu": Size("demo", times, heads, sets=PLATEAU),
+        "gpu": Size("gpu", times, heads),
+    }
 
 
 def resize_scale(size: Size, scales: Mapping[str, Any]) -> Any:

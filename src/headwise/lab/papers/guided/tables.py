@@ -12,7 +12,7 @@ from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_a
 from headwise.lab.papers.judge import Judged
 from headwise.lab.papers.measures import StepTimes
 from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.sizes import Size, Sizes
+from headwise.lab.papers.sizes import Size, Sizes, base_eight_heads
 from headwise.lab.results.cells import show_signed
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.statistics import Estimate
@@ -228,18 +228,12 @@ FIGURE_2 = Reproduction(
     ),
 )
 
-# Five roles and three free heads at every scale; the smaller scales have four heads by default.
-_EIGHT_HEADS: Sizes = {
-    **{scale: Size(scale, heads=8) for scale in ("demo", "cpu", "gpu")},
-    "paper": Size("paper-base", corpus="wmt14"),
-}
-
 TABLE_2 = Reproduction(
     id="guided/table-2",
     title="Translation with role masks in the encoder",
     source="Wang et al. 2021, Table 2; its starred rows are quoted there from other papers",
     task="translation",
-    parts=(Part(("plain", "random-mask", "guided", "shuffled-parse"), _EIGHT_HEADS),),
+    parts=(Part(("plain", "random-mask", "guided", "shuffled-parse"), base_eight_heads("wmt14")),),
     extra=(
         "random-mask and shuffled-parse are the controls of guided. The masks are kept during beam search, as they "
         "are not in the released code"
