@@ -167,3 +167,9 @@ def test_the_documentation_lists_every_reproduction_once():
     papers = tuple(f"| `{paper}/" for paper in {identifier.partition("/")[0] for identifier in REPRODUCTIONS})
     listed = [line.split("`")[1] for line in page.splitlines() if line.startswith(papers)]
     assert sorted(listed) == sorted(REPRODUCTIONS)
+
+
+def test_tables_of_translation_at_cpu_share_runs_with_the_longer_doses():
+    (longer,) = [part for part in REPRODUCTIONS["diversity/dose-translation"].parts if part.name == "3x"]
+    table = REPRODUCTIONS["diversify/table-1"].parts[0]
+    assert resize_scale(table.sizes["cpu"], TRANSLATION_SCALES) == resize_scale(longer.sizes["cpu"], TRANSLATION_SCALES)

@@ -233,6 +233,7 @@ TABLE_2 = Reproduction(
     title="Translation with role masks in the encoder",
     source="Wang et al. 2021, Table 2; its starred rows are quoted there from other papers",
     task="translation",
+    # five roles and three free heads
     parts=(Part(("plain", "random-mask", "guided", "shuffled-parse"), base_eight_heads("wmt14")),),
     extra=(
         "random-mask and shuffled-parse are the controls of guided. The masks are kept during beam search, as they "
