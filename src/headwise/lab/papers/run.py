@@ -141,7 +141,8 @@ def make_plans(
         if options is not None:
             chosen = options if begun is None else replace(options, pretrained=begun)
             model = with_options(model, chosen, reproduction.task)
-        words = [reproduction.task, model.name, name_data(folder), name_data(getattr(model, "pretrained", None))]
+        inputs = (folder, *(getattr(model, name, None) for name in ("pipeline", "pretrained")))
+        words = [reproduction.task, model.name, *map(name_data, inputs)]
         names = reproduction.arms_at(scale, task.scales)[part.name]
         if changed := sorted({*arm_names(part.arms, model)}.symmetric_difference(names)):
             raise SettingError(
