@@ -114,9 +114,9 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     assert counts.startswith("Our own studies, judged by calibrated tests: 5 claims of 1 tables and figures: ")
     assert counts.endswith(": 2 contradicted; 2 borne out; 1 not shown.")
     assert earlier == "The three papers, judged by version 0.1: 1 claims of 1 tables and figures: 1 borne out."
-    assert gains.startswith("Borne out, in points: [guided/x: c](")
+    assert gains.startswith("The largest borne out, one a table, in points: [guided/x: c](")
     assert ";" not in gains
-    assert losses.startswith("Contradicted, in points: [guided/x: b](")
+    assert losses.startswith("The largest contradicted, one a table, in points: [guided/x: b](")
 
 
 def test_a_link_is_text_everywhere_but_in_markdown():

@@ -26,9 +26,10 @@ _TEXT = re.compile(
 _HEADER = ("claim", "contrast that decides it", "published", "ours", "detectable", "verdict", "table")
 _CONTRADICTED = ORDER[0]
 _WHY_ABSENT = (
-    "These take more hours than the two cores had that made the records: each row counts its runs, and `headwise "
-    "reproduce ID --dry-run` says what they cost where runs of their kind have finished. Nothing else stands in their "
-    "way but the [data of each](../docs/reproducing.md)."
+    "These need more time than the two cores had that made the records: each row counts its runs, and `headwise "
+    "reproduce ID --dry-run` says what they cost where runs of their kind have finished. They need nothing else but "
+    "their [data](../docs/reproducing.md). Tables above may lack parts, such as a larger model or a set without data; "
+    "their pages leave those rows blank."
 )
 _READING = (
     "Published and ours are differences, ours with its 95 % interval: in points for scores, in units of the number for "
@@ -118,7 +119,7 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
             for to, (one, name) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
         ]
         if shown:
-            lines.append(f"{verdict[0].upper()}{verdict[1:]}, in points: {'; '.join(shown)}.")
+            lines.append(f"The largest {verdict}, one a table, in points: {'; '.join(shown)}.")
     return "\n\n".join(lines)
 
 

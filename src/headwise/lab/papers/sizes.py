@@ -73,7 +73,7 @@ def base_eight_heads(corpus: str) -> Sizes:
 
 
 def _reduce(times: int = 1, heads: int | None = None) -> Sizes:
-    # at `cpu` the model and the sentences of `demo`, until plain is not shown to rise on dev
+    # at `cpu` the model and the sentences of `demo`, until plain of four heads is not shown to rise on dev
     return {
         "demo": Size("demo", times, heads),
         "cpu": Size("demo", times, heads, sets=("epochs=12",)),
