@@ -215,3 +215,14 @@ def test_a_record_of_version_0_1_keeps_its_text_and_says_so(paper):
     assert EARLIER in page
     assert NOTE not in page
     assert POWER not in page
+
+
+def test_a_table_that_is_not_on_the_papers_data_names_its_own(paper):
+    record = read(paper) | {
+        "published": {"title": "t", "header": ["arm"], "rows": [["plain"]], "align": "l"},
+        "comparable": False,
+        "described": ["A: texts: 9 train", "B: SICK, since SNLI is absent: 4,440 train", "own, en to de\ntrain: 7"],
+    }
+    (paper / "results" / "table-1-demo.json").write_text(json.dumps(record))
+    page = render(paper)[paper / "RESULTS.md"]
+    assert " Our data: B: SICK, since SNLI is absent; own, en to de.\n" in page

@@ -1,5 +1,6 @@
 """The pages of a paper, rendered from its records: RESULTS.md, and one page of details for each record."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ EARLIER = (
     "less than its level allows, with one family of Holm's adjustment for all contrasts. Brackets are 95 % intervals "
     "over seeds and test items, ± is half of one; differences are in points."
 )
+# Where the description of data goes on to its sizes.
+_SIZES = re.compile(r"\n|: (?=\d)")
 SAME = "Ours are on the data and the size that the paper names."
 
 
@@ -94,7 +97,8 @@ def _render_section(found: Mapping[str, Any], details: str) -> str:
         lines += [grid.to_markdown(), ""]
     if found.get("published"):
         other = OTHER_GROUPED if found.get("grouped") else OTHER
-        lines += [Grid.from_record(found["published"]).to_markdown(), "", SAME if found["comparable"] else other, ""]
+        ours = SAME if found["comparable"] else f"{other}{_name_data(found)}"
+        lines += [Grid.from_record(found["published"]).to_markdown(), "", ours, ""]
     for picture in found.get("pictures", ()):
         lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
     return "\n".join(lines)
@@ -123,6 +127,13 @@ def _render_details(found: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _name_data(found: Mapping[str, Any]) -> str:
+    """Return what our data are, without their sizes; "" where the task knows no more than that they are texts."""
+    names = [_SIZES.split(described)[0] for described in found.get("described", ())]
+    named = [name for name in names if not name.endswith("texts")]
+    return f" Our data: {'; '.join(named)}." if named else ""
 
 
 def _name(part: str) -> str:
