@@ -88,6 +88,29 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     assert "| diversify/table-5 |" not in absent
 
 
+def test_the_pictures_of_doses_come_first(tmp_path: Path):
+    folder = tmp_path / "diversity" / "results"
+    folder.mkdir(parents=True)
+    for name in ("dose-pairs", "lm", "dose-logic"):
+        picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
+        record = {"format": 2, "id": f"diversity/{name}", "scale": "cpu", "title": name, "source": OWN, "claims": []}
+        (folder / f"{name}.json").write_text(json.dumps(record | {"pictures": [picture]}))
+    doses = build_overview(tmp_path).partition("## Doses\n")[2].partition("## diversity")[0]
+    assert doses.splitlines() == [
+        "",
+        "Score by effective heads.",
+        "",
+        "[dose-logic](diversity/RESULTS.md#diversitydose-logic-at-scale-cpu-dose-logic):",
+        "",
+        "![dose-logic](diversity/results/dose-logic.png)",
+        "",
+        "[dose-pairs](diversity/RESULTS.md#diversitydose-pairs-at-scale-cpu-dose-pairs):",
+        "",
+        "![dose-pairs](diversity/results/dose-pairs.png)",
+        "",
+    ]
+
+
 def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else(tmp_path: Path):
     folder = tmp_path / "guided" / "results"
     folder.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""One page of all claims of all papers: what each found, what we found, and how much our runs could have shown."""
+"""One page of all claims of all papers: what each found, what we found, and how much our runs could have shown.
+
+The pictures of doses come first.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.papers.claims_grids import is_shown_in_points
+from headwise.lab.papers.doses import DOSES
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, name_section, read_records
 from headwise.lab.papers.reproduction import OWN
@@ -78,7 +82,7 @@ def build_overview(papers: Path) -> str:
     """
     found = _read_papers(papers)
     records = [record for paper in found.values() for record in paper.values()]
-    parts = ["# Claims", "", *_introduce(records), ""]
+    parts = ["# Claims", "", *_introduce(records), "", *_show_doses(found)]
     for folder, paper in found.items():
         rows = [row for record in paper.values() for row in _list_rows(record, folder.name)]
         links = f"[Results]({folder.name}/{PAGE}), [deviations]({folder.name}/DEVIATIONS.md)."
@@ -227,6 +231,21 @@ def _find_published(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _introduce(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["Written by `make api` from the records in `*/results/`, not by hand.", "", _count(records), "", _READING]
+
+
+def _show_doses(papers: Mapping[Path, Mapping[Path, Mapping[str, Any]]]) -> list[str]:
+    """Return the pictures of the studies of doses: where diverse heads help, and where they do not."""
+    ids = {one.id for one in DOSES}
+    found = [(folder.name, record) for folder, paper in papers.items() for record in paper.values()]
+    shown = [
+        (folder, record, picture) for folder, record in found if record["id"] in ids for picture in record["pictures"]
+    ]
+    # what it shows is the same in each
+    lines = ["## Doses", "", shown[0][2]["caption"], ""] if shown else []
+    for folder, record, picture in shown:
+        lines += [f"[{record['title']}]({folder}/{PAGE}#{_make_anchor(record)}):", ""]
+        lines += [f"![{picture['alt']}]({folder}/{FOLDER}/{picture['file']})", ""]
+    return lines
 
 
 def _count(records: Sequence[Mapping[str, Any]]) -> str:
