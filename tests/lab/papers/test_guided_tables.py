@@ -76,15 +76,15 @@ def test_every_set_has_a_part_and_the_three_share_their_folders(sets, tmp_path):
 
 
 def test_parsed_texts_have_a_folder_of_their_own(sets, tmp_path):
-    plain = ScaleOptions("demo")
-    (part,) = (
-        plan.comparison
-        for plan in run.make_plans(TABLE_3, "demo", seeds=1, data=sets, out=tmp_path, workers=1, options=plain)
-        if plan.part.name == "TREC"
+    plain, parsed = (
+        {
+            plan.part.name: plan.comparison.out.name
+            for plan in run.make_plans(TABLE_3, "demo", seeds=1, data=sets, out=tmp_path, workers=1, options=options)
+        }
+        for options in (ScaleOptions("demo"), ScaleOptions("demo", pipeline=sets))
     )
-    (parsed,) = (plan.comparison for plan in plans(TABLE_3, sets, tmp_path, ()) if plan.part.name == "TREC")
-    assert part.out.name == "classification-demo-trec"
-    assert parsed.out.name == f"classification-demo-trec-{sets.name}"
+    assert plain["TREC"] == "classification-demo-trec"
+    assert parsed["TREC"] == f"classification-demo-trec-{sets.name}"
 
 
 def test_a_table_is_run_judged_and_shown_with_its_quoted_rows(inline, sets, tmp_path):

@@ -169,7 +169,12 @@ def test_the_documentation_lists_every_reproduction_once():
     assert sorted(listed) == sorted(REPRODUCTIONS)
 
 
-def test_tables_of_translation_at_cpu_share_runs_with_the_longer_doses():
-    (longer,) = [part for part in REPRODUCTIONS["diversity/dose-translation"].parts if part.name == "3x"]
-    table = REPRODUCTIONS["diversify/table-1"].parts[0]
-    assert resize_scale(table.sizes["cpu"], TRANSLATION_SCALES) == resize_scale(longer.sizes["cpu"], TRANSLATION_SCALES)
+@pytest.mark.parametrize(
+    ("table", "part", "doses"),
+    [("diversify/table-1", "", "diversity/dose-translation"), ("repulsive/table-1", "SNLI", "diversity/dose-pairs")],
+)
+def test_tables_at_cpu_have_the_size_of_the_longer_doses(table, part, doses):
+    (longer,) = [one for one in REPRODUCTIONS[doses].parts if one.name == "3x"]
+    (own,) = [one for one in REPRODUCTIONS[table].parts if one.name == part]
+    scales = named_task(REPRODUCTIONS[doses].task).scales
+    assert resize_scale(own.sizes["cpu"], scales) == resize_scale(longer.sizes["cpu"], scales)
