@@ -128,9 +128,15 @@ def test_scores_of_a_task_whose_baseline_plain_does_not_beat_get_no_verdict(tmp_
     (judged,) = judge([Claim("", contrasts)], parts)
     doubt = "no verdict (plain is not shown to beat counts in TREC)"
     assert [one.verdict for one in judged.found] == [doubt, "borne out", "borne out", "contradicted", "borne out"]
-    assert judged.verdict == doubt
+    left_out = " (1 of 5 contrasts left out: plain is not shown to beat counts in TREC)"
+    assert judged.verdict == f"contradicted{left_out}"
     assert judged.found[0].judgement.family == 4, "it counts among the tests of scores"
     assert record_claims([judged])[0]["contrasts"][0]["p_holm"] is None
+
+    alone, both = judge([Claim("", contrasts[:1]), Claim("", contrasts[:2])], parts)
+    assert (alone.verdict, both.verdict) == (doubt, f"borne out{left_out.replace('5', '2')}")
+    few = Evidence(read_results(write_comparison(tmp_path / "few", drawn, seeds=(0, 1))))
+    assert judge([Claim("", contrasts[:2])], {**parts, "SUBJ": few})[0].verdict == "no verdict (2 seeds)"
 
 
 def test_holm_covers_the_contrasts_of_all_claims(tmp_path):

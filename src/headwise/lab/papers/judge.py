@@ -63,7 +63,8 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     published "published gain not found" or "cannot tell", as the interval leaves it out or holds it. A claim has the
     worst of its contrasts' verdicts. With fewer than five seeds there is no verdict (runs that began with one earlier
     run, in which the method acted, count as one), and of efficacy there is none where plain is not shown to beat a
-    baseline without attention. Without a test the words are "measured, not tested", where there is anything to measure.
+    baseline without attention; the verdict on a claim that has other contrasts leaves these out, and says so. Without a
+    test the words are "measured, not tested", where there is anything to measure.
     """
     doubted = {part: find_doubt(found.results) for part, found in parts.items()}
     known = {contrast: _measure(contrast, parts) for claim in claims for contrast in claim.contrasts}
@@ -124,6 +125,12 @@ def _decide(found: Sequence[Found]) -> str:
     if absent := [one.verdict for one in found if one.estimate is None]:
         return absent[0]
     judged = sorted((one.judgement for one in found if one.judgement is not None), key=lambda one: one.estimate.seeds)
-    undecided = filter(None, (one.undecided for one in judged))
-    words = {one.verdict for one in found}
-    return next(undecided, None) or next(one for one in ORDER if one in words)
+    kept = [one for one in judged if not one.doubt]
+    if undecided := next(filter(None, (one.undecided for one in kept or judged)), ""):
+        return undecided
+    words = {one.claim_words for one in kept}
+    verdict = next(one for one in ORDER if one in words)
+    if len(kept) == len(judged):
+        return verdict
+    doubts = "; ".join(dict.fromkeys(one.doubt for one in judged if one.doubt))
+    return f"{verdict} ({len(judged) - len(kept)} of {len(judged)} contrasts left out: {doubts})"

@@ -112,7 +112,7 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
             for record in paper.values()
             for claim in record["claims"]
             if record.get("format") == FORMAT
-            and claim["verdict"] == verdict
+            and _omit_reason(claim["verdict"]) == verdict
             and (one := choose_deciding(_read_contrasts(record, claim), verdict)) is not None
             and one.points
         ]
@@ -165,11 +165,17 @@ def choose_deciding(contrasts: Sequence[Measured], verdict: str) -> Measured | N
     A claim is contradicted by the contrast with the smallest p-value below zero, and otherwise held up by the one with
     the largest p-value.
     """
-    own = [one for one in contrasts if one.verdict == verdict] or list(contrasts)
+    verdict = _omit_reason(verdict)
+    own = [one for one in contrasts if _omit_reason(one.verdict) == verdict] or list(contrasts)
     if verdict == _CONTRADICTED:
         own = [one for one in own if one.value < 0] or own
         return min(own, key=_order, default=None)
     return max(own, key=_order, default=None)
+
+
+def _omit_reason(verdict: str) -> str:
+    """Return a verdict without why there is none, or what was left out."""
+    return verdict.partition(" (")[0]
 
 
 def _order(found: Measured) -> tuple[float, float]:
@@ -265,7 +271,7 @@ def _count(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _count_verdicts(records: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    return Counter(claim["verdict"].partition(" (")[0] for record in records for claim in record["claims"])
+    return Counter(_omit_reason(claim["verdict"]) for record in records for claim in record["claims"])
 
 
 def _list_absent(known: set[str]) -> Grid:
