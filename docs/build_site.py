@@ -22,6 +22,8 @@ SETTINGS = ROOT / "docs" / "mkdocs.yml"
 PAGES = ROOT / "build" / "pages"
 # What pages are, and what they link to.
 SHOWN = (":(glob)*.md", "LICENSE", "docs", "papers", "examples", "benchmarks/records")
+# The page whose tables need the room of the contents beside it.
+WIDE = PAGES / "papers" / "README.md"
 
 
 def main() -> None:
@@ -34,6 +36,7 @@ def main() -> None:
         target = PAGES / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target)
+    WIDE.write_text("---\nhide: [toc]\n---\n\n" + WIDE.read_text(encoding="utf-8"), encoding="utf-8")
     nav: list[Any] = yaml_load(SETTINGS.read_text(encoding="utf-8"))["nav"]
     nav[-1]["Reference"] += write_reference()
     build(load_config(str(SETTINGS), nav=nav))
