@@ -47,8 +47,9 @@ demo: $(VENV)/.lab
 
 # Installs nothing: a GPU machine has its own torch, whose Python is PYTHON. Run it again to resume.
 GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self
-SEEDS ?= 5
-OUT ?= runs/translation-gpu
+# A variable of the same name in the environment is another program's.
+SEEDS := 5
+OUT := runs/translation-gpu
 translation-gpu:
 	@test -n "$(DATA)" || { echo "DATA is not set; give the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
 	PYTHONPATH=src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise compare translation --scale gpu \

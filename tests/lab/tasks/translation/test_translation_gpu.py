@@ -60,6 +60,15 @@ def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(t
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_variables_of_the_environment_do_not_move_the_results(monkeypatch):
+    monkeypatch.setenv("OUT", "elsewhere")
+    monkeypatch.setenv("SEEDS", "9")
+    command = words_of("DATA=prepared")
+    assert command[command.index("--out") + 1] == "runs/translation-gpu"
+    assert command[command.index("--seeds") + 1] == "5"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_target_without_data_says_what_to_name():
     done = subprocess.run(["make", "translation-gpu", "DATA="], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
