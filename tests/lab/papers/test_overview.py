@@ -14,6 +14,7 @@ from headwise.lab.results.cells import MINUS, NONE, Grid, Link
 NUMBERS = {
     "contrast": "em over plain", "measure": None, "value": -0.0025, "low": -0.0071, "high": 0.0021, "p_holm": 0.36,
     "detectable": 0.0065, "detectable_in_family": 0.0091, "published": 0.0095, "verdict": "published gain not found",
+    "kind": "efficacy", "by_seed": [-0.003, -0.002],
 }  # fmt: skip
 
 
@@ -69,15 +70,17 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     folder.mkdir(parents=True)
     claims = [
         {"statement": "EM helps.", "verdict": "no verdict (3 seeds)", "contrasts": [NUMBERS]},
+        {"statement": "Again.", "verdict": "no verdict (3 seeds)", "contrasts": [NUMBERS]},
         {"statement": "It is cheap.", "verdict": "measured, not tested", "contrasts": []},
     ]
     record = {"format": 2, "id": "diversify/table-5", "scale": "cpu", "title": "Main results"}
     record |= {"source": "Table 5", "claims": claims}
     (folder / "table-5-cpu.json").write_text(json.dumps(record))
     page = build_overview(tmp_path)
-    link = "[table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
+    link = "[diversify/table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
     counted = (
-        "The three papers, judged by calibrated tests: 2 claims of 1 tables and figures: 1 no verdict; 1 measured,"
+        "The three papers, judged by calibrated tests, 1 tables and figures: "
+        "1 comparisons of scores (1 published gain not found).\n"
     )
     assert counted in page
     ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
@@ -86,6 +89,19 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     absent = page.partition("without a record")[2]
     assert "| diversify/table-1 |" in absent
     assert "| diversify/table-5 |" not in absent
+
+
+def test_data_that_stand_in_for_the_papers_are_named(tmp_path: Path):
+    folder = tmp_path / "repulsive" / "results"
+    folder.mkdir(parents=True)
+    contrasts = [{**NUMBERS, "contrast": f"svgd over plain in {part}"} for part in ("Yelp", "SNLI")]
+    record = {"format": 2, "id": "repulsive/table-1", "scale": "cpu", "title": "t", "source": "Table 1"}
+    record["described"] = ["Yelp: reviews: 8 train", "SNLI: SICK, since SNLI's training file is absent: 4 train"]
+    record["claims"] = [{"statement": f"{one}.", "verdict": "not shown", "contrasts": [one]} for one in contrasts]
+    (folder / "table-1-cpu.json").write_text(json.dumps(record))
+    page = build_overview(tmp_path)
+    assert "| svgd over plain in Yelp |" in page
+    assert "| svgd over plain in SNLI (SICK) |" in page
 
 
 def test_the_pictures_of_doses_come_first(tmp_path: Path):
@@ -120,12 +136,13 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
         {
             "statement": name,
             "verdict": verdict,
-            "contrasts": [{**NUMBERS, "contrast": name, "value": value, "verdict": verdict}],
+            "contrasts": [{**NUMBERS, "contrast": name, "value": value, "verdict": verdict, "by_seed": [value]}],
         }
         for name, (value, verdict) in values.items()
     ]
     # a number of each run is no score
-    claims.append({**claims[2], "contrasts": [{**claims[2]["contrasts"][0], "contrast": "e", "measure": "NLL"}]})
+    of_heads = {"contrast": "e", "measure": "distance", "kind": "manipulation check"}
+    claims.append({**claims[2], "contrasts": [{**claims[2]["contrasts"][0], **of_heads}]})
     told = {"scale": "cpu", "title": "t"}
     (folder / "x-cpu.json").write_text(
         json.dumps({"format": 2, "id": "guided/x", "source": OWN, "claims": claims} | told)
@@ -134,9 +151,11 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     old = {"statement": "f", "verdict": "borne out", "contrasts": ["f over g: +9.00 points [+8.00, +10.00], p = 0.010"]}
     (folder / "y-cpu.json").write_text(json.dumps({"id": "guided/y", "source": "Table 1", "claims": [old]} | told))
     counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
-    assert counts.startswith("Our own studies, judged by calibrated tests: 5 claims of 1 tables and figures: ")
-    assert counts.endswith(": 2 contradicted; 2 borne out; 1 not shown.")
-    assert earlier == "The three papers, judged by version 0.1: 1 claims of 1 tables and figures: 1 borne out."
+    assert counts == (
+        "Our own studies, judged by calibrated tests, 1 tables and figures: 4 comparisons of scores (2 contradicted; 1 "
+        "borne out; 1 not shown), 1 checks of what a method does to heads (1 borne out)."
+    )
+    assert earlier == "The three papers, judged by version 0.1, 1 tables and figures: 1 claims (1 borne out)."
     assert gains.startswith("The largest borne out, one a table, in points: [guided/x: c](")
     assert ";" not in gains
     assert losses.startswith("The largest contradicted, one a table, in points: [guided/x: b](")

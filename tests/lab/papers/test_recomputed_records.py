@@ -152,6 +152,17 @@ def test_a_contrast_has_one_verdict_wherever_it_is_printed(paper):
     assert (svgd["to_control"]["p_holm"], svgd["to_control"]["family"], svgd["verdict"]) == (None, 0, "")
 
 
+def test_tables_that_share_a_contrast_have_one_verdict_on_it():
+    verdicts: dict[Any, set[str]] = {}
+    for path in (SCRIPT.parents[1] / "papers").glob("*/results/*.json"):
+        for found in (one for claim in json.loads(path.read_text())["claims"] for one in claim["contrasts"]):
+            if isinstance(found, dict):
+                key = found["contrast"], found["measure"], *found["by_seed"]
+                verdicts.setdefault(key, set()).add(found["verdict"].partition(" (")[0])
+    assert {key: words for key, words in verdicts.items() if len(words) > 1} == {}
+    assert len(verdicts) > 300
+
+
 def test_published_differences_are_those_of_the_papers_cells(evidence):
     claims = TABLE.claims_at("demo", {"demo": type("Scale", (), {"layers": 2, "name": "demo", "encoder_layers": 2})})
     gains = {str(one): one.published for claim in claims for one in claim.contrasts}

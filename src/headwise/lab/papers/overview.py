@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headwise.lab.experiment.registry import named_task
+from headwise.lab.papers.claims import EFFICACY, MANIPULATION
 from headwise.lab.papers.claims_grids import is_shown_in_points
 from headwise.lab.papers.doses import DOSES
 from headwise.lab.papers.index import REPRODUCTIONS
@@ -27,21 +28,25 @@ _TEXT = re.compile(
     r"(?P<contrast>.+): (?P<value>[+-][\d.]+)(?P<points> points)? \[(?P<low>[^,\]]+), (?P<high>[^\]]+)\]"
     r"(, p = (?P<p>[\d.]+))?( \(.*\))?"
 )
+# What a part of a record says of data that stand in for the paper's.
+_STAND_IN = re.compile(r"(?P<part>[^:]+): (?P<data>\w+), since .+ is absent")
+_KINDS = {EFFICACY: "comparisons of scores", MANIPULATION: "checks of what a method does to heads"}
 _HEADER = ("claim", "contrast that decides it", "published", "ours", "detectable", "verdict", "table")
 _CONTRADICTED = ORDER[0]
 _WHY_ABSENT = (
-    "These need more time than the two cores had that made the records: each row counts its runs, and `headwise "
-    "reproduce ID --dry-run` says what they cost where runs of their kind have finished. They need nothing else but "
-    "their [data](../docs/reproducing.md). Tables above may lack parts, such as a larger model or a set without data; "
-    "their pages leave those rows blank."
+    "These need more time than was available on two cores: each row counts its runs, and `headwise reproduce ID "
+    "--dry-run` says what they cost where runs of their kind have finished. They need nothing else but their "
+    "[data](../docs/reproducing.md). Records of version 0.1 were not made again for the same reason; "
+    "`repulsive/table-5` needs people to rate texts. Tables above may lack parts, such as a larger model or a set "
+    "without data; their pages leave those rows blank."
 )
 _READING = (
     "Published and ours are differences, ours with its 95 % interval: in points for scores, in units of the number for "
-    "others. A claim of several contrasts shows the one that decides it. Detectable is the smallest difference that "
-    "our test finds with 80 % power: tested alone, to tested among all of its family. Claims marked version 0.1 were "
-    "judged before the tests were calibrated, by a bootstrap that finds less than its level allows, and also where "
-    "plain is not shown to beat a model without attention; their records hold text and cannot be computed again. See "
-    "[how arms are compared](../docs/statistics.md)."
+    "others. A claim of several contrasts shows the one that decides it; a comparison that several claims name is "
+    "counted once. Detectable is the smallest difference that our test finds with 80 % power: tested alone, to tested "
+    "among all of its family. Claims marked version 0.1 were judged before the tests were calibrated, by a bootstrap "
+    "that finds less than its level allows, and also where plain is not shown to beat a model without attention; their "
+    "records hold text and cannot be computed again. See [how arms are compared](../docs/statistics.md)."
 )
 
 
@@ -197,7 +202,11 @@ def _make_anchor(record: Mapping[str, Any]) -> str:
 
 def _read_contrasts(record: Mapping[str, Any], claim: Mapping[str, Any]) -> list[Measured]:
     published = _find_published(record)
-    return [one for found in claim["contrasts"] if (one := read_contrast(found, published)) is not None]
+    found = [one for found in claim["contrasts"] if (one := read_contrast(found, published)) is not None]
+    named = {match["part"]: match["data"] for text in record.get("described", ()) if (match := _STAND_IN.match(text))}
+    for part, data in named.items():
+        found = [replace(one, contrast=one.contrast.replace(f" in {part}", f" in {part} ({data})")) for one in found]
+    return found
 
 
 def _show(found: Measured) -> Number:
@@ -214,7 +223,7 @@ def _show_detectable(found: Measured) -> Cell:
 
 
 def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ...]]:
-    link = Link(record["id"].partition("/")[2], to=f"{paper}/{PAGE}#{_make_anchor(record)}")
+    link = Link(record["id"], to=f"{paper}/{PAGE}#{_make_anchor(record)}")
     for claim in record["claims"]:
         one = choose_deciding(_read_contrasts(record, claim), claim["verdict"])
         verdict = claim["verdict"] if record.get("format") == FORMAT else f"{claim['verdict']} (version 0.1)"
@@ -255,23 +264,37 @@ def _show_doses(papers: Mapping[Path, Mapping[Path, Mapping[str, Any]]]) -> list
 
 
 def _count(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many claims ended in which verdict, those of the papers and those of version 0.1 apart."""
+    """Return how many comparisons ended in which verdict, each counted once; of version 0.1 how many claims."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         whose = "Our own studies" if record["source"] == OWN else "The three papers"
         judged = "calibrated tests" if record.get("format") == FORMAT else "version 0.1"
         groups.setdefault((judged, whose), []).append(record)
-    return "\n\n".join(
-        f"{whose}, judged by {judged}: {sum(verdicts.values())} claims of {len(those)} tables and figures: "
-        + "; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-        + "."
-        for (judged, whose), those in sorted(groups.items())
-        if (verdicts := _count_verdicts(those))
-    )
+    lines = []
+    for (judged, whose), those in sorted(groups.items()):
+        counts = _count_comparisons(those) if judged == "calibrated tests" else {"claims": _count_verdicts(those)}
+        told = [
+            f"{verdicts.total()} {what} ({_list_counts(verdicts)})" for what, verdicts in counts.items() if verdicts
+        ]
+        lines.append(f"{whose}, judged by {judged}, {len(those)} tables and figures: {', '.join(told)}.")
+    return "\n\n".join(lines)
+
+
+def _count_comparisons(records: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """Return the verdicts of each kind of comparison; those with the same numbers are one."""
+    known: dict[tuple[str, str, tuple[float, ...]], str] = {}
+    for found in (one for record in records for claim in record["claims"] for one in claim["contrasts"]):
+        if found["kind"] in _KINDS and found["verdict"]:
+            known[found["kind"], found["measure"], tuple(found["by_seed"])] = _omit_reason(found["verdict"])
+    return {what: Counter(words for key, words in known.items() if key[0] == kind) for kind, what in _KINDS.items()}
 
 
 def _count_verdicts(records: Sequence[Mapping[str, Any]]) -> Counter[str]:
     return Counter(_omit_reason(claim["verdict"]) for record in records for claim in record["claims"])
+
+
+def _list_counts(verdicts: Counter[str]) -> str:
+    return "; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
 def _list_absent(known: set[str]) -> Grid:

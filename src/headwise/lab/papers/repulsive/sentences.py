@@ -106,11 +106,6 @@ TABLE_1 = Reproduction(
             _compare("svgd", SMOOTH),
         ),
         claim_control("Smoothing does more than the constant factor that comes with it", _compare(SMOOTH, SCALED)),
-        Claim(
-            "Repulsion of what heads compute makes them compute more different things than repulsion of their "
-            "parameters (ours).",
-            (*_compare(f"svgd-relative:{STEP}", _FUNCTION, "output_cka"),),
-        ),
     ),
     published=Published(
         _DATA,
