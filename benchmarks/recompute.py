@@ -1,7 +1,7 @@
 """Recompute what stands in the records of papers from the numbers in them; imports nothing of headwise.
 
-For each contrast of each claim: its value, its 95 % interval, its p-value, that after Holm's adjustment, and the
-smallest effect that could have been detected. Says how many agree, and fails where one does not.
+For each contrast of each claim: its value, its 95 % interval and the smallest effect that could have been detected; for
+one with a verdict also its p-value, and Holm's. Says how many agree, and fails where one does not.
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ def adjust(p_values: dict[str, float], family: int) -> dict[str, float]:
 def check(record: dict[str, Any]) -> tuple[int, list[str]]:
     """Return how many numbers of a record were recomputed, and what disagrees."""
     contrasts = {one["contrast"]: one for claim in record["claims"] for one in claim["contrasts"]}
-    judged = {name: one for name, one in contrasts.items() if one.get("p_holm") is not None}
-    count, wrong = 0, []
-    found = {name: recompute(one) for name, one in judged.items()}
+    found = {name: recompute(one) for name, one in contrasts.items() if one["low"] is not None}
+    judged = {name: one for name, one in contrasts.items() if one["p_holm"] is not None}
     for kind in {one["kind"] for one in judged.values()}:
         of = {name: found[name]["p"] for name, one in judged.items() if one["kind"] == kind}
         for name, p in adjust(of, judged[next(iter(of))]["family"]).items():
             found[name]["p_holm"] = p
-    for name, one in judged.items():
-        for key in (*NAMES, "p_holm"):
+    count, wrong = 0, []
+    for name, numbers in found.items():
+        one = contrasts[name]
+        for key in (*NAMES, "p_holm") if name in judged else (key for key in NAMES if key != "p"):
             count += 1
-            if not math.isclose(found[name][key], one[key] or 0.0, rel_tol=1e-6, abs_tol=1e-12):
-                wrong.append(f"{record['id']}, {name}: {key} is {one[key]}, recomputed {found[name][key]}")
+            if not math.isclose(numbers[key], one[key] or 0.0, rel_tol=1e-6, abs_tol=1e-12):
+                wrong.append(f"{record['id']}, {name}: {key} is {one[key]}, recomputed {numbers[key]}")
     return count, wrong
 
 

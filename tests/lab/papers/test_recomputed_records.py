@@ -89,8 +89,8 @@ def test_the_script_imports_nothing_of_headwise_and_recomputes_every_contrast(pa
     }
     assert not any(str(name).startswith(("headwise", "torch")) for name in imported)
     done = subprocess.run([sys.executable, SCRIPT, paper], capture_output=True, text=True, check=False)
-    # three contrasts of scores and one of heads, six numbers each
-    assert done.stdout.endswith("table-1-demo.json: 24 numbers recomputed, 0 disagree\n"), done.stdout + done.stderr
+    # three contrasts of scores and one of heads, six numbers each, and one of cost without p-values
+    assert done.stdout.endswith("table-1-demo.json: 28 numbers recomputed, 0 disagree\n"), done.stdout + done.stderr
     assert done.returncode == 0
 
 
