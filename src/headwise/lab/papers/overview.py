@@ -265,14 +265,14 @@ def _show_doses(papers: Mapping[Path, Mapping[Path, Mapping[str, Any]]]) -> list
 
 def _count(records: Sequence[Mapping[str, Any]]) -> str:
     """Return how many comparisons ended in which verdict, each counted once; of version 0.1 how many claims."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[bool, str], list[Mapping[str, Any]]] = {}
     for record in records:
         whose = "Our own studies" if record["source"] == OWN else "The three papers"
-        judged = "calibrated tests" if record.get("format") == FORMAT else "version 0.1"
-        groups.setdefault((judged, whose), []).append(record)
+        groups.setdefault((record.get("format") != FORMAT, whose), []).append(record)
     lines = []
-    for (judged, whose), those in sorted(groups.items()):
-        counts = _count_comparisons(those) if judged == "calibrated tests" else {"claims": _count_verdicts(those)}
+    for (earlier, whose), those in sorted(groups.items()):
+        judged = "version 0.1" if earlier else "calibrated tests"
+        counts = {"claims": _count_verdicts(those)} if earlier else _count_comparisons(those)
         told = [
             f"{verdicts.total()} {what} ({_list_counts(verdicts)})" for what, verdicts in counts.items() if verdicts
         ]
@@ -282,7 +282,8 @@ def _count(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _count_comparisons(records: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     """Return the verdicts of each kind of comparison; those with the same numbers are one."""
-    known: dict[tuple[str, str, tuple[float, ...]], str] = {}
+    # of the score itself a contrast has no measure
+    known: dict[tuple[str, str | None, tuple[float, ...]], str] = {}
     for found in (one for record in records for claim in record["claims"] for one in claim["contrasts"]):
         if found["kind"] in _KINDS and found["verdict"]:
             known[found["kind"], found["measure"], tuple(found["by_seed"])] = _omit_reason(found["verdict"])
