@@ -26,6 +26,7 @@ from headwise.lab.experiment.guided import PARSED, ROLES, Guided
 from headwise.lab.experiment.method import (
     DropHeads,
     GateHeads,
+    LengthenQueries,
     Method,
     Orthogonalize,
     OtherModel,
@@ -53,6 +54,7 @@ SET_ONCE = {
     PairHeads: "pairs of heads",
     Widen: "wider",
     Orthogonalize: "muon",
+    LengthenQueries: "longer queries",
 }
 
 
@@ -181,6 +183,8 @@ def named_arms() -> Mapping[str, Arm]:
         "wider": Widen(),
         "muon": Orthogonalize(per_head=False),
         "muon-heads": Orthogonalize(per_head=True),
+        "queries-longer": LengthenQueries(drawn=4.0),
+        "queries-faster": LengthenQueries(rate=10.0),
         "guided": Guided(),
         "random-mask": Guided(random=ROLES),
         "shuffled-parse": Guided(shuffled=PARSED),

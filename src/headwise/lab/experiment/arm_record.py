@@ -21,6 +21,7 @@ from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.method import (
     DropHeads,
     GateHeads,
+    LengthenQueries,
     Method,
     Orthogonalize,
     OtherModel,
@@ -69,13 +70,14 @@ KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mappi
 }
 # Methods that a record holds whole. They and `LATER` are in a record only where they are on, unless `OFF` has them, so
 # that what was recorded before they came stays as it is.
-WHOLE: Mapping[type[Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize], str] = {
+WHOLE: Mapping[type[Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries], str] = {
     Guided: "guided",
     Talk: "talking",
     GateHeads: "gates",
     PairHeads: "pairs",
     Widen: "wider",
     Orthogonalize: "muon",
+    LengthenQueries: "queries",
 }
 LATER = ("drophead_start", "grouping", "penalty_grouping")
 # The classes a record may name; `restore` knows those of aggregators.
@@ -97,7 +99,7 @@ def record_arm(arm: Arm) -> dict[str, Any]:
     """
     values = dict(OFF)
     for method in arm.methods:
-        if isinstance(method, Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize):
+        if isinstance(method, Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries):
             values[WHOLE[type(method)]] = as_record(method)
         else:
             held = {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headwise.errors import SettingError, require_boolean, require_integer, require_range
+from headwise.errors import SettingError, require_boolean, require_integer, require_positive, require_range
 from headwise.gating.settings import GateSetting, require_gate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.guided import Guided
@@ -126,6 +126,25 @@ class Orthogonalize:
 
 
 @dataclass(frozen=True)
+class LengthenQueries:
+    """Longer queries without repulsion: attention that is sharper from the start, or sharpens sooner.
+
+    Repulsion lengthens heads beside turning them; this control lengthens them alone.
+
+    Attributes:
+        drawn: Factor on the query parameters that a run begins with, above 0.
+        rate: Factor on their learning rate, above 0.
+    """
+
+    drawn: float = 1.0
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("drawn", self.drawn)
+        require_positive("rate", self.rate)
+
+
+@dataclass(frozen=True)
 class OtherModel:
     """A model without attention instead of the task's; it combines with no other method.
 
@@ -147,6 +166,7 @@ Method = (
     | Widen
     | DropHeads
     | Orthogonalize
+    | LengthenQueries
     | Guided
     | OtherModel
 )

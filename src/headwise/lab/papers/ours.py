@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.papers.claims import Claim, Contrast, compare_arms
 from headwise.lab.papers.reproduction import OWN, Part, Reproduction
 from headwise.lab.papers.sizes import PAIRS, QUESTIONS, Size, Sizes, logic
 from headwise.lab.results.drawing import label_arm
@@ -228,4 +228,40 @@ DECODER_STUDY = _study(
     "with half the heads, twice as wide",
 )
 
-OURS = (*ON_LOGIC, *ON_QUESTIONS, *TUNED_STUDIES, DECODER_STUDY)
+# What SVGD does on SICK beside making heads differ is to lengthen them, which sharpens attention. Each arm has the rate
+# and the dropout of its best draw in `diversity/tuned-pairs`; those that lengthen queries alone have plain's.
+_PLAIN, _SVGD = "learning_rate=0.0036,dropout=0.159", "ratio=0.855,learning_rate=0.00524,dropout=0.127"
+TUNED_PLAIN, TUNED_SVGD = f"plain:{_PLAIN}", f"svgd-relative:{_SVGD}"
+TUNED_RADIAL = f"{LENGTHENED},{_SVGD}"
+DRAWN = tuple(f"queries-longer:drawn={factor},{_PLAIN}" for factor in (4.0, 12.0))
+SHARPER = (*DRAWN, f"queries-faster:{_PLAIN}")
+STRONG = "cka:ratio=3.0,learning_rate=0.0039,dropout=0.183"
+GROWN = (TUNED_SVGD, TUNED_RADIAL, *SHARPER, STRONG)
+GROWTH_STUDY = Reproduction(
+    id="diversity/growth-pairs",
+    title="Growth, initialization or diversity on pairs of sentences (SICK)",
+    source=OWN,
+    task="sentence",
+    parts=(Part((TUNED_PLAIN, *GROWN), PAIRS),),
+    extra="queries drawn 4 and 12 times as long, or trained at ten times the rate, without repulsion; expected "
+    "beforehand: initialization has at least four fifths of what SVGD adds to plain",
+    claims=(
+        *(
+            Claim(f"{label_arm(arm)} scores higher than plain, tuned (ours).", compare_arms(arm, TUNED_PLAIN))
+            for arm in GROWN
+        ),
+        Claim(
+            "SVGD scores higher than queries that are longer from the start: heads that differ help beyond heads that "
+            "attend sharply (ours).",
+            compare_arms(TUNED_SVGD, SHARPER),
+        ),
+        Claim(
+            "SVGD scores higher than the part of it that only lengthens heads (ours).",
+            compare_arms(TUNED_SVGD, TUNED_RADIAL),
+        ),
+        Claim("Each has more effective heads than plain (ours).", compare_arms(GROWN, TUNED_PLAIN, measure=EFFECTIVE)),
+    ),
+    drawn=draw_heads,
+)
+
+OURS = (*ON_LOGIC, *ON_QUESTIONS, *TUNED_STUDIES, GROWTH_STUDY, DECODER_STUDY)

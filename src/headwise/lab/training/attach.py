@@ -15,12 +15,21 @@ from headwise.errors import SettingError
 from headwise.gating.attach import Gating, gate_heads
 from headwise.heads.dropping import HeadDropping, drop_heads
 from headwise.heads.find import find_heads
+from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads
 from headwise.heads.mixing import mix_heads
 from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import DropHeads, GateHeads, OtherModel, PairHeads, Talk, Widen
+from headwise.lab.experiment.method import (
+    DropHeads,
+    GateHeads,
+    LengthenQueries,
+    OtherModel,
+    PairHeads,
+    Talk,
+    Widen,
+)
 from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.lab.experiment.task import Data, MaskMaker, Task
@@ -134,6 +143,7 @@ class Methods:
         if (gates := arm.find(GateHeads)) is not None:
             self.gating = gate_heads(self.heads, gates.gate)
         initialize_parameters(model, seed)
+        self._lengthen_queries()
         if (penalize := arm.find(Penalize)) is not None:
             self.penalty = penalize.attach(self.heads, across=processes.group())
             self.penalize = penalize
@@ -146,13 +156,31 @@ class Methods:
             _guide(model, self.heads, masks)
 
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
+        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips.
+
+        Raises:
+            SettingError: The arm trains queries faster that are one parameter with keys or values.
+        """
+        longer = self.arm.find(LengthenQueries)
+        if longer is not None and longer.rate != 1.0:
+            _train_faster(optimizer, self._list_queries(), longer.rate)
         method = self.arm.find(Repel)
         if method is not None and self.heads is not None:
             if method.layers is None:
                 method = replace(method, layers=self.rule_layers)
             seed = derive_key(self.seed, "noise")
             self.repulsion = method.attach(optimizer, self.heads, when="manual", seed=seed)
+
+    def _lengthen_queries(self) -> None:
+        longer = self.arm.find(LengthenQueries)
+        if longer is not None:
+            with torch.no_grad():
+                for part in self._list_queries():
+                    part.view(part.parameter).mul_(longer.drawn)
+
+    def _list_queries(self) -> list[HeadSlice]:
+        assert self.heads is not None  # an arm of another model has one method
+        return [part for head_slice in self.heads.projection("query").slices() for part in head_slice.parts]
 
     def begin_step(self, step: int, steps: int, warmup: int) -> None:
         """Set what depends on the step, counted from 0, of a training of `steps` steps of which `warmup` warm up."""
@@ -230,6 +258,22 @@ class Methods:
             self.repulsion.load_state_dict(state["repulsion"])
         if self.penalty is not None and self.penalty.strength is not None:
             self.penalty.load_state_dict(state["penalty"])
+
+
+def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadSlice], factor: float) -> None:
+    """Move queries to parameter groups of their own, whose learning rate is `factor` times as high."""
+    for part in queries:
+        if part.view(part.parameter).numel() != part.parameter.numel():
+            raise SettingError(
+                f"{part.name} holds more than queries, and one parameter has one learning rate; give the arm "
+                "rate=1, or a model whose queries are a parameter of their own."
+            )
+    found = {id(part.parameter) for part in queries}
+    for group in list(optimizer.param_groups):
+        moved = [one for one in group["params"] if id(one) in found]
+        if moved:
+            group["params"] = [one for one in group["params"] if id(one) not in found]
+            optimizer.add_param_group({**group, "params": moved, "lr": factor * group["lr"]})
 
 
 def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
