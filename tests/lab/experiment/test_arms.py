@@ -18,7 +18,16 @@ from headwise.lab.experiment.arm import Arm, combine, named_arms
 from headwise.lab.experiment.arm_record import record_arm, restore_arm
 from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms
 from headwise.lab.experiment.guided import ROLES, Guided
-from headwise.lab.experiment.method import DropHeads, GateHeads, Orthogonalize, OtherModel, PairHeads, Talk, Widen
+from headwise.lab.experiment.method import (
+    DropHeads,
+    GateHeads,
+    LengthenQueries,
+    Orthogonalize,
+    OtherModel,
+    PairHeads,
+    Talk,
+    Widen,
+)
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.rules import SPOS, SVGD
 from headwise.routing.settings import EMRouting, Trunk
@@ -74,6 +83,8 @@ def test_every_arm_is_judged_against_the_arm_that_differs_in_one_thing():
         "differential": "paired",
         "paired": "plain",
         "wider": "plain",
+        "queries-longer": "plain",
+        "queries-faster": "plain",
         "muon": "plain",
         "muon-heads": "muon",
         "guided": "random-mask",
@@ -127,6 +138,7 @@ def test_rivals_are_written_with_their_settings_and_come_back_from_their_records
         "differential": PairHeads(second=True),
         "paired": PairHeads(second=False),
         "wider:units=7": Widen(7),
+        "queries-longer:drawn=12.0": LengthenQueries(12.0),
         "drophead-scheduled:rate=0.2,start=0.3": DropHeads(0.2, start=0.3),
         "drophead:rate=0.2": DropHeads(0.2),
     }.items():
