@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
-
-import pytest
 
 from architecture.source import FILES, SOURCE, module_name
 
@@ -54,6 +53,7 @@ def rank(name: str) -> int:
     return RANK["lab/tasks/*" if name.startswith("lab/tasks/") else name]
 
 
+@cache
 def imports(path: str) -> set[str]:
     """Return the source files that a file imports anywhere in it, in functions and under TYPE_CHECKING too."""
     found: set[str] = set()
@@ -68,12 +68,14 @@ def imports(path: str) -> set[str]:
     return {MODULES[name] for name in found if name in MODULES}
 
 
-@pytest.mark.parametrize("path", FILES)
-def test_a_folder_imports_only_from_layers_below_it(path: str):
-    own = room(path)
-    others = {other for other in imports(path) if room(other) != own}
-    above = sorted(other for other in others if rank(room(other)) >= rank(own))
-    assert not above, f"{path} imports {above}; only layers above its own line in LAYERS may be imported."
+def test_a_folder_imports_only_from_layers_below_it():
+    above = [
+        (path, other)
+        for path in FILES
+        for other in imports(path)
+        if room(other) != room(path) and rank(room(other)) >= rank(room(path))
+    ]
+    assert not above, f"{above}: only layers above a file's own line in LAYERS may be imported."
 
 
 def test_no_files_import_one_another_in_a_circle():
@@ -81,12 +83,16 @@ def test_no_files_import_one_another_in_a_circle():
     TopologicalSorter({path: imports(path) - {path} for path in FILES}).prepare()
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if not path.startswith("lab/papers/")])
-def test_nothing_but_the_papers_names_a_task(path: str):
-    named = sorted(other for other in imports(path) if other.startswith("lab/tasks/") and room(other) != room(path))
-    assert not named, f"{path} imports {named}; ask the registry for the task instead."
+def test_nothing_but_the_papers_names_a_task():
+    named = [
+        (path, other)
+        for path in FILES
+        for other in imports(path)
+        if other.startswith("lab/tasks/") and room(other) != room(path) and not path.startswith("lab/papers/")
+    ]
+    assert not named, f"{named}: ask the registry for the task instead."
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.startswith("reference/")])
-def test_the_reference_shares_no_code_with_what_it_checks(path: str):
-    assert not [other for other in imports(path) if room(other) != "reference"]
+def test_the_reference_shares_no_code_with_what_it_checks():
+    files = [path for path in FILES if path.startswith("reference/")]
+    assert not [(path, other) for path in files for other in imports(path) if room(other) != "reference"]
