@@ -137,14 +137,17 @@ class HeadBlocks(Handle):
             if wanted is not None and held is not wanted:
                 continue
             if part.parameter is not held:
-                raise LayoutError(f"{part.name} was replaced since hw.head_blocks was called; call it again.")
+                raise LayoutError(
+                    f"{part.name} was replaced since hw.head_blocks was called; call remove(), and "
+                    "hw.head_blocks again."
+                )
             views = self._divide(part, held.detach())
             gradients = [None] * len(views) if held.grad is None else self._divide(part, held.grad)
             for block, view, gradient in zip(leaves, views, gradients, strict=True):
                 if block.data_ptr() != view.data_ptr():
                     raise LayoutError(
                         f"{part.name} is in another place of memory than when hw.head_blocks was called (the model was "
-                        "moved or cast since); move it first, then call hw.head_blocks."
+                        "moved or cast since); call remove(), and hw.head_blocks again."
                     )
                 block.grad = gradient
 
