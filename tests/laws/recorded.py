@@ -246,4 +246,9 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     everything = {name: compute(name) for name in FAMILIES}
-    RECORD.write_text(json.dumps(everything, indent=0) + "\n", encoding="utf-8")
+    families = [
+        f"{json.dumps(name)}: {{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in calls.items()) + "\n}"
+        for name, calls in everything.items()
+    ]
+    # a call a line, so that a change of one shows as one
+    RECORD.write_text("{\n" + ",\n".join(families) + "\n}\n", encoding="utf-8")
