@@ -1,22 +1,359 @@
-"""Atomic file writes."""
+"""Files and folders that appear whole: written under another name beside their place, flushed to the disk, renamed.
 
+Whoever reads, or comes after a crash, sees what was there before or all of what is there now. A temporary file or
+folder is `.NAME.partial` and belongs to the one process that holds its lock, which ends with the process: what a
+process that was killed left behind is taken over by the next that writes the same place.
+"""
+
+import ctypes
 import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headwise.errors import DataError
 
+if sys.platform != "win32":
+    import fcntl
 
-def write_whole(path: Path, content: bytes) -> None:
+# The file of a folder that holds the digests of all others; see `headwise.digests`.
+SEAL = "digests.json"
+# Signals that ask a process to end.
+STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGTERM") if hasattr(signal, name))
+# renameat2 of Linux: relative to the working folder, and both names change places.
+WORKING_FOLDER, EXCHANGE = -100, 2
+# How torch's and safetensors' errors of a disk begin or are called; neither is an OSError.
+OF_WRITERS = "PytorchStreamWriter", "unexpected pos", "SafetensorError"
+
+PARTIAL, LOCK, OLD = ".partial", ".lock", ".old"
+
+_held: dict[Path, int] = {}
+_temporary: set[Path] = set()
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Write a file by rename, so that a reader sees the old file or the new one, never a part.
+
+    Args:
+        path: The file.
+        content: What it holds then.
+        durable: Whether it is flushed to the disk before it gets its name; else a power cut may leave it empty.
 
     Raises:
         DataError: It cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with name_write_errors(path), new_file(path, durable=durable) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield the temporary file that replaces a file at the end of the block; nothing changes if that fails.
+
+    Raises:
+        OSError: It cannot be written.
+
+    Example:
+        >>> with new_file(Path("numbers.txt")) as temporary:
+        ...     _ = temporary.write_text("1 2 3")
+        >>> Path("numbers.txt").read_text()
+        '1 2 3'
+        >>> Path("numbers.txt").unlink()
+    """
+    temporary = path.with_name(f".{path.name}{PARTIAL}")
+    handle = _claim(temporary, wait=True)
     try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        reason = error.strerror or str(error)
-        raise DataError(f"{path} cannot be written ({reason}); choose a folder that can.") from None
+        yield temporary
+        put(temporary, path, durable=durable)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        _release(handle)
+
+
+@contextmanager
+def new_folder(place: Path, *, replaced: Container[str] | None = (), wait: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `place` at the end of the block; nothing changes if that fails.
+
+    Nobody else writes `place` in the meantime.
+
+    Args:
+        place: The folder.
+        replaced: Names of what may be in `place` and is replaced; None for all that is there. Without any, a folder
+            that is not empty is refused. Where there is something else too, it stays, and the new files are moved in
+            one by one.
+        wait: Whether to wait while another process writes `place`, after saying so.
+
+    Raises:
+        DataError: `place` is no folder or not empty, is written by another process, or cannot be written.
+
+    Example:
+        >>> with new_folder(Path("numbers")) as temporary:
+        ...     _ = (temporary / "one.txt").write_text("1")
+        >>> [path.name for path in Path("numbers").iterdir()]
+        ['one.txt']
+        >>> shutil.rmtree("numbers")
+    """
+    # the folder that a link leads to is replaced, and not the link
+    given, place = place, place.resolve()
+    with hold(place, wait=wait):
+        temporary = _name_beside(place, PARTIAL)
+        with name_write_errors(given):
+            _restore(place)
+            if place.exists() and not place.is_dir():
+                raise DataError(f"{given} is no folder; choose another.")
+            if replaced == () and _list_present(place):
+                raise DataError(f"{given} exists and is not an empty folder; choose another.")
+            _remove(temporary)
+            temporary.mkdir(parents=True)
+        _temporary.add(temporary)
+        try:
+            yield temporary
+            with name_write_errors(given):
+                _sync(temporary)
+                with undisturbed(f"stopped; {given} is written."):
+                    _put_folder(temporary, place, replaced)
+        except DataError as error:
+            # the temporary folder is ours, and its name tells nobody anything
+            raise DataError(str(error).replace(str(temporary), str(given))) from None
+        finally:
+            _remove(temporary)
+            _temporary.discard(temporary)
+
+
+@contextmanager
+def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a place that is written: nobody else holds it in the block, and a holder that was killed does not count.
+
+    Args:
+        place: A file or folder, which need not exist.
+        wait: Whether to wait while another process holds it, after saying so on stderr.
+
+    Raises:
+        DataError: Another process or thread holds it, or its folder cannot be written.
+    """
+    lock = _name_beside(place.resolve(), LOCK)
+    if _held.get(lock) == threading.get_ident():
+        yield
+        return
+    with name_write_errors(place):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = _claim(lock)
+        if handle is None and not wait:
+            raise DataError(
+                f"{place} is being written by another command; wait until that has ended, or choose another place."
+            )
+        if handle is None:
+            sys.stderr.write(f"headwise: {place} is being written by another command; waiting until that has ended.\n")
+            handle = _claim(lock, wait=True)
+    _held[lock] = threading.get_ident()
+    _temporary.add(lock)
+    try:
+        yield
+    finally:
+        del _held[lock]
+        with suppress(OSError):
+            lock.unlink()
+        _temporary.discard(lock)
+        _release(handle)
+
+
+def put(temporary: Path, place: Path, *, durable: bool = True) -> None:
+    """Give a complete file or folder its name; what had the name is gone afterwards, and never before.
+
+    Raises:
+        OSError: It cannot be moved or flushed to the disk.
+    """
+    if durable:
+        _sync(temporary)
+    if temporary.is_dir():
+        _put_folder(temporary, place, None)
+        _remove(temporary)
+        return
+    temporary.replace(place)
+    if durable:
+        _sync_one(place.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files in a folder that processes which were killed have left."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        owned = path if path.is_file() else path.with_name(path.name.removesuffix(PARTIAL) + LOCK)
+        with suppress(OSError):
+            handle = _claim(owned)
+            if handle is not None:
+                _remove(path)
+                owned.unlink(missing_ok=True)
+                _release(handle)
+
+
+def discard_temporary() -> None:
+    """Remove the temporary folders of this process, which ends without ending their blocks."""
+    for path in [*_temporary]:
+        _remove(path)
+
+
+@contextmanager
+def name_write_errors(place: Path) -> Iterator[None]:
+    """Turn what a full or read-only disk makes the block raise into a sentence about `place`.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        of_writer = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OSError) and not any(sign in of_writer for sign in OF_WRITERS):
+            raise
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise DataError(f"{place} cannot be written ({reason}); choose a folder that can.") from None
+
+
+@contextmanager
+def undisturbed(sentence: str) -> Iterator[None]:
+    """Have signals to end wait until the block is done; an interrupt then tells `sentence`."""
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in STOPS} if main else {}
+    handlers = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in handlers:
+        signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        try:
+            for number in came[:1]:
+                signal.raise_signal(number)
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = (sentence,)
+            raise
+
+
+def _put_folder(temporary: Path, place: Path, replaced: Container[str] | None) -> None:
+    present = _list_present(place)
+    before = [name for name in present if replaced is None or name in replaced]
+    # a folder that is mounted, or that this process is in, stays the same folder
+    if before != present or temporary.parent == place or os.path.ismount(place) or Path.cwd().is_relative_to(place):
+        _move_in(temporary, place, before)
+    elif not present:
+        temporary.rename(place)
+    elif not _exchange(temporary, place):
+        old = _name_beside(place, OLD)
+        _remove(old)
+        place.rename(old)
+        temporary.rename(place)
+        _remove(old)
+    _sync_one(place.parent)
+
+
+def _move_in(temporary: Path, place: Path, before: list[str]) -> None:
+    """Move what a folder holds into another one, in the order of names, and remove what was there before."""
+    moved = sorted(path.name for path in temporary.iterdir())
+    if SEAL in before:
+        _remove(place / SEAL)
+    # of files that a seal names and that are missing readers tell
+    for name in sorted(moved, key=lambda name: name != SEAL):
+        if (place / name).is_dir():
+            _remove(place / name)
+        (temporary / name).replace(place / name)
+    for name in {*before} - {*moved}:
+        _remove(place / name)
+    _sync_one(place)
+
+
+def _list_present(place: Path) -> list[str]:
+    return [path.name for path in place.iterdir() if path.name not in (PARTIAL, LOCK)] if place.is_dir() else []
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change their names at once; return whether the system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    names = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(WORKING_FOLDER, names[0], WORKING_FOLDER, names[1], EXCHANGE) == 0
+
+
+def _restore(place: Path) -> None:
+    """Put back what a process that was killed had moved aside."""
+    old = _name_beside(place, OLD)
+    if old.exists() and not place.exists():
+        old.rename(place)
+    _remove(old)
+
+
+def _claim(path: Path, *, wait: bool = False) -> int | None:
+    """Open and lock a file, made if missing; None while another has it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            locked = _lock(handle, wait=wait)
+            # who had it before may have renamed or removed it
+            same = locked and os.path.samestat(os.fstat(handle), path.stat())
+        except FileNotFoundError:
+            locked, same = True, False
+        except BaseException:
+            os.close(handle)
+            raise
+        if same:
+            return handle
+        os.close(handle)
+        if not locked:
+            return None
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # a file system without locks
+        return True
+    return True
+
+
+def _release(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
+
+
+def _sync(place: Path) -> None:
+    """Flush a file, or a folder with all that is in it, to the disk."""
+    for path in sorted(place.rglob("*")) if place.is_dir() else ():
+        _sync_one(path)
+    _sync_one(place)
+
+
+def _sync_one(path: Path) -> None:
+    folder = path.is_dir()
+    if folder and sys.platform == "win32":
+        return
+    handle = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _name_beside(place: Path, kind: str) -> Path:
+    # a mounted folder lies in one that may not be writable
+    inside = place.is_dir() and not os.access(place.parent, os.W_OK)
+    return place / kind if inside else place.with_name(f".{place.name}{kind}")

@@ -1,7 +1,8 @@
 """Digests of files, kept in a JSON record that is written last: what changes later is noticed and named.
 
 A record holds the digests of the files beside it, and its own, which is computed from its values. Records of earlier
-versions hold none, and nothing is compared with those.
+versions hold none, and nothing is compared with those. A folder that has no record of its own, such as one that
+transformers load, is sealed by a file with nothing but digests.
 """
 
 import hashlib
@@ -9,22 +10,29 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from headwise.atomic import SEAL
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input
+from headwise.input_files import is_file, open_input, read_whole
 from headwise.strict_json import encode_json, parse_json
 
 FILES, OWN = "file_digests", "record_digest"
 
 
-def digest_file(path: Path) -> str:
-    """Return 32 hexadecimal digits that identify the content of a file.
+# Of earlier versions: as many digits of another hash.
+EARLIER = 32
+
+
+def digest_file(path: Path, like: str = "") -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits, or the digest of an earlier version, `like` another one.
 
     Raises:
         DataError: It cannot be read, or is no file.
     """
     with open_input(path, unpack=False) as stream:
         try:
-            return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
+            if len(like) == EARLIER:
+                return hashlib.file_digest(stream, "blake2b").hexdigest()[:EARLIER]
+            return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}); fetch the file again.") from None
 
@@ -39,6 +47,43 @@ def seal(record: Mapping[str, Any], folder: Path, names: Iterable[str] = ()) -> 
     sealed = {name: value for name, value in record.items() if name not in (FILES, OWN)}
     sealed[FILES] = {name: digest_file(folder / name) for name in names}
     return sealed | {OWN: _digest_record(sealed)}
+
+
+def seal_folder(folder: Path) -> None:
+    """Write the digests of all files of a folder into it."""
+    names = [name for name in _list_files(folder) if name != SEAL]
+    (folder / SEAL).write_text(encode_json(seal({}, folder, names), indent=1) + "\n", encoding="utf-8")
+
+
+def require_folder_unchanged(folder: Path) -> None:
+    """Compare a folder that `seal_folder` has sealed with its digests; one without a seal is not looked at.
+
+    Raises:
+        DataError: A file was changed, is missing or was added; the message names it.
+    """
+    path = folder / SEAL
+    if not is_file(path):
+        return
+    remedy = f"copy the folder again, or delete {SEAL} if you changed it yourself."
+    try:
+        record = parse_json(read_whole(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not readable as JSON ({error}); {remedy}") from None
+    # another program's file of that name
+    if is_sealed(record):
+        require_unchanged(path, record, remedy=remedy)
+        require_no_others(path, record, remedy=remedy)
+
+
+def require_no_others(path: Path, record: Mapping[str, Any], *, remedy: str) -> None:
+    """Make sure that the folder of a sealed record holds no files without a digest, besides hidden ones.
+
+    Raises:
+        DataError: There is one, for example of a copy that was not finished.
+    """
+    for name in _list_files(path.parent):
+        if name not in record[FILES] and name != path.name:
+            raise DataError(f"{path.parent / name} was added to the folder since it was written; {remedy}")
 
 
 def is_sealed(record: Any) -> bool:
@@ -79,8 +124,13 @@ def require_files_unchanged(path: Path, digests: Mapping[str, Any], names: Itera
             raise DataError(f"{file} has no digest in {path.name}, so that a change would not be noticed; {remedy}")
         if not is_file(file):
             raise DataError(f"{file} is missing: the folder was copied or saved incompletely; {remedy}")
-        if digest_file(file) != digests[name]:
+        if digest_file(file, str(digests[name])) != digests[name]:
             raise DataError(f"{file} was changed since it was written: its digest is another; {remedy}")
+
+
+def _list_files(folder: Path) -> list[str]:
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts))
 
 
 def _digest_record(record: Mapping[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 A folder holds `headwise.json` (the model, its aggregators and sizes, and the file of each tensor, with digests), tensor
 files under our own names, and a `config.json` that other libraries refuse: they would load every weight but those of
-the aggregators, or draw new weights where others were cut. Files are renamed to their names when complete,
-`headwise.json` last. Settings are stored as plain JSON with the names of their classes; no code is stored.
+the aggregators, or draw new weights where others were cut. A folder that is new appears when it is complete; into one
+that holds other files, ours are moved when complete, `headwise.json` last. Settings are stored as plain JSON with the
+names of their classes; no code is stored.
 """
 
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.atomic import SEAL, name_write_errors, new_folder
 from headwise.digests import seal
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.nn.compiled import strip_wrappers, unwrap_compiled, without_wrappers
@@ -25,7 +26,7 @@ from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, GatedProjection, Residual, ResidualAggregator, Setting, build
 from headwise.routing.rebuild import rebuild
 from headwise.routing.resize_saved import find_module, resize_modules
-from headwise.routing.saved import CONFIG, FORMAT, RECORD, REMEDY, SIZES, Saved, read_saved
+from headwise.routing.saved import CONFIG, FILE, FORMAT, RECORD, REMEDY, SIZES, Saved, read_saved
 from headwise.routing.setting_records import record, restore
 from headwise.routing.shards import collect_tensors, load_tensors, parse_size, read_tensors, split_into_shards
 from headwise.strict_json import encode_json, parse_json
@@ -114,17 +115,19 @@ def _save(model: nn.Module, target: Path, state_dict: Mapping[str, Tensor] | Non
         "files": files,
     }
     marker = {"model_type": "headwise", "note": "a model changed by headwise: headwise.load(folder)"}
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target, prefix=".headwise-") as temporary:
+    with new_folder(target, replaced=_Replaced(), wait=True) as temporary, name_write_errors(target):
         for file, names in files.items():
-            torch.save({name: tensors[name] for name in names}, Path(temporary, file))
-        Path(temporary, CONFIG).write_text(encode_json(marker, indent=2), encoding="utf-8")
-        text = encode_json(seal(written, Path(temporary), [*files, CONFIG]), indent=2)
-        Path(temporary, RECORD).write_text(text, encoding="utf-8")
-        for file in (*files, CONFIG, RECORD):
-            Path(temporary, file).replace(target / file)
-    for stale in set(target.glob("headwise-*.pt")) - {target / file for file in files}:
-        stale.unlink()
+            torch.save({name: tensors[name] for name in names}, temporary / file)
+        (temporary / CONFIG).write_text(encode_json(marker, indent=2), encoding="utf-8")
+        text = encode_json(seal(written, temporary, [*files, CONFIG]), indent=2)
+        (temporary / RECORD).write_text(text, encoding="utf-8")
+
+
+class _Replaced:
+    """The names of what `save` writes, and of the seal of a folder that it changes."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in (CONFIG, RECORD, SEAL) or FILE.fullmatch(str(name)) is not None
 
 
 def load(
@@ -212,6 +215,8 @@ class SavePretrained:
         if not find_aggregators(self.model) and not read_sizes(self.model):
             stock: Any = type(self.model)
             own = {"is_main_process": is_main_process, "state_dict": state_dict, "max_shard_size": max_shard_size}
+            # what it writes is not what the folder was sealed with
+            Path(save_directory, SEAL).unlink(missing_ok=True)
             stock.save_pretrained(self.model, save_directory, **own, **other)
             return
         harmless = {"token", "safe_serialization", "save_function", "save_peft_format", "save_original_format"}

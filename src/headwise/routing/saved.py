@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.digests import require_unchanged
+from headwise.atomic import PARTIAL
+from headwise.digests import require_folder_unchanged, require_unchanged
 from headwise.errors import DataError
 from headwise.foreign_code import LARGEST
 from headwise.input_files import is_file, read_whole
@@ -76,6 +77,7 @@ def read_saved(folder: Path) -> Saved:
         DataError: There is none, it is damaged or of another version, or a file was changed since.
     """
     path = folder / RECORD
+    require_folder_unchanged(folder)
     if not is_file(path):
         raise DataError(
             f"{folder} holds no {RECORD}; expected a folder written by save_pretrained after aggregate() or "
@@ -92,6 +94,7 @@ def read_saved(folder: Path) -> Saved:
         )
     files = _read_files(path, written)
     require_unchanged(path, written, [*files, CONFIG], remedy=REMEDY)
+    _require_no_others(path, files)
     saved = Saved(
         path,
         _read_identity(path, written),
@@ -106,6 +109,13 @@ def read_saved(folder: Path) -> Saved:
     if wrong:
         raise _fault(path, "tied", wrong[0], "tensors that are tied to stored ones, and not stored themselves")
     return saved
+
+
+def _require_no_others(path: Path, files: Mapping[str, Any]) -> None:
+    others = sorted(other.name for other in path.parent.glob("headwise-*.pt") if other.name not in files)
+    # a `save` into this folder that was killed has left both
+    if others and not path.parent.resolve().with_name(f".{path.parent.resolve().name}{PARTIAL}").exists():
+        raise DataError(f"{path.parent / others[0]} is no file of the model that was saved here; {REMEDY}")
 
 
 def _fault(path: Path, name: str, value: Any, expected: str) -> DataError:

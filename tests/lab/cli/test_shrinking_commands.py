@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from transformers import (
 )
 
 import headwise as hw
-from headwise.lab.cli import shrink_run
 from headwise.lab.cli.shrink_subject import open_subject
 from headwise.lab.cli.shrink_ways import rank_unlike, score_without, weigh_heads
 from lab.command import call, refused
@@ -318,22 +315,3 @@ def test_the_title_says_how_many_heads_were_kept(folders: Path, tmp_path: Path):
     options = ("--text", str(folders / "text.txt"), "--out", str(out), "--lines", "8", "--by", "random")
     assert call("prune", str(folders / "llama"), "--keep", "0.4", *options) == 0
     assert read(out)["title"] == "llama with 4 of its 8 heads"
-
-
-def test_a_stop_leaves_nothing_or_all(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    given = ("prune", str(folders / "bert"), "--text", str(folders / "text.txt"), "--lines", "8", "--out")
-
-    def stop(_shrunk: Any) -> None:
-        raise KeyboardInterrupt
-
-    make_page, write = shrink_run.Shrunk.make_page, shrink_run.write_whole
-    monkeypatch.setattr(shrink_run.Shrunk, "make_page", stop)
-    assert call(*given, str(tmp_path / "none")) == 130
-    assert "stopped; nothing was written." in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
-    monkeypatch.setattr(shrink_run.Shrunk, "make_page", make_page)
-    # a refusal ignores signals, as the process ends
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    monkeypatch.setattr(shrink_run, "write_whole", lambda *one: (os.kill(os.getpid(), signal.SIGTERM), write(*one))[1])
-    assert call(*given, str(tmp_path / "all")) == 0
-    assert (tmp_path / "all" / "shrinking.html").is_file()

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from headwise.atomic import hold
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.options import (
@@ -82,7 +83,7 @@ def tune(
     failures, records = [], []
     for arm in parse_arms(arms):
         tuning = Tuning(task, arm.name, draws, seed, chosen, folder, data, parallel, seeds)
-        with stoppable(folders=[folder]):
+        with stoppable(folders=[folder]), hold(folder):
             tuned = run(tuning, standard_console())
         say(f"dev {100 * tuned.dev_score:.1f} with")
         say(tuned.arm.name)
@@ -185,7 +186,7 @@ def reproduce(
         given |= {"--trust-remote-code": trust_remote_code or None}
         if idle := [name for name, value in given.items() if value is not None]:
             raise typer.BadParameter(f"--from trains nothing; leave out {', '.join(idle)}.")
-        with stoppable("stopped.", [out]), TemporaryDirectory() as place:
+        with stoppable("stopped.", [out]), hold(out), TemporaryDirectory() as place:
             found = recompute(find_record(kept, identifier, scale), Path(place))
             reproducing.show(found, out, standard_console(), f"headwise reproduce {identifier} --from {kept}")
             print_record({"id": identifier, "scale": scale, "claims": record_claims(found.judged)})
@@ -218,7 +219,7 @@ def reproduce(
     # the record is for others, whose folders have other names
     more = ("" if data is None else " --data FOLDER") + ("" if tuned is None else " --tuned TUNING")
     command = reproducing.write_commands(whole, scale, plans, shlex.join(options.words(for_others=True)), more)
-    with stoppable(folders=[out] if record is None else [out, record]):
+    with stoppable(folders=[out] if record is None else [out, record]), hold(out), hold(record or out):
         if before is not None:
             say(f"taken over from the record: {restore_runs(before, plans)} runs")
         failures = reproducing.do_plans(reproduction, plans, standard_console())

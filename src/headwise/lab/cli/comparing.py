@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headwise.atomic import hold
 from headwise.lab.cli.configs import format_config, merge_sizes, use_config
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.importing import importing
@@ -148,7 +149,7 @@ def compare(
     }
     if missing and not controls:
         say(describe_missing(comparison, missing))
-    with stoppable(folders=[comparison.out]):
+    with stoppable(folders=[comparison.out]), hold(comparison.out):
         failures = run(
             comparison,
             standard_console(),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headwise.atomic import new_folder
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.lab.data.encoded import Encoded
@@ -70,28 +71,24 @@ def inspect_models(
     if out is None:
         _require_own(place, folder)
     roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
-    report = _measure(inspected, roles, console)
-    before = None if other is None else _measure(other, roles, console)
-    sentences, repeated = _read_weights(inspected, shown)
-    page = make_inspection_page(
-        replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
-        sentences,
-        title=f"The heads of {inspected.frozen.name}",
-        before=before,
-        settings=f"$ {command}",
-    )
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{place} cannot be made ({error.strerror}); choose another with --out.") from None
+    with new_folder(place, replaced=(REPORT, AGAINST, PAGE)) as made:
+        report = _measure(inspected, roles, console)
+        before = None if other is None else _measure(other, roles, console)
+        sentences, repeated = _read_weights(inspected, shown)
+        page = make_inspection_page(
+            replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
+            sentences,
+            title=f"The heads of {inspected.frozen.name}",
+            before=before,
+            settings=f"$ {command}",
+        )
+        if before is not None:
+            before.save(made / AGAINST)
+        report.save(made / REPORT)
+        page.write(made / PAGE)
     console.print(report)
-    # that of an earlier command is not what this report was compared with
-    (place / AGAINST).unlink(missing_ok=True)
     if before is not None:
         console.print(report.compare(before))
-        before.save(place / AGAINST)
-    report.save(place / REPORT)
-    page.write(place / PAGE)
     console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
     return place / REPORT
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headwise.atomic import write_whole
-from headwise.errors import DataError
+from headwise.atomic import new_folder, write_whole
 from headwise.plots.style import drawing_panels, to_png
 from headwise.report.html import Page
 from headwise.roles.build import Roles
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 # Maximum side of a panel in inches, and maximum number of readable words along it.
 LARGEST, READABLE = 8.0, 32
+PAGE, PICTURE = "roles.html", "roles.png"
 ALLOWED, FALLEN_BACK, FORBIDDEN = 2, 1, 0
 SIGNS = {ALLOWED: "■", FALLEN_BACK: "□", FORBIDDEN: "·"}
 STYLES = {ALLOWED: "bold cyan", FALLEN_BACK: "dim", FORBIDDEN: "dim"}
@@ -106,13 +106,10 @@ def show_roles(table: WordTable, roles: Roles, folder: Path, console: Console, *
     if not counted:
         console.print(NO_RARITIES)
     picture = _draw_picture(table, shown)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be made ({error.strerror}); choose another with --out.") from None
-    write_whole(folder / "roles.png", picture)
-    _make_page(table, roles, shown, picture, command).write(folder / "roles.html")
-    console.print(f"written to {folder / 'roles.html'} and {folder / 'roles.png'}", soft_wrap=True, markup=False)
+    with new_folder(folder, replaced=(PAGE, PICTURE)) as made:
+        write_whole(made / PICTURE, picture)
+        _make_page(table, roles, shown, picture, command).write(made / PAGE)
+    console.print(f"written to {folder / PAGE} and {folder / PICTURE}", soft_wrap=True, markup=False)
 
 
 def _draw_grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:

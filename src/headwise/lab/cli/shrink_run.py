@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headwise.atomic import write_whole
-from headwise.errors import DataError, SettingError
+from headwise.atomic import name_write_errors, new_folder
+from headwise.digests import seal_folder
+from headwise.errors import SettingError
 from headwise.lab.cli.shrink_page import Shrunk
 from headwise.lab.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
 from headwise.lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.lab.data.progress import make_bars
 from headwise.lab.models.pretrained import quietly
-from headwise.lab.stopping import ignoring_stops
 from headwise.routing.save import save
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
@@ -57,7 +57,7 @@ class Request:
 
 def prune_model(request: Request, keep: float, by: str, console: Console) -> Shrunk:
     """Prune a model to a share of its heads, chosen one way, and compare the ways to choose."""
-    with make_bars(console=console) as bars:
+    with new_folder(request.out) as place, make_bars(console=console) as bars:
         subject = _open(request)
         whole, before = copy_whole(subject.model), _Before(subject)
         bar = bars.add_task("forwards without a head", total=None)
@@ -68,35 +68,41 @@ def prune_model(request: Request, keep: float, by: str, console: Console) -> Shr
         curves = draw_curves(subject, ways, keep)
         pruning = prune(subject.heads, keep=keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
         states = _compare(subject, whole, before, request, bars)
-    kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
-    title = f"{subject.name} with {kept} of its {held} heads"
-    shrunk = Shrunk(
-        title, request.command, subject.score_name, states, str(pruning), _tell(subject, pruning.stock), curves=curves
-    )
-    return _write(subject, shrunk, request, console)
+        kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
+        title = f"{subject.name} with {kept} of its {held} heads"
+        shrunk = Shrunk(
+            title,
+            request.command,
+            subject.score_name,
+            states,
+            str(pruning),
+            _tell(subject, pruning.stock),
+            curves=curves,
+        )
+        _write(subject, shrunk, place, request.out)
+    return shrunk
 
 
 def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
     """Merge the key/value heads of a model, and tell what each step of that costs."""
-    with make_bars(console=console) as bars:
+    with new_folder(request.out) as place, make_bars(console=console) as bars:
         subject = _open(request)
         whole, before = copy_whole(subject.model), _Before(subject)
         bars.add_task("merging", total=None)
         merging = merge(subject.heads, groups, batches=[batch.inputs for batch in subject.chosen], score=subject.score)
         states = _compare(subject, whole, before, request, bars)
-    title = f"{subject.name} with {groups} key/value heads in each attention"
-    # the page has a table of the steps
-    details = str(replace(merging, steps=()))
-    steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
-    shrunk = Shrunk(
-        title, request.command, subject.score_name, states, details, _tell(subject, merging.stock), steps=steps
-    )
-    return _write(subject, shrunk, request, console)
+        title = f"{subject.name} with {groups} key/value heads in each attention"
+        # the page has a table of the steps
+        details = str(replace(merging, steps=()))
+        steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
+        shrunk = Shrunk(
+            title, request.command, subject.score_name, states, details, _tell(subject, merging.stock), steps=steps
+        )
+        _write(subject, shrunk, place, request.out)
+    return shrunk
 
 
 def _open(request: Request) -> Subject:
-    if request.out.exists() and (not request.out.is_dir() or any(request.out.iterdir())):
-        raise DataError(f"{request.out} exists and is not an empty folder; choose another with --out.")
     with quietly():
         return open_subject(request.folder, request.text, request.lines, trust_remote_code=request.trust_remote_code)
 
@@ -144,25 +150,22 @@ def _tell(subject: Subject, stock: str | None) -> str:
     return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
 
 
-def _write(subject: Subject, shrunk: Shrunk, request: Request, console: Console) -> Shrunk:
-    """Write model, tokenizer, numbers and page, and print the tables."""
-    from rich.table import Table
-
+def _write(subject: Subject, shrunk: Shrunk, place: Path, out: Path) -> None:
+    """Write model, tokenizer, numbers and page into a temporary folder, which becomes `out`."""
     model: Any = subject.model
     page = shrunk.make_page()
-    # whoever stops the command is told that nothing was written
-    with ignoring_stops():
-        try:
-            request.out.mkdir(parents=True, exist_ok=True)
-            with quietly():
-                (model.save_pretrained if hasattr(model, "save_pretrained") else lambda place: save(model, place))(
-                    request.out
-                )
-                subject.tokenizer.save_pretrained(request.out)
-        except OSError as error:
-            raise DataError(f"{request.out} cannot be written ({error.strerror}); choose another with --out.") from None
-        write_whole(request.out / RECORD, (encode_json(shrunk.record(), indent=1) + "\n").encode())
-        page.write(request.out / PAGE)
+    with name_write_errors(out), quietly():
+        (model.save_pretrained if hasattr(model, "save_pretrained") else partial(save, model))(place)
+        subject.tokenizer.save_pretrained(place)
+        (place / RECORD).write_text(encode_json(shrunk.record(), indent=1) + "\n", encoding="utf-8")
+        page.write(place / PAGE)
+        seal_folder(place)
+
+
+def show_shrunk(shrunk: Shrunk, out: Path, console: Console) -> None:
+    """Print the tables of what was written to `out`."""
+    from rich.table import Table
+
     for header, rows in (shrunk.list_states(), shrunk.list_curves(), shrunk.list_steps()):
         if rows:
             table = Table(*header)
@@ -170,5 +173,4 @@ def _write(subject: Subject, shrunk: Shrunk, request: Request, console: Console)
                 table.add_row(*row)
             console.print(table)
     console.print(shrunk.loading, soft_wrap=True, markup=False)
-    console.print(f"written to {request.out}; the page is {request.out / PAGE}", soft_wrap=True, markup=False)
-    return shrunk
+    console.print(f"written to {out}; the page is {out / PAGE}", soft_wrap=True, markup=False)

@@ -36,7 +36,7 @@ def prune(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Remove heads from the weights of a model, and compare the ways to choose them."""
-    from headwise.lab.cli.shrink_run import Request, prune_model
+    from headwise.lab.cli.shrink_run import Request, prune_model, show_shrunk
     from headwise.lab.cli.shrink_ways import WAYS
 
     require_known("--by", by, WAYS)
@@ -45,6 +45,7 @@ def prune(
     with stoppable(STOPPED, [out]):
         request = Request(model, text, out, lines, recover, rate, command, trust_remote_code)
         shrunk = prune_model(request, keep, by, standard_console())
+    show_shrunk(shrunk, out, standard_console())
     print_record(shrunk.record())
 
 
@@ -60,13 +61,14 @@ def merge(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Merge key/value heads into fewer ones, so that the cache is smaller, and tell what each step costs."""
-    from headwise.lab.cli.shrink_run import Request, merge_model
+    from headwise.lab.cli.shrink_run import Request, merge_model, show_shrunk
 
     words = ["headwise", "merge", str(model), "--kv-heads", str(kv_heads)]
     command = _join(words, text, out, lines, recover, rate, trust_remote_code=trust_remote_code)
     with stoppable(STOPPED, [out]):
         request = Request(model, text, out, lines, recover, rate, command, trust_remote_code)
         shrunk = merge_model(request, kv_heads, standard_console())
+    show_shrunk(shrunk, out, standard_console())
     print_record(shrunk.record())
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from headwise.atomic import new_file
 from headwise.errors import DataError, HeadwiseError, ShapeError
 from headwise.input_files import describe_place, is_file, open_input
 
@@ -297,19 +296,12 @@ def read_arrays(path: Path, *, listed: bool = False) -> dict[str, NDArray]:
 
 
 def _write_atomically(path: Path, arrays: Mapping[str, NDArray]) -> None:
-    partial: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".partial")
-        partial = Path(partial_name)
-        with os.fdopen(handle, "wb") as stream:
+        with new_file(path) as temporary, temporary.open("wb") as stream:
             np.savez(stream, allow_pickle=False, **arrays, **{LISTED: np.array(list(arrays))})
-        partial.replace(path)
     except OSError as error:
         raise DataError(f"{path}: the cache cannot be written ({error}); name another cache folder.") from error
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
 
 
 def _has_file(folder: Path, name: str) -> bool:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from headwise.atomic import new_file, put
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.lab.data.progress import make_bars
 
@@ -109,7 +110,7 @@ def _transfer(download: Download, place: Path, progress: bool) -> None:
     except DataError:
         partial.unlink()
         raise
-    partial.replace(place)
+    put(partial, place)
 
 
 def _receive(download: Download, partial: Path, present: int, progress: bool) -> int:
@@ -168,10 +169,8 @@ def _unpack(archive: Path, members: Mapping[str, str]) -> None:
         ):
             kept = missing.pop(name, None)
             if kept is not None:
-                partial = archive.with_name(f".{kept}.partial")
-                with partial.open("wb") as unpacked:
+                with new_file(archive.with_name(kept)) as temporary, temporary.open("wb") as unpacked:
                     shutil.copyfileobj(stream, unpacked, CHUNK)
-                partial.replace(archive.with_name(kept))
             if not missing:
                 return
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:

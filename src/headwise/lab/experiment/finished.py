@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwise.digests import FILES, is_sealed, require_unchanged, seal
+from headwise.digests import FILES, is_sealed, require_folder_unchanged, require_unchanged, seal
 from headwise.errors import DataError
 from headwise.input_files import is_file
 from headwise.lab.experiment.run_folder import (
@@ -62,11 +62,12 @@ def require_intact(folder: Path, *starts: str) -> None:
 
 
 def require_intact_export(folder: Path) -> None:
-    """Compare the files of a model in a folder inside a finished run with their digests; others have none.
+    """Compare the files of a model's folder with the digests in its seal, or in the finished run that it lies in.
 
     Raises:
         DataError: As `require_intact`.
     """
+    require_folder_unchanged(folder)
     run = folder.absolute().parent
     if is_file(run / RESULT):
         require_intact(run, f"{folder.absolute().name}/")

@@ -7,15 +7,14 @@ import dataclasses
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.atomic import new_file, put, write_whole
 from headwise.digests import require_unchanged
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.input_files import describe_place, is_file, read_whole
@@ -36,7 +35,7 @@ EVENTS = "events"
 ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
 UNFINISHED = ".writing"
-# A file before it gets its name.
+# A file that an earlier version was killed before giving its name.
 PARTIAL = re.compile(r"\.[\w.-]+\.\d+(?:\.npz)?|\.write-\d+|\.(?:model|epoch-\w+)\.safetensors")
 
 
@@ -126,9 +125,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def keep_checkpoint(written: Path, folder: Path) -> Path:
     """Move a complete checkpoint "checkpoint-STEP" into a run's folder, remove older ones, and return its path."""
     place = folder / written.name
-    if place.exists():
-        shutil.rmtree(place)
-    written.replace(place)
+    put(written, place)
     for path in folder.glob(f"{CHECKPOINT}*"):
         if path != place:
             shutil.rmtree(path, ignore_errors=True)
@@ -165,18 +162,18 @@ def read_json(path: Path, remedy: str = "") -> Any:
     return value
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, atomically.
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+    """Write `value` as JSON, atomically; see `write_whole`.
 
     Raises:
-        HeadwiseError: A number is not finite; nothing is written.
+        HeadwiseError: A number is not finite, or the file cannot be written; nothing changes.
     """
-    _replace(path, _encode(path, value, indent=1))
+    write_whole(path, _encode(path, value, indent=1).encode(), durable=durable)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text, atomically."""
-    _replace(path, text)
+    write_whole(path, text.encode())
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -185,7 +182,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         HeadwiseError: A number is not finite; nothing is written.
     """
-    _replace(path, "".join(_encode(path, record) for record in records))
+    write_text(path, "".join(_encode(path, record) for record in records))
 
 
 def write_answers(folder: Path, statistics: NDArray, predicted: NDArray, text: Sequence[str] | None) -> None:
@@ -197,22 +194,8 @@ def write_answers(folder: Path, statistics: NDArray, predicted: NDArray, text: S
 
 def write_arrays(path: Path, **arrays: NDArray) -> None:
     """Write arrays as an .npz file, atomically."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.npz")
-    np.savez(temporary, allow_pickle=False, **arrays)
-    temporary.replace(path)
-
-
-@contextmanager
-def whole_folder(place: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `place` at the end."""
-    temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        shutil.rmtree(place, ignore_errors=True)
-        temporary.replace(place)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with new_file(path) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
 
 
 def as_record(value: Any) -> Any:
@@ -259,9 +242,3 @@ def _encode(path: Path, value: Any, indent: int | None = None) -> str:
         return encode_json(value, indent=indent, ascii_only=False) + "\n"
     except HeadwiseError as error:
         raise HeadwiseError(f"{path} was not written: {error}") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

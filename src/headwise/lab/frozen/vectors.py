@@ -1,7 +1,5 @@
 """The vectors of sentences by a frozen model: the mean state of each layer and of each head, cached on disk."""
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headwise.atomic import hold, name_write_errors, new_folder
 from headwise.digests import require_unchanged, seal
 from headwise.errors import DataError
 from headwise.heads.capture import Capture
@@ -119,30 +118,11 @@ def encodings(
     kept = _read_kept(place, len(sentences))
     if kept is not None:
         return kept
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=cache, prefix=".encoding-"))
-    except OSError as error:
-        raise DataError(
-            f"{cache}: the cache cannot be written ({error.strerror}); name another with --cache."
-        ) from None
-    try:
-        _write(frozen, sentences, partial, heads=heads, advance=advance)
-        # others may read the cache, unlike a folder of mkdtemp
-        partial.chmod(0o755)
+    with hold(place, wait=True):
         # another probe may have written the same meanwhile
         if _read_kept(place, len(sentences)) is None:
-            shutil.rmtree(place, ignore_errors=True)
-            try:
-                partial.replace(place)
-            except OSError as error:
-                if _read_kept(place, len(sentences)) is None:
-                    raise DataError(
-                        f"{place} is damaged and cannot be replaced ({error.strerror}); delete it, or name another "
-                        "folder with --cache."
-                    ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            with new_folder(place, replaced=None) as partial, name_write_errors(cache):
+                _write(frozen, sentences, partial, heads=heads, advance=advance)
     kept = _read_kept(place, len(sentences))
     if kept is None:
         raise DataError(f"{place} cannot be read though it was just written; name another folder with --cache.")

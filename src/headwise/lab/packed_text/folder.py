@@ -98,8 +98,6 @@ def write_packed(
         if held.get("fingerprint") != fingerprint:
             raise DataError(f"{folder} holds something else; name another folder.")
     else:
-        if folder.exists():
-            folder.rmdir()
         prepare_text(packing, files, preparation, fingerprint, folder, progress=progress)
     return open_packed(packing, folder)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from headwise.atomic import hold, name_write_errors, new_file, put, sweep
 from headwise.digests import is_sealed, require_unchanged, seal
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, read_arrays, stable_key
@@ -140,30 +140,26 @@ def prepare_text(
         DataError: The text is bad, a split comes out empty, or the folder cannot be written.
     """
     partial = place.parent / f".{place.name}-{fingerprint}"
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(partial.with_name(f"{partial.name}.lock"))
-        # a second process waits, and then finds the folder
-        with lock:
-            if not place.exists():
-                try:
-                    with make_bars(shown=progress) as bars:
-                        record = _write(packing, files, preparation, partial, bars, progress=progress)
-                except DataError:
-                    # text refused before the first shard leaves nothing to resume
-                    if not (partial / STATE).exists():
-                        shutil.rmtree(partial)
-                        Path(lock.lock_file).unlink(missing_ok=True)
-                    raise
-                record |= {"fingerprint": fingerprint, "corpus": files[0].name.split(".")[0]}
-                names = [TOKENIZER, *sorted(path.name for path in partial.glob("*.npy"))]
-                run_folder.write_json(partial / RECORD, seal(record, partial, names))
-                for path in (partial / STATE, *partial.glob(HELD.format("*"))):
-                    path.unlink(missing_ok=True)
-                partial.rename(place)
-        Path(lock.lock_file).unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{place} cannot be written ({error}); name another folder.") from error
+    with hold(place, wait=True), name_write_errors(place):
+        # another process may have written the same meanwhile
+        if place.is_dir() and any(place.iterdir()):
+            return
+        partial.mkdir(exist_ok=True)
+        sweep(partial)
+        try:
+            with make_bars(shown=progress) as bars:
+                record = _write(packing, files, preparation, partial, bars, progress=progress)
+        except DataError:
+            # text refused before the first shard leaves nothing to resume
+            if not (partial / STATE).exists():
+                shutil.rmtree(partial)
+            raise
+        record |= {"fingerprint": fingerprint, "corpus": files[0].name.split(".")[0]}
+        names = [TOKENIZER, *sorted(path.name for path in partial.glob("*.npy"))]
+        run_folder.write_json(partial / RECORD, seal(record, partial, names))
+        for path in (partial / STATE, *partial.glob(HELD.format("*"))):
+            path.unlink(missing_ok=True)
+        put(partial, place)
 
 
 def _write(
@@ -330,7 +326,5 @@ def _choose_split(text: str) -> str:
 
 
 def _write_array(path: Path, rows: NDArray) -> None:
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as stream:
+    with new_file(path) as temporary, temporary.open("wb") as stream:
         np.save(stream, rows)
-    temporary.replace(path)

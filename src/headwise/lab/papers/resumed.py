@@ -5,7 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from headwise.atomic import new_folder, write_whole
 from headwise.errors import DataError, SettingError
+from headwise.input_files import read_whole
 from headwise.lab.compare import describe_fixed
 from headwise.lab.experiment.run_folder import (
     RESULT,
@@ -14,7 +16,6 @@ from headwise.lab.experiment.run_folder import (
     prepare_folder,
     read_json,
     require_same,
-    whole_folder,
     write_json,
 )
 from headwise.lab.papers.archive import ARCHIVE, unpack_runs
@@ -127,14 +128,14 @@ def _restore(source: Path, out: Path) -> int:
     """Copy the runs of a comparison that another has not."""
     prepare_folder(out)
     if not (out / COMPARISON).exists():
-        shutil.copy(source / TEST, out / TEST)
-        shutil.copy(source / COMPARISON, out / COMPARISON)
+        for name in (TEST, COMPARISON):
+            write_whole(out / name, read_whole(source / name))
     runs = [path.parent for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]
     missing = [run for run in runs if not (out / run.relative_to(source) / RESULT).exists()]
     for run in missing:
         target = out / run.relative_to(source)
         prepare_folder(target.parent)
-        with whole_folder(target) as whole:
+        with new_folder(target, replaced=None) as whole:
             shutil.copytree(run, whole, dirs_exist_ok=True)
             settings = read_json(run / RESULT).get("settings")
             if settings is not None:

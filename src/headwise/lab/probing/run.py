@@ -9,7 +9,7 @@ import joblib
 import numpy as np
 from rich.console import Console
 
-from headwise.atomic import write_whole
+from headwise.atomic import hold, write_whole
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
 from headwise.lab.data.probing_files import PROBES
@@ -93,6 +93,20 @@ def probe_model(
         SettingError: `out` holds a model, or results of other settings or sentences, or a layer or head does not exist.
     """
     out = choose_folder(frozen.name, request) if out is None else out
+    with hold(out):
+        return _probe_all(frozen, files, request, out, cache, workers, console, command)
+
+
+def _probe_all(
+    frozen: Frozen,
+    files: Sequence[tuple[str, Path]],
+    request: ProbeRequest,
+    out: Path,
+    cache: Path,
+    workers: int,
+    console: Console,
+    command: str,
+) -> list[ProbedTask]:
     _require_free(out, cache)
     model = fingerprint(frozen)
     record = {"model": model, "form": FORM, **asdict(request)}

@@ -220,7 +220,7 @@ class RunCallback(TrainerCallback):
         if self.records:
             note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}"
         progress = {"step": state.global_step, "steps": state.max_steps, "note": note}
-        write_json(self.folder / PROGRESS, progress)
+        write_json(self.folder / PROGRESS, progress, durable=False)
 
 
 def flatten_numbers(record: Mapping[str, Any]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_file, save_model
 from torch import nn
 
+from headwise.atomic import new_file
 from headwise.digests import digest_file, require_files_unchanged
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import read_json, write_json
@@ -49,9 +50,9 @@ def write_epoch_weights(model: nn.Module, folder: Path, epoch: int, most: int) -
     Returns:
         The digest of their file, by its name.
     """
-    temporary, place = folder / f".{PREFIX}{epoch}.safetensors", _find_weights(folder, epoch)
-    save_model(model, str(temporary))
-    temporary.replace(place)
+    place = _find_weights(folder, epoch)
+    with new_file(place) as temporary:
+        save_model(model, str(temporary))
     _find_weights(folder, epoch - most).unlink(missing_ok=True)
     return {place.name: digest_file(place)}
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
+from headwise.atomic import new_file, sweep
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import diversity, scores_by_bin
@@ -344,9 +345,8 @@ def _finish(
         run_folder.write_text(folder / name, text)
     if methods.masks is not None:
         methods.masks.keep(folder)
-    temporary = folder / f".{run_folder.WEIGHTS}"
-    save_model(model, str(temporary))
-    temporary.replace(folder / run_folder.WEIGHTS)
+    with new_file(folder / run_folder.WEIGHTS) as temporary:
+        save_model(model, str(temporary))
     task.export(model, data, settings.scale, folder)
     result = {
         "task": settings.task,
@@ -378,6 +378,7 @@ def _clean(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     delete_epoch_weights(folder)
     shutil.rmtree(folder / run_folder.UNFINISHED, ignore_errors=True)
+    sweep(folder)
     for path in folder.iterdir():
         if run_folder.PARTIAL.fullmatch(path.name):
             path.unlink(missing_ok=True)

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headwise.atomic import new_folder
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.arm import Arm
 from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
-from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.lab.experiment.run_folder import write_text
 from headwise.lab.experiment.scale_options import was_set
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.pretrained import holds_added, quietly
@@ -196,7 +197,7 @@ def _save_model(model: Classifier, data: GlueData, folder: Path) -> None:
     """Write a folder that another fine-tuning can begin with; none where transformers would lose what an arm added."""
     if holds_added(model.network):
         return
-    with quietly(), whole_folder(folder / MODEL) as temporary:
+    with quietly(), new_folder(folder / MODEL, replaced=None) as temporary:
         if find_aggregators(model.network):
             save(model.network, temporary)
         else:

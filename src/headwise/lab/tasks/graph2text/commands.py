@@ -45,17 +45,15 @@ def rate(
     if run.resolve() == against.resolve():
         raise typer.BadParameter(f"RUN and AGAINST are both {run}; expected two runs to compare.")
     with stoppable("stopped.", [out]):
-        from headwise.lab.experiment.run_folder import prepare_folder
-        from headwise.lab.tasks.graph2text.rating_form import make_outputs_page, read_items, write_rating
+        from headwise.lab.tasks.graph2text.rating_form import OUTPUTS, make_outputs_page, read_items, write_rating
 
         found = read_items(run, against, data)
         names = (_name(run), _name(against))
-        prepare_folder(out)
-        form, key = write_rating(out, found, (run, against), names, count=items, seed=seed)
-        make_outputs_page(found, names, title="Texts of two runs").write(out / "outputs.html")
+        outputs = make_outputs_page(found, names, title="Texts of two runs")
+        form, key = write_rating(out, found, (run, against), names, count=items, seed=seed, outputs=outputs)
     say(f"form: {form}, for the raters: each saves a file")
     say(f"key: {key}, not for the raters: headwise ratings {key} FILE...")
-    say(f"texts with names: {out / 'outputs.html'}")
+    say(f"texts with names: {out / OUTPUTS}")
 
 
 def ratings(

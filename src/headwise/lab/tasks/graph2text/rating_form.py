@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from headwise.atomic import new_folder
 from headwise.errors import DataError, require_integer
 from headwise.input_files import read_numbered_lines
 from headwise.lab.data.arrays import digest
@@ -24,7 +25,7 @@ CRITERIA: tuple[tuple[str, str], ...] = (
     ("grammar", "Grammar: which is written more correctly?"),
     ("overall", "Overall: which is better?"),
 )
-FORM, KEY = "rating.html", "rating-key.json"
+FORM, KEY, OUTPUTS = "rating.html", "rating-key.json", "outputs.html"
 SIDES = ("A", "B")
 
 
@@ -88,9 +89,16 @@ def rows(item: Item, names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def write_rating(
-    place: Path, items: Sequence[Item], runs_: tuple[Path, Path], names: tuple[str, str], *, count: int, seed: int
+    place: Path,
+    items: Sequence[Item],
+    runs_: tuple[Path, Path],
+    names: tuple[str, str],
+    *,
+    count: int,
+    seed: int,
+    outputs: Page | None = None,
 ) -> tuple[Path, Path]:
-    """Write the form for raters and its key into a folder, and return both files.
+    """Write the form for raters, its key and perhaps a page of all texts into a folder; return form and key.
 
     Items, their order and the side of each run are drawn from `seed`, with each run on either side equally often. Only
     the key tells the runs apart, and raters must not have it.
@@ -120,9 +128,12 @@ def write_rating(
         script=_read_asset("rating_view.js"),
         style=_read_asset("rating_view.css"),
     )
-    page.write(place / FORM)
     folders = [str(folder.resolve()) for folder in runs_]
-    run_folder.write_json(path, {"set": named, "names": list(names), "runs": folders, "sides": sides})
+    with new_folder(place, replaced=(FORM, KEY, OUTPUTS)) as made:
+        page.write(made / FORM)
+        run_folder.write_json(made / KEY, {"set": named, "names": list(names), "runs": folders, "sides": sides})
+        if outputs is not None:
+            outputs.write(made / OUTPUTS)
     return place / FORM, path
 
 

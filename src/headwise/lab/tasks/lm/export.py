@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.atomic import new_folder
+from headwise.lab.experiment.run_folder import write_text
 from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.tasks.lm.data import LmData
 from headwise.lab.tasks.lm.scales import LmScale
@@ -27,7 +28,7 @@ def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> Non
             _keep_start(data.start_model.any_folder(), scale, folder)
         return
     whole = network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
-    with quietly(), whole_folder(folder / MODEL) as temporary:
+    with quietly(), new_folder(folder / MODEL, replaced=None) as temporary:
         if find_aggregators(whole):
             save(whole, temporary)
         else:
@@ -40,7 +41,7 @@ def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> Non
 
 
 def _keep_start(start: Path, scale: LmScale, folder: Path) -> None:
-    with quietly(), whole_folder(folder / START) as temporary:
+    with quietly(), new_folder(folder / START, replaced=None) as temporary:
         shutil.copy(start / CONFIG, temporary / CONFIG)
         _copy_tokenizer(start, scale, temporary)
 

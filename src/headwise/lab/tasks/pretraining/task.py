@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from headwise.atomic import new_folder
 from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.evaluation import spread_evenly
 from headwise.lab.experiment.metrics import Auc
-from headwise.lab.experiment.run_folder import whole_folder, write_text
+from headwise.lab.experiment.run_folder import write_text
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.electra import ElectraPretraining
 from headwise.lab.models.pretrained import holds_added, quietly
@@ -135,7 +136,7 @@ class PretrainingTask(Task):
         """
         if holds_added(model.discriminator):
             return
-        with quietly(), whole_folder(folder / DISCRIMINATOR) as temporary:
+        with quietly(), new_folder(folder / DISCRIMINATOR, replaced=None) as temporary:
             exported: Any = model.discriminator
             exported.save_pretrained(temporary)
             for name, text in data.words.files().items():

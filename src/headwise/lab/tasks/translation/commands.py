@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from headwise.atomic import hold
 from headwise.lab.options import Beams, LengthPenalty, require_known
 from headwise.lab.output import say
 from headwise.lab.stopping import stoppable
@@ -49,7 +50,7 @@ def download(
     from headwise.lab.tasks.translation.corpora import CORPORA, fetch_corpus
 
     require_known("corpus", corpus, CORPORA)
-    with stoppable("stopped; give the same command again to resume.", [out]):
+    with stoppable("stopped; give the same command again to resume.", [out]), hold(out):
         fetch_corpus(CORPORA[corpus], out, progress=True)
     say(f"{corpus} is in {out}, for headwise compare translation --data {out}")
 

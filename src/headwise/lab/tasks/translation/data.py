@@ -178,7 +178,7 @@ def load_translation(
             return open_prepared(place)
         except DataError:
             # a damaged cache is rebuilt
-            shutil.rmtree(place)
+            shutil.rmtree(place, ignore_errors=True)
     prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
     return open_prepared(place)
 

@@ -3,8 +3,6 @@
 The text is read as one stream, in constant memory, into a temporary folder that is renamed once it is complete.
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -13,6 +11,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from headwise.atomic import hold, name_write_errors, new_folder
 from headwise.digests import seal
 from headwise.errors import DataError, require_integer
 from headwise.lab.data.arrays import RaggedWriter, digest, stable_key
@@ -85,25 +84,17 @@ def prepare(
     Raises:
         DataError: The text is bad, a split comes out empty, or the folder cannot be written.
     """
-    partial: Path | None = None
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
-        with make_bars(shown=progress) as bars:
-            record = _write(_Text(layout, files, bars), preparation, partial, progress)
-        record |= {"fingerprint": fingerprint, "corpus": corpus.name}
-        record |= {"source_language": corpus.source_language, "target_language": corpus.target_language}
-        record |= {"layout": layout.name, "files": _names(files)}
-        write_json(partial / RECORD, seal(record, partial, sorted(path.name for path in partial.iterdir())))
-        partial.chmod(0o755)
-        # another process may have written the same
-        if not place.exists():
-            partial.rename(place)
-    except OSError as error:
-        raise DataError(f"{place} cannot be written ({error}); name another folder.") from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+    with hold(place, wait=True):
+        # another process may have written the same meanwhile
+        if place.is_dir() and any(place.iterdir()):
+            return
+        with new_folder(place) as partial, name_write_errors(place):
+            with make_bars(shown=progress) as bars:
+                record = _write(_Text(layout, files, bars), preparation, partial, progress)
+            record |= {"fingerprint": fingerprint, "corpus": corpus.name}
+            record |= {"source_language": corpus.source_language, "target_language": corpus.target_language}
+            record |= {"layout": layout.name, "files": _names(files)}
+            write_json(partial / RECORD, seal(record, partial, sorted(path.name for path in partial.iterdir())))
 
 
 class _Text:
