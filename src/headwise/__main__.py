@@ -1,6 +1,8 @@
 """The `headwise` command, also as `python -m headwise`; it says what to install where the laboratory is missing."""
 
+import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 # What the extra `lab` does not install.
@@ -13,6 +15,11 @@ def main() -> None:
         from headwise.lab.cli.main import main as run
 
         run()
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code > 128:
+            # it was stopped, and an interpreter with torch takes seconds to end
+            _leave(ended.code)
+        raise
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name in ("", "headwise"):
@@ -23,7 +30,18 @@ def main() -> None:
         )
     except KeyboardInterrupt:
         # while modules are imported
-        _end("stopped; nothing was done.", 130)
+        sys.stderr.write("headwise: stopped; nothing was done.\n")
+        _leave(130)
+
+
+def _leave(code: int) -> NoReturn:
+    from headwise.lab.stopping import end_children
+
+    end_children()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _end(sentence: str, code: int) -> NoReturn:

@@ -134,13 +134,13 @@ def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
         wait: Whether to wait while another process holds it, after saying so on stderr.
 
     Raises:
-        DataError: Another process or thread holds it, or its folder cannot be written.
+        DataError: Another process or thread holds it.
     """
     lock = _name_beside(place.resolve(), LOCK)
     if _held.get(lock) == threading.get_ident():
         yield
         return
-    with name_write_errors(place):
+    try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _claim(lock)
         if handle is None and not wait:
@@ -150,6 +150,9 @@ def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
         if handle is None:
             sys.stderr.write(f"headwise: {place} is being written by another command; waiting until that has ended.\n")
             handle = _claim(lock, wait=True)
+    except OSError:
+        # nothing can be written there either, which is told by whoever tries
+        handle = None
     _held[lock] = threading.get_ident()
     _temporary.add(lock)
     try:
@@ -157,6 +160,7 @@ def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
     finally:
         del _held[lock]
         with suppress(OSError):
+            # while it is ours: the next holder makes another
             lock.unlink()
         _temporary.discard(lock)
         _release(handle)
@@ -260,11 +264,18 @@ def _move_in(temporary: Path, place: Path, before: list[str]) -> None:
     moved = sorted(path.name for path in temporary.iterdir())
     if SEAL in before:
         _remove(place / SEAL)
-    # of files that a seal names and that are missing readers tell
-    for name in sorted(moved, key=lambda name: name != SEAL):
-        if (place / name).is_dir():
+    done: list[str] = []
+    try:
+        # of files that a seal names and that are missing readers tell
+        for name in sorted(moved, key=lambda name: name != SEAL):
+            if (place / name).is_dir():
+                _remove(place / name)
+            (temporary / name).replace(place / name)
+            done.append(name)
+    except BaseException:
+        for name in {*done} - {*before}:
             _remove(place / name)
-        (temporary / name).replace(place / name)
+        raise
     for name in {*before} - {*moved}:
         _remove(place / name)
     _sync_one(place)

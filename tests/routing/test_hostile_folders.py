@@ -202,6 +202,8 @@ def test_an_attention_that_the_user_registered_is_kept(folder: Path, monkeypatch
 
 def test_a_failed_second_save_leaves_a_folder_that_loads(folder: Path, monkeypatch: pytest.MonkeyPatch):
     replace, done = Path.replace, []
+    # beside it our files are moved one by one
+    (folder / "tokenizer.json").touch()
 
     def stop(path: Path, target: Path) -> Path:
         if len(done) == 2:
@@ -210,9 +212,9 @@ def test_a_failed_second_save_leaves_a_folder_that_loads(folder: Path, monkeypat
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", stop)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(hw.DataError, match="no space left"):
         make_bert().save_pretrained(folder)
     monkeypatch.undo()
-    # the new tensors and config.json are there, and the record is still the old one
-    assert len(list(folder.glob("headwise-*.pt"))) == 2
+    # config.json is the same in all, and the record is still the old one
+    assert len(list(folder.glob("headwise-*.pt"))) == 1
     hw.load(folder)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from headwise.atomic import discard_temporary
 
 RESUME = "stopped; give the same command again to resume."
 # The terminal was closed, or a scheduler or service manager ends the command.
 ENDING = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name))
 # Exit code of a program that a signal ended, as a shell reports it.
 BY_SIGNAL = 128
+# Seconds after which a command that was asked to end is ended, whatever it does: a call of torch may take longer.
+GRACE_SECONDS = 1.5
 
 
 class Stopped(Exception):
@@ -44,12 +49,17 @@ def stoppable(sentence: str = RESUME, folders: Sequence[Path] = ()) -> Iterator[
         sentence: The message.
         folders: Folders that the block may make; what it made of them and left empty is removed if it fails.
     """
-    with _remove_empty(folders), _interrupt_on_signals():
+    remove_empty = _list_made(folders)
+    with _interrupt_on_signals() as numbers, _ending_in_time(numbers, sentence, remove_empty):
         try:
             yield
         except KeyboardInterrupt as error:
+            remove_empty()
             number = error.number if isinstance(error, Ended) else signal.SIGINT
             raise Stopped(str(error) or sentence, BY_SIGNAL + number) from None
+        except BaseException:
+            remove_empty()
+            raise
 
 
 @contextmanager
@@ -69,18 +79,35 @@ def ignore_stops() -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
 
 
+def end_children() -> None:
+    """Kill the processes that this one has started, before it ends without waiting for them."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    # others than of multiprocessing, where the system lists them
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            for child in listed.read_text().split():
+                # a tracker ends by itself, after it has removed what the others shared
+                if b"resource_tracker" not in Path("/proc", child, "cmdline").read_bytes():
+                    os.kill(int(child), signal.SIGKILL)
+
+
 @contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """Raise `Ended` when the process is asked to end; what nohup or a caller decided about a signal stays."""
+def _interrupt_on_signals() -> Iterator[Sequence[int]]:
+    """Raise `Ended` when the process is asked to end, and yield which signals interrupt.
+
+    What nohup or a caller decided about a signal stays.
+    """
     # torchrun ends its processes by signals itself, and they may be waiting for one another
     if threading.current_thread() is not threading.main_thread() or "RANK" in os.environ:
-        yield
+        yield ()
         return
     changed = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     for number in changed:
         signal.signal(number, _raise_ended)
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
-        yield
+        yield (*changed, signal.SIGINT) if own else changed
     finally:
         for number in changed:
             signal.signal(number, signal.SIG_DFL)
@@ -91,17 +118,54 @@ def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def _remove_empty(folders: Sequence[Path]) -> Iterator[None]:
-    before = {place for folder in folders for place in (*_list_folders(folder), *folder.parents) if place.exists()}
+def _ending_in_time(numbers: Sequence[int], sentence: str, leave: Callable[[], object]) -> Iterator[None]:
+    """End the process if the block does not end in time after a signal.
+
+    A signal interrupts Python code alone, and one call of torch may take minutes: of it a thread hears at once.
+    """
+    if not numbers:
+        yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    done = threading.Event()
+
+    def watch() -> None:
+        while came := os.read(heard, 1):
+            if came[0] in numbers and not done.wait(GRACE_SECONDS):
+                os.write(2, f"headwise: {sentence}\n".encode())
+                end_children()
+                discard_temporary()
+                leave()
+                os._exit(BY_SIGNAL + came[0])
+        os.close(heard)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
-    except BaseException:
-        made = {place for folder in folders for place in (*_list_folders(folder), *folder.parents)} - before
-        for place in sorted(made, key=lambda path: len(path.parts), reverse=True):
+    finally:
+        signal.set_wakeup_fd(before)
+        done.set()
+        os.close(told)
+
+
+def _list_made(folders: Sequence[Path]) -> Callable[[], None]:
+    """Return a function that removes folders which are made from now on and are empty then."""
+
+    def find() -> set[Path]:
+        places = (place for folder in folders for place in (*_list_folders(folder), *folder.parents))
+        return {place for place in places if place.exists()}
+
+    before = find()
+
+    def remove() -> None:
+        for place in sorted(find() - before, key=lambda path: len(path.parts), reverse=True):
             # one that holds something stays
             with suppress(OSError):
                 place.rmdir()
-        raise
+
+    return remove
 
 
 def _list_folders(folder: Path) -> list[Path]:

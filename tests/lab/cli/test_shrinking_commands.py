@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
-    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
     T5Model,
@@ -29,42 +24,13 @@ from transformers import (
 import headwise as hw
 from headwise.lab.cli.shrink_subject import open_subject
 from headwise.lab.cli.shrink_ways import rank_unlike, score_without, weigh_heads
+from lab.cli.tiny_models import SIZES, WORDS, write_models
 from lab.command import call, refused
-
-WORDS = ["[PAD]", "[UNK]", *"abcdefghijklmnop"]
-SIZES: dict[str, Any] = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
-    tokenizer.model_max_length = 64
-    torch.manual_seed(0)
-    llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=1))
-    bert: Any = BertModel(BertConfig(**SIZES))
-    for name, model in (("llama", llama), ("bert", bert)):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(4) if parameter.dim() == 2 else None
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    generator = torch.Generator().manual_seed(0)
-    lines = [
-        " ".join(WORDS[2 + int(start + place) % 16] for place in range(10 + int(start) % 5))
-        for start in torch.randint(16, (60,), generator=generator)
-    ]
-    (root / "text.txt").write_text("\n".join(lines))
-    return root
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 def read(out: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 
 from headwise.errors import DataError, LayoutError
 from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.frozen import vectors as encoding
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import Shape, encodings, find_shape
 from lab.tasks.classification.probing_toy import write_bert, write_gpt2
@@ -81,24 +79,6 @@ def test_a_damaged_cache_is_made_again(frozen, tmp_path, name, damage):
     assert np.array_equal(layers, again.layers)
     assert all(np.array_equal(one, other) for one, other in zip(heads, again.heads, strict=True))
     assert [*tmp_path.iterdir()] == [place]
-
-
-def test_what_another_probe_encoded_meanwhile_is_kept(frozen, tmp_path, monkeypatch):
-    encodings(frozen, SENTENCES, tmp_path / "other", model="m")
-    (theirs,) = (tmp_path / "other").iterdir()
-    ours = tmp_path / "cache" / theirs.name
-    write = encoding._write
-
-    def meanwhile(*given, **named):
-        write(*given, **named)
-        shutil.copytree(theirs, ours)
-        (ours / "theirs").touch()
-
-    monkeypatch.setattr(encoding, "_write", meanwhile)
-    found = encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
-    assert found.layers is not None
-    assert (ours / "theirs").exists()
-    assert [*(tmp_path / "cache").iterdir()] == [ours]
 
 
 def test_everybody_may_read_the_cache(frozen, tmp_path):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from headwise.lab.experiment.job import Failure, Heartbeat, Job
 from headwise.lab.experiment.run_folder import LOG
 from headwise.lab.importing import importing
 from headwise.lab.stopping import BY_SIGNAL
+
+# Seconds to save the state in after the parent has ended.
+LEAVING_SECONDS = 2.0
 
 Target = Callable[[Any, Path, Heartbeat], None]
 
@@ -41,6 +45,7 @@ def serve(connection: Connection, stop: Any) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, ask)
     heard = _make_heartbeat(stop)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     with suppress(EOFError, ConnectionError):
         with importing():
             target: Target = connection.recv()
@@ -54,6 +59,15 @@ def serve(connection: Connection, stop: Any) -> None:
             busy = False
     # all files are closed, and a normal exit of an interpreter with torch takes seconds
     os._exit(0)
+
+
+def _leave_with_parent() -> None:
+    """End this process soon after its parent, which may have been killed, has ended; a step may take minutes."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(LEAVING_SECONDS)
+        os._exit(1)
 
 
 def _make_heartbeat(stop: Any) -> Heartbeat:

@@ -29,7 +29,7 @@ from headwise.lab.training.baseline import BaselineSettings, run_baseline
 from headwise.lab.training.cross_validation import gather_parts
 
 # Seconds that a worker has to save its state after Ctrl-C, and after which one that writes nothing is named.
-PATIENCE_SECONDS, SILENCE_SECONDS = 5.0, 600.0
+PATIENCE_SECONDS, SILENCE_SECONDS = 1.0, 600.0
 SAVED = "stopped; every run has saved its state, give the same command again to resume."
 # One thread per process: parallel runs already use every core. glibc keeps the memory of large arrays, which each step
 # would otherwise get from the system anew, page by page.
@@ -83,7 +83,7 @@ def run_jobs(target: Target, jobs: Sequence[Job], workers: int, watch: Watch) ->
 
     Raises:
         KeyboardInterrupt: Ctrl-C or a signal to end; every worker has saved its state and exited, or was killed after
-            5 s or at a second Ctrl-C: then the message names its run.
+            1 s or at a second Ctrl-C: then the message names its run.
     """
     context = multiprocessing.get_context("spawn")
     with _hold_interrupts():

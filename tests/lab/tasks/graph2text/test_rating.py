@@ -9,7 +9,6 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
-from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
 from headwise.lab.tasks.graph2text.rating_form import (
     CRITERIA,
     FORM,
@@ -22,24 +21,12 @@ from headwise.lab.tasks.graph2text.rating_form import (
 from headwise.lab.tasks.graph2text.ratings import draw_ratings, read_ratings, record_ratings
 from lab.command import call, refused
 from lab.tasks.graph2text.graph_sets import write_triples
-
-HOSTILE = "</script><img src=x onerror=alert(1)>"
+from lab.tasks.graph2text.rated import HOSTILE, write_pair
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """Two finished runs and their data, as a comparison leaves them."""
-    data = write_triples(tmp_path / "mine.tsv", 60)
-    graphs = graphs_of(data)
-    out = tmp_path / "comparison"
-    folders = (out / "svgd" / "seed-0", out / "plain" / "seed-0")
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / run_folder.RESULT).write_text('{"task": "graph2text"}', encoding="utf-8")
-        texts = [f"{folder.parent.name} writes {number} {HOSTILE}" for number in range(len(graphs))]
-        (folder / run_folder.TEXT).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
-    (out / "references.txt").write_text("".join(f"{graph.reference}\n" for graph in graphs), encoding="utf-8")
-    return *folders, data
+    return write_pair(tmp_path / "comparison", tmp_path / "mine.tsv")
 
 
 def write_texts(pair: tuple[Path, Path, Path], place: Path, count: int = 4, seed: int = 1) -> tuple[Path, Path]:
