@@ -36,7 +36,7 @@ from lab.tasks.logic.logic_toy import TOY
 from lab.tasks.translation.translation_toy import SMALLEST
 
 KILLED, STUCK = 9, 120.0
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 CHANGES = ("os.rename", "os.mkdir", "os.link")
 REMOVALS = ("os.remove", "os.rmdir")
 
