@@ -129,7 +129,7 @@ def compare(
         raise SettingError(
             f"--{analyses[0]} needs one trained model per run, and with --folds a run has several; omit one of them."
         )
-    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    left = runs.list_left(jobs)
     elsewhere = left and comparison.launcher.name != "local"
     engine = open_engine(comparison.launcher, out) if elsewhere else None
     failures = do_jobs(left, len(jobs) - len(left), comparison.workers, console, engine=engine)

@@ -81,15 +81,17 @@ def ignore_stops() -> dict[signal.Signals, Any]:
 
 def end_children() -> None:
     """Kill the processes that this one has started, before it ends without waiting for them."""
-    for process in multiprocessing.active_children():
-        process.kill()
+    found = {process.pid for process in multiprocessing.active_children()}
     # others than of multiprocessing, where the system lists them
     for listed in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            for child in listed.read_text().split():
-                # a tracker ends by itself, after it has removed what the others shared
-                if b"resource_tracker" not in Path("/proc", child, "cmdline").read_bytes():
-                    os.kill(int(child), signal.SIGKILL)
+            found |= {int(child) for child in listed.read_text().split()}
+    for child in found - {None}:
+        with suppress(OSError):
+            command = Path("/proc", str(child), "cmdline")
+            # a tracker ends by itself, after it has removed what the others shared
+            if not command.exists() or b"resource_tracker" not in command.read_bytes():
+                os.kill(int(child or 0), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 @contextmanager

@@ -209,7 +209,7 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
     ]
     for job in jobs:
         run_folder.require_same(job.folder / run_folder.SETTINGS, job.settings.record())
-    left = [job for job in jobs if not run_folder.is_finished(job.folder)]
+    left = run_folder.list_left(jobs)
     failures = do_jobs(left, len(jobs) - len(left), tuning.workers, console)
     scored = []
     for index, arm in enumerate(arms):

@@ -9,12 +9,12 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.atomic import new_file, put, write_whole
+from headwise.atomic import new_file, put, sweep, write_whole
 from headwise.digests import require_unchanged
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.input_files import describe_place, is_file, read_whole
@@ -34,9 +34,23 @@ EVENTS = "events"
 # Prefix of the files of analyses, each {"numbers": {...}, ...}.
 ANALYSIS = "analysis-"
 CHECKPOINT = "checkpoint-"
+# Prefix of the weights of single epochs.
+EPOCH = "epoch-"
 UNFINISHED = ".writing"
 # A file that an earlier version was killed before giving its name.
 PARTIAL = re.compile(r"\.[\w.-]+\.\d+(?:\.npz)?|\.write-\d+|\.(?:model|epoch-\w+)\.safetensors")
+
+
+class InFolder(Protocol):
+    """What is done in a folder of its own."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        ...
+
+
+T = TypeVar("T", bound=InFolder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +119,30 @@ def require_same(path: Path, record: Mapping[str, Any]) -> None:
 def is_finished(folder: Path) -> bool:
     """Return whether the run in `folder` is finished."""
     return (folder / RESULT).exists()
+
+
+def list_left(jobs: Iterable[T]) -> list[T]:
+    """Return the jobs that are not finished, after cleaning the folders of the others."""
+    left = []
+    for job in jobs:
+        if is_finished(job.folder):
+            clean(job.folder)
+        else:
+            left.append(job)
+    return left
+
+
+def clean(folder: Path) -> None:
+    """Remove what a finished run needs no more, and what processes that were killed left half written."""
+    for path in folder.glob(f"{CHECKPOINT}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f"{EPOCH}*.safetensors"):
+        path.unlink()
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    sweep(folder)
+    for path in folder.iterdir():
+        if PARTIAL.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def analysis_file(folder: Path, name: str) -> Path:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headwise.digests import is_sealed, require_unchanged
+from headwise.digests import is_sealed, require_no_others, require_unchanged
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.lab.data.documents import FORMS, find_files
 from headwise.lab.data.subwords import TextEncoder
@@ -128,6 +128,7 @@ def open_packed(packing: Packing[Words], folder: Path) -> tuple[dict[str, Any], 
     if is_sealed(record):
         # shards may be many gigabytes, and are compared when they are opened
         require_unchanged(folder / RECORD, record, [TOKENIZER], remedy="prepare the text again.")
+        require_no_others(folder / RECORD, record, remedy="take it away, or prepare the text again.")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} lacks {missing[0]}; prepare the text again.")

@@ -233,7 +233,7 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
 def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
     jobs = [_name_job(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
     workers = plans[0].comparison.workers
-    left = [job for job in jobs if not runs.is_finished(job.folder)]
+    left = runs.list_left(jobs)
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
     # a run of several folds has several models, of which none is timed
     timed = None if any(is_divided(job) for job in jobs) else STEP_TIME

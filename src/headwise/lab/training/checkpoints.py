@@ -11,7 +11,7 @@ from torch import nn
 from headwise.atomic import new_file
 from headwise.digests import digest_file, require_files_unchanged
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import read_json, write_json
+from headwise.lab.experiment.run_folder import EPOCH, read_json, write_json
 
 MANIFEST = "manifest.json"
 
@@ -41,9 +41,6 @@ def _list_files(checkpoint: Path) -> list[str]:
     return sorted(path.name for path in checkpoint.iterdir() if path.name != MANIFEST)
 
 
-PREFIX = "epoch-"
-
-
 def write_epoch_weights(model: nn.Module, folder: Path, epoch: int, most: int) -> dict[str, str]:
     """Write a model's weights as those of an epoch, whole or not at all, and drop those of `most` epochs before.
 
@@ -69,11 +66,11 @@ def load_mean_weights(model: nn.Module, folder: Path, digests: Mapping[str, str]
         DataError: No weights were kept, or a file was changed.
     """
     remedy = f"delete {folder} to start that run again."
-    files = sorted(folder.glob(f"{PREFIX}*.safetensors"))
+    files = sorted(folder.glob(f"{EPOCH}*.safetensors"))
     if not files:
         raise DataError(f"{folder} keeps no weights of single epochs; {remedy}")
     known = [path.name for path in files if path.name in digests]
-    require_files_unchanged(folder / PREFIX, digests, known, remedy=remedy)
+    require_files_unchanged(folder / EPOCH, digests, known, remedy=remedy)
     mean: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as opened:
@@ -84,17 +81,11 @@ def load_mean_weights(model: nn.Module, folder: Path, digests: Mapping[str, str]
                 dtype = tensor.dtype
                 if path == files[-1]:
                     mean[name] = mean[name].to(dtype)
-    temporary = folder / f".{PREFIX}mean.safetensors"
+    temporary = folder / f".{EPOCH}mean.safetensors"
     save_file(mean, str(temporary))
     load_model(model, str(temporary))
     temporary.unlink()
 
 
-def delete_epoch_weights(folder: Path) -> None:
-    """Remove the weights of single epochs: the run is finished."""
-    for path in folder.glob(f"{PREFIX}*.safetensors"):
-        path.unlink()
-
-
 def _find_weights(folder: Path, epoch: int) -> Path:
-    return folder / f"{PREFIX}{epoch}.safetensors"
+    return folder / f"{EPOCH}{epoch}.safetensors"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
-from headwise.atomic import new_file, sweep
+from headwise.atomic import new_file
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.evaluation import diversity, scores_by_bin
@@ -33,7 +33,6 @@ from headwise.lab.training import processes
 from headwise.lab.training.attach import Methods, attach_arm
 from headwise.lab.training.callback import RunCallback, flatten_numbers
 from headwise.lab.training.checkpoints import (
-    delete_epoch_weights,
     load_mean_weights,
     seal_checkpoint,
     verify_checkpoint,
@@ -65,7 +64,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
     """
     processes.by_first(lambda: run_folder.claim(folder, settings.record()))
     if processes.agree(run_folder.is_finished(folder)):
-        processes.by_first(lambda: _clean(folder))
+        processes.by_first(lambda: run_folder.clean(folder))
         return
     task, scale = named_task(settings.task), settings.scale
     data = load_data(settings)
@@ -369,16 +368,4 @@ def _finish(
         "versions": read_versions("torch", "transformers", "accelerate", "numpy"),
     }
     write_result(folder, result)
-    _clean(folder)
-
-
-def _clean(folder: Path) -> None:
-    """Remove what a finished run needs no more, and what processes that were killed left half written."""
-    for path in folder.glob(f"{run_folder.CHECKPOINT}*"):
-        shutil.rmtree(path, ignore_errors=True)
-    delete_epoch_weights(folder)
-    shutil.rmtree(folder / run_folder.UNFINISHED, ignore_errors=True)
-    sweep(folder)
-    for path in folder.iterdir():
-        if run_folder.PARTIAL.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    run_folder.clean(folder)
