@@ -6,11 +6,11 @@ versions hold none, and nothing is compared with those.
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input
+from headwise.input_files import find_inside, open_input
 from headwise.strict_json import encode_json, parse_json
 
 FILES, OWN = "file_digests", "record_digest"
@@ -75,10 +75,9 @@ def require_files_unchanged(path: Path, digests: Mapping[str, Any], names: Itera
     """
     for name in names:
         file = path.parent / name
-        if name not in digests or ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+        if name not in digests:
             raise DataError(f"{file} has no digest in {path.name}, so that a change would not be noticed; {remedy}")
-        if not is_file(file):
-            raise DataError(f"{file} is missing: the folder was copied or saved incompletely; {remedy}")
+        find_inside(path.parent, name, path.name, remedy)
         if digest_file(file) != digests[name]:
             raise DataError(f"{file} was changed since it was written: its digest is another; {remedy}")
 

@@ -107,13 +107,25 @@ def test_a_folder_without_digests_of_an_earlier_version_loads(folder: Path):
     hw.load(folder)
 
 
-def test_links_to_files_are_followed(folder: Path, tmp_path: Path):
-    # the cache of the Hub holds links
-    for path in list(folder.iterdir()):
-        kept = tmp_path / f"kept-{path.name}"
-        path.rename(kept)
-        path.symlink_to(kept)
-    hw.load(folder)
+def test_links_of_the_cache_of_the_hub_are_followed_and_no_others(folder: Path, tmp_path: Path):
+    cached = tmp_path / "models--bert" / "snapshots" / "1a2b"
+    cached.parent.mkdir(parents=True)
+    folder.rename(cached)
+    blobs = tmp_path / "models--bert" / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(list(cached.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("../../blobs") / str(number))
+    hw.load(cached)
+    blobs.rename(tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    hw.load(cached)
+    elsewhere = shutil.copytree(cached, tmp_path / "bert", symlinks=True)
+    for path in elsewhere.iterdir():
+        path.unlink()
+        path.symlink_to((cached / path.name).resolve())
+    with pytest.raises(hw.DataError, match="is a link out of"):
+        hw.load(elsewhere)
 
 
 def make_encoder() -> nn.TransformerEncoder:
