@@ -61,7 +61,7 @@ def find_inside(folder: Path, name: object, by: str, remedy: str = "copy the fol
     path = folder.joinpath(*parts)
     if not is_file(path):
         found = "is a folder" if path.is_dir() else "is missing: the folder was copied or saved incompletely"
-        raise DataError(f"{path}, which {by} names, {found}; {remedy}")
+        raise DataError(f"{path} {found}, and {by} names it; {remedy}")
     inside, target = folder.resolve(), path.resolve()
     snapshots = next((place for place in (inside, *inside.parents) if place.name == "snapshots"), None)
     kept = [inside] if snapshots is None else [inside, (snapshots.parent / "blobs").resolve()]

@@ -161,10 +161,8 @@ def _count(operations: Iterable[tuple[Path, Any]]) -> tuple[int, set[int]]:
     tensors, numbers = 0, set()
     for path, (operation, argument, _) in operations:
         if operation.name == "STACK_GLOBAL" or (operation.name == "GLOBAL" and not MAKERS.fullmatch(argument)):
-            raise DataError(
-                f"{path} holds {str(argument or operation.name)[:60]!r}, which is no tensor, and nothing in it was run; "
-                f"{REMEDY}"
-            )
+            named = str(argument or operation.name)[:60]
+            raise DataError(f"{path} holds {named!r}, which is no tensor, and nothing in it was run; {REMEDY}")
         tensors += operation.name == "BINPERSID"
         if isinstance(argument, int):
             numbers.add(argument)

@@ -232,7 +232,7 @@ def _read_all(
         mutated = mutate(content, random.Random(f"{seed}/{number}"))
         path.write_bytes(mutated)
         try:
-            with _limit_memory(memory):
+            with limit_memory(memory):
                 read_in_time(read, seconds)
             tally.read += 1
             continue
@@ -291,7 +291,7 @@ def _alarm(timer: int, number: signal.Signals, seconds: float) -> Iterator[None]
 
 
 @contextmanager
-def _limit_memory(more: int) -> Iterator[None]:
+def limit_memory(more: int) -> Iterator[None]:
     # what is private and may be written; a file that is mapped is not
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     status = Path("/proc/self/status").read_text()

@@ -31,7 +31,7 @@ MOST_GROWTH, MOST_TRIED = 2000, 64
 # Characters or tokens that may be added to a text, and its parts that a template may repeat.
 MOST_ADDED, MOST_REPEATED = 1 << 13, 16
 MOST_PADDED, MOST_NUMBER = 1 << 16, 100_000
-SECONDS = 2.0
+TRIED, SECONDS = 256, 2.0
 # Of no text a normal form of Unicode has more characters per character.
 FORMS, CASES, BYTES = 18, 3, 4
 # May match no character at all.
@@ -66,6 +66,13 @@ class Weights:
     def replace(self, characters: str, weight: float) -> None:
         """Put a step before: some characters may become others of this weight."""
         self.known |= {one: max(self.known.get(one, self.others), weight) for one in characters}
+
+    def replace_anywhere(self, weight: float, *, between: bool) -> None:
+        """Put a step before, of which any character may become others, and there may be more between any two."""
+        more = weight if between else 0.0
+        self.known = {one: max(own, weight) + more for one, own in self.known.items()}
+        self.others = max(self.others, weight) + more
+        self.added += more
 
     def multiply(self, factor: float) -> None:
         """Put a step before, of which any character may become so many of any others."""
@@ -119,10 +126,12 @@ def require_bounded(place: Path, tokenizer: Tokenizer) -> None:
     repeated, added = 1, 0
     for step in _flatten(part(tokenizer.post_processor), "processors"):
         tokens = {name: len(one["ids"]) for name, one in (step.get("special_tokens") or {}).items()}
-        pieces = [*(step.get("single") or ()), *(step.get("pair") or ())]
-        parts = [one["Sequence"]["id"] for one in pieces if "Sequence" in one]
-        repeated *= max(1, parts.count("A"), parts.count("B"))
-        added += sum(tokens.get(one["SpecialToken"]["id"], 1) for one in pieces if "SpecialToken" in one)
+        pieces = [step.get("single") or (), step.get("pair") or ()]
+        parts = [[one["Sequence"]["id"] for one in some if "Sequence" in one] for some in pieces]
+        repeated *= max(1, *(some.count(side) for some in parts for side in "AB"))
+        added += sum(
+            tokens.get(one["SpecialToken"]["id"], 1) for some in pieces for one in some if "SpecialToken" in one
+        )
     if repeated > MOST_REPEATED or added > MOST_ADDED:
         raise _fault(place, f"its post-processor repeats a text {repeated:,} times, and adds {added:,} tokens")
     padding: Mapping[str, Any] = tokenizer.padding or {}
@@ -133,7 +142,7 @@ def require_bounded(place: Path, tokenizer: Tokenizer) -> None:
         if len(getattr(tokenizer.model, name, None) or "") > MOST_ADDED:
             raise _fault(place, f"its {name} has {len(getattr(tokenizer.model, name)):,} characters")
     with refuse_panics(f"{place} holds a tokenizer that fails on a text", REMEDY):
-        _try(place, tokenizer, steps)
+        _try(place, tokenizer, steps, weigh(steps).added)
 
 
 def weigh(steps: list[Mapping[str, Any]]) -> Weights:
@@ -148,15 +157,7 @@ def weigh(steps: list[Mapping[str, Any]]) -> Weights:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
                 weights.replace(old, weights.of(new) / len(old))
             case {"type": "Replace", "pattern": pattern, "content": str(new)}:
-                between = weights.of(new)
-                weights.replace("".join(weights.known), between)
-                weights.others = max(weights.others, between)
-                if _may_be_empty(str(pattern.get("Regex", ""))):
-                    weights = Weights(
-                        weights.others + between,
-                        {one: weight + between for one, weight in weights.known.items()},
-                        weights.added + between,
-                    )
+                weights.replace_anywhere(weights.of(new), between=_may_be_empty(str(pattern.get("Regex", ""))))
             case {"type": "Prepend", "prepend": str(new)}:
                 weights.added += weights.of(new)
             case {"type": "Precompiled", "precompiled_charsmap": str(table)}:
@@ -207,16 +208,16 @@ def _find_longest(table: str) -> int:
     return max(1, *(len(text.decode(errors="ignore")) for text in texts))
 
 
-def _try(place: Path, tokenizer: Tokenizer, steps: list[Mapping[str, Any]]) -> None:
+def _try(place: Path, tokenizer: Tokenizer, steps: list[Mapping[str, Any]], added: float) -> None:
     """Refuse a tokenizer by what it does with short texts: of its own patterns, and of one character repeated."""
     patterns = [step.get("pattern") or {} for step in steps]
     own = {pattern["String"] for pattern in patterns if pattern.get("String")}
     for text in [*sorted(own, key=len)[:200], *string.printable, *ODD]:
-        tried = (text * 8)[:MOST_ADDED]
         if tokenizer.normalizer is None:
             break
+        tried = (text * TRIED)[: max(TRIED, len(text))]
         made = tokenizer.normalizer.normalize_str(tried)
-        if len(made) > MOST_TRIED * len(tried) + MOST_ADDED:
+        if len(made) > MOST_TRIED * len(tried) + added:
             raise _fault(place, f"its normalizer makes {len(made):,} characters of {len(tried):,}")
     for character in "aA0 .\n":
         start = time.process_time()

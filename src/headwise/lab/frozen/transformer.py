@@ -104,7 +104,7 @@ def _require_known(folder: Path, inputs: Mapping[str, Tensor], limits: Mapping[s
 
 
 def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str) -> Iterator[Encoded]:
-    options = {"truncation": True, "max_length": longest}
+    options = {"truncation": True, "max_length": longest, "return_attention_mask": True}
     whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
     lengths = np.minimum(whole, longest)
     for number, chosen in enumerate(batch_by_length(lengths, BATCH)):
