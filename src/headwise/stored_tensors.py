@@ -137,6 +137,22 @@ def require_tensors_alone(path: Path) -> tuple[int, set[int]]:
         raise DataError(f"{path} cannot be read as tensors, and nothing in it was run ({reason}); {REMEDY}") from None
 
 
+def require_unpacked(path: Path, archive: zipfile.ZipFile, remedy: str) -> None:
+    """Refuse an archive that is smaller than what it holds: neither torch nor numpy packs what it saves.
+
+    Args:
+        path: Its file.
+        archive: The archive.
+        remedy: What to do, as the end of a sentence.
+
+    Raises:
+        DataError: As above.
+    """
+    parts = archive.infolist()
+    if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise DataError(f"{path} is packed, so that loading it may fill the memory; {remedy}")
+
+
 def _read_pickles(path: Path) -> Iterator[tuple[Path, Any]]:
     """Yield (path, operation) of the pickles of a file of torch."""
     if not zipfile.is_zipfile(path):
@@ -148,11 +164,8 @@ def _read_pickles(path: Path) -> Iterator[tuple[Path, Any]]:
                 yield from ((path, operation) for operation in pickletools.genops(file))
         return
     with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-        packed = next((part for part in parts if part.compress_type or part.file_size > part.compress_size), None)
-        if packed is not None or sum(part.file_size for part in parts) > path.stat().st_size:
-            raise DataError(f"{path} is packed, so that loading it may fill the memory; {REMEDY}")
-        for part in parts:
+        require_unpacked(path, archive, REMEDY)
+        for part in archive.infolist():
             if part.filename.endswith("/data.pkl"):
                 yield from ((path, operation) for operation in pickletools.genops(archive.read(part)))
 
