@@ -3,6 +3,7 @@
 #   make demo        install, then compare a repulsion and a penalty with their controls on a small task
 #   make test        install with the development tools, then run the tests
 #   make test-slow   run the tests that take minutes
+#   make test-lowest  install the lowest versions that pyproject.toml declares into build/lowest, and use them
 #   make lint        run ruff and pyright
 #   make translation-gpu DATA=FOLDER  compare eight arms of the translation task on one GPU; FOLDER is from headwise prepare
 #   make bench       time every method against plain torch (on a GPU: ARGS="--device cuda")
@@ -37,7 +38,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow test-lowest lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,6 +61,10 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
+
+# Torch has the version of constraints.txt there too: on PyPI, torch 2.11 comes with gigabytes of CUDA alone.
+test-lowest: $(VENV)/.dev
+	$(ONE_THREAD) HF_HUB_OFFLINE=1 $(BIN)/python tests/package/check_lowest.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

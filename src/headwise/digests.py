@@ -7,12 +7,12 @@ transformers load, is sealed by a file with nothing but digests.
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from headwise.atomic import SEAL
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input, read_whole
+from headwise.input_files import find_inside, is_file, open_input, read_whole
 from headwise.strict_json import encode_json, parse_json
 
 FILES, OWN = "file_digests", "record_digest"
@@ -120,10 +120,9 @@ def require_files_unchanged(path: Path, digests: Mapping[str, Any], names: Itera
     """
     for name in names:
         file = path.parent / name
-        if name not in digests or ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+        if name not in digests:
             raise DataError(f"{file} has no digest in {path.name}, so that a change would not be noticed; {remedy}")
-        if not is_file(file):
-            raise DataError(f"{file} is missing: the folder was copied or saved incompletely; {remedy}")
+        find_inside(path.parent, name, path.name, remedy)
         if digest_file(file, str(digests[name])) != digests[name]:
             raise DataError(f"{file} was changed since it was written: its digest is another; {remedy}")
 

@@ -4,7 +4,6 @@
 "attn_implementation"; `adapter_config.json` names modules to import.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -23,11 +22,6 @@ LOCAL: Mapping[str, frozenset[str]] = {
     "experts_implementation": frozenset({"eager", "batched_mm", "grouped_mm"}),
 }
 KERNELS = ("use_kernels", "kernel_config")
-# No size of a model is larger, and Python could not count to it in a second.
-LARGEST = 1 << 30
-# Words of keys whose number is counted to, layer by layer.
-COUNTED = re.compile(r"layers|blocks|depth")
-MOST_LAYERS = 1000
 
 
 @contextmanager
@@ -50,9 +44,7 @@ def refuse_foreign_code(folder: Path, *, trusted: bool) -> Iterator[None]:
             f"its model (merge_and_unload) and save that, or {FLAG}."
         )
     if is_file(folder / CONFIG):
-        config = read_config(folder / CONFIG)
-        require_local_kernels(folder / CONFIG, config)
-        require_countable(folder / CONFIG, config)
+        require_local_kernels(folder / CONFIG, read_config(folder / CONFIG))
     from transformers import dynamic_module_utils
 
     # with a time of 0 it refuses, where some of its classes do not pass trust_remote_code on to those they load
@@ -104,29 +96,6 @@ def require_local_kernels(path: Path, config: Any) -> None:
             waiting += value.values()
         elif isinstance(value, list):
             waiting += value
-
-
-def require_countable(path: Path, config: Any, *, layers: int = 0) -> None:
-    """Refuse a configuration with a number that building a model would count to for minutes, or negative heads.
-
-    Args:
-        path: The file that holds it, for the message.
-        config: JSON data.
-        layers: Number of tensors, where it is known; a model has no more layers, and at most 1,000 otherwise.
-
-    Raises:
-        DataError: As above; the message names the number.
-    """
-    waiting: list[tuple[str, Any]] = [("", config)]
-    while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += value.items()
-        elif isinstance(value, list):
-            waiting += ((name, item) for item in value)
-        most = max(layers, MOST_LAYERS) if COUNTED.search(name) else LARGEST
-        if isinstance(value, int) and (value > most or (value < 0 and "heads" in name)):
-            raise DataError(f"{path}: {name} is {str(value)[:20]}; expected 0 to {most:,}; save the model again.")
 
 
 def _require_local(path: Path, key: str, value: Any) -> None:

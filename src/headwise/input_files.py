@@ -7,7 +7,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from headwise.errors import DataError
 
@@ -39,6 +39,35 @@ def describe_place(path: Path) -> str:
     'does not exist'
     """
     return "is a folder" if path.is_dir() else "is a file" if is_file(path) else "does not exist"
+
+
+def find_inside(folder: Path, name: object, by: str, remedy: str = "copy the folder again.") -> Path:
+    """Return the file of a folder that a file of the folder names.
+
+    It may be a link to another file of the folder, and in the Hub's cache to one of the blobs beside the snapshots.
+
+    Args:
+        folder: The folder.
+        name: What was read.
+        by: Name of the file that it was read from.
+        remedy: What to do, as the end of a sentence.
+
+    Raises:
+        DataError: It is no relative name, leads out of the folder, or is no file.
+    """
+    parts = PurePath(name).parts if isinstance(name, str) and "\0" not in name else ()
+    if not parts or ".." in parts or PurePath(*parts).is_absolute():
+        raise DataError(f"{folder / by} names the file {str(name)[:60]!r}; expected one in {folder}; {remedy}")
+    path = folder.joinpath(*parts)
+    if not is_file(path):
+        found = "is a folder" if path.is_dir() else "is missing: the folder was copied or saved incompletely"
+        raise DataError(f"{path} {found}, and {by} names it; {remedy}")
+    inside, target = folder.resolve(), path.resolve()
+    snapshots = next((place for place in (inside, *inside.parents) if place.name == "snapshots"), None)
+    kept = [inside] if snapshots is None else [inside, (snapshots.parent / "blobs").resolve()]
+    if not any(target.is_relative_to(place) for place in kept):
+        raise DataError(f"{path} is a link out of {folder}, to {target}; put the file itself there, or {remedy}")
+    return path
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from architecture.source import FILES, SOURCE, module_name
 # another. Every task is a folder on the line "lab/tasks/*".
 LAYERS = """
     errors moved
-    atomic strength input_files strict_json
-    digests foreign_code
+    atomic strength input_files strict_json native_code
+    digests foreign_code stored_tensors
     nn masks reference similarity
+    stock_folders
     heads
     repulsion disagreement routing gating roles
     shrinking

@@ -14,23 +14,27 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
+import pickle
 import random
 import resource
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from headwise.errors import HeadwiseError
 
 INPUTS = 10_000
 SECONDS = 2.0
 # What reading one input may allocate.
-BYTES = 2 << 30
+BYTES = 512 << 20
 # Failures that are shown, one of a kind.
 SHOWN = 8
 LONG, DEEP, DIGITS = 200_000, 100_000, 5_000
@@ -121,6 +125,32 @@ def mutate_json_lines(content: bytes, draw: random.Random) -> bytes:
     return b"\n".join([*lines, b""])
 
 
+def mutate_numbers(content: bytes, draw: random.Random) -> bytes:
+    """Return JSON in which one integer, at any depth, is far larger, negative, nothing, or no integer."""
+    value = json.loads(content)
+    places = list(_find_integers(value))
+    inner, key = draw.choice(places)
+    number = inner[key]
+    inner[key] = draw.choice(
+        (*(number * times for times in (1000, 10**6, 10**9, 2)), *(10**5, 10**6, 10**7, 10**9, -number - 1, 0)),
+    )
+    if draw.random() < 0.3:
+        odd = (float(number), 0.5, str(number), str(10**9), None, True, [number], [10**9] * 3, {"0": 10**9})
+        inner[key] = draw.choice(odd)
+    if draw.random() < 0.1:
+        value["num_labels" if draw.random() < 0.5 else "num_hidden_layers"] = draw.choice((10**6, 10**9))
+    return json.dumps(value).encode()
+
+
+def _find_integers(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield where integers are in JSON data: what holds each, and its key."""
+    for key, item in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
+        if isinstance(item, dict | list):
+            yield from _find_integers(item)
+        elif type(item) is int:
+            yield value, key
+
+
 @dataclass
 class Tally:
     """How many inputs were read, and how many refused with a `HeadwiseError`; `messages` holds one of each start."""
@@ -140,7 +170,9 @@ def fuzz(
     seconds: float = SECONDS,
     memory: int = BYTES,
 ) -> Tally:
-    """Read mutated copies of a file, and fail on any error but a `HeadwiseError`, or a read that takes too long.
+    """Read mutated copies of a file, and fail on any error but a `HeadwiseError`, or much time or memory of a read.
+
+    They are read in one process, a copy of this one, whose memory is limited for each.
 
     Args:
         read: Reads `path`, and whatever belongs to it, from the beginning.
@@ -154,30 +186,81 @@ def fuzz(
     """
     content = path.read_bytes()
     read()
-    tally, failures = Tally(), {}
+    # a process of its own: native code may end it where there is no memory left
+    shared, answer = mmap.mmap(-1, 8), path.with_name(f"answer-{path.name}")
     try:
-        for number in range(inputs):
-            mutated = mutate(content, random.Random(f"{seed}/{number}"))
-            path.write_bytes(mutated)
-            try:
-                with _limit_memory(memory):
-                    read_in_time(read, seconds)
-                tally.read += 1
-            except HeadwiseError as error:
-                tally.refused += 1
-                tally.messages.setdefault(type(error).__name__ + str(error)[-40:], str(error))
-            except (Exception, SystemExit, TooSlow) as error:
-                kind = f"{type(error).__name__} at {_find_line(error)}"
-                if kind not in failures:
-                    kept = path.with_name(f"failed-{number}-{path.name}")
-                    kept.write_bytes(mutated)
-                    failures[kind] = f"{kind}, input {number} of seed {seed}, {kept}: {str(error)[:300]}"
-                if len(failures) == SHOWN:
-                    break
+        with warnings.catch_warnings(action="ignore"):
+            child = os.fork()
+        if child == 0:
+            _answer(answer, lambda: _read_all(read, path, mutate, inputs, seed, seconds, memory, shared))
+        _, status = os.waitpid(child, 0)
+        number = int.from_bytes(shared[:], "little")
+        if os.WIFSIGNALED(status):
+            path.with_name(f"failed-{number}-{path.name}").write_bytes(path.read_bytes())
+            raise AssertionError(f"the process died of signal {os.WTERMSIG(status)} at input {number} of seed {seed}")
+        tally, failures = pickle.loads(answer.read_bytes())
     finally:
         path.write_bytes(content)
+        answer.unlink(missing_ok=True)
     assert not failures, "\n".join([f"{len(failures)} kinds of failure:", *failures.values()])
     return tally
+
+
+def _answer(place: Path, work: Callable[[], object]) -> NoReturn:
+    """Write what work returns and end this process, without anything that a test does at its end."""
+    try:
+        place.write_bytes(pickle.dumps(work()))
+    except BaseException:
+        traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+def _read_all(
+    read: Callable[[], object],
+    path: Path,
+    mutate: Mutation,
+    inputs: int,
+    seed: int,
+    seconds: float,
+    memory: int,
+    shared: mmap.mmap,
+) -> tuple[Tally, dict[str, str]]:
+    content, tally, failures = path.read_bytes(), Tally(), {}
+    for number in range(inputs):
+        shared[:] = number.to_bytes(8, "little")
+        mutated = mutate(content, random.Random(f"{seed}/{number}"))
+        path.write_bytes(mutated)
+        try:
+            with limit_memory(memory):
+                read_in_time(read, seconds)
+            tally.read += 1
+            continue
+        except HeadwiseError as error:
+            caught: BaseException = error
+            if not ran_out(error):
+                tally.refused += 1
+                tally.messages.setdefault(type(error).__name__ + str(error)[-40:], str(error))
+                continue
+        except (Exception, SystemExit, TooSlow) as error:
+            caught = error
+        kind = f"{type(caught).__name__} at {_find_line(caught)}"
+        if kind not in failures:
+            kept = path.with_name(f"failed-{number}-{path.name}")
+            kept.write_bytes(mutated)
+            failures[kind] = f"{kind}, input {number} of seed {seed}, {kept}: {str(caught)[:300]}"
+        if len(failures) == SHOWN:
+            break
+    return tally, failures
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Return whether a refusal came only after an allocation failed, which on a larger machine would not have."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "alloc" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class TooSlow(BaseException):
@@ -208,14 +291,16 @@ def _alarm(timer: int, number: signal.Signals, seconds: float) -> Iterator[None]
 
 
 @contextmanager
-def _limit_memory(more: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+def limit_memory(more: int) -> Iterator[None]:
+    # what is private and may be written; a file that is mapped is not
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status").read_text()
+    now = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + more, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _find_line(error: BaseException) -> str:

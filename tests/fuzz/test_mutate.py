@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fuzz.mutate import Mutation, fuzz, mutate_json, mutate_text
 from headwise.errors import DataError
@@ -52,10 +56,32 @@ def test_a_hang_is_reported(path: Path):
         fuzz(slow, path, mutate=mutate_json, inputs=60, seconds=0.05)
 
 
-def test_a_huge_allocation_is_reported(path: Path):
+def allocate() -> None:
+    bytearray(300 << 20)
+
+
+def swallow() -> None:
+    try:
+        bytearray(300 << 20)
+    except MemoryError:
+        raise DataError("too much was asked for.") from None
+
+
+@pytest.mark.parametrize(
+    ("grow", "message"),
+    [
+        (allocate, "MemoryError at"),
+        (lambda: torch.ones(75 << 20), "RuntimeError at"),
+        (swallow, "DataError at"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"died of signal 9 at input \d+ of seed 0"),
+    ],
+)
+def test_a_huge_allocation_is_reported_however_it_ends(grow: Callable[[], object], message: str, path: Path):
     def large() -> None:
         if read(path) != 3:
-            bytearray(300 << 20)
+            grow()
 
-    with pytest.raises(AssertionError, match=r"MemoryError"):
+    before = path.read_bytes()
+    with pytest.raises(AssertionError, match=message):
         fuzz(large, path, mutate=mutate_json, inputs=60, memory=200 << 20)
+    assert path.read_bytes() == before

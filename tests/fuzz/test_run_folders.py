@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import headwise as hw
-from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json, mutate_json_lines
-from headwise.lab.data.arrays import Ragged, cache_arrays
+from fuzz.mutate import BYTES, INPUTS, Mutation, fuzz, limit_memory, mutate_bytes, mutate_json, mutate_json_lines
+from headwise.lab.data.arrays import Ragged, cache_arrays, read_arrays
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.finished import require_intact
 from headwise.lab.frozen.open import open_frozen
@@ -24,6 +24,7 @@ from headwise.lab.results.runs import read_results
 from headwise.lab.tasks.translation.data import open_prepared
 from headwise.lab.training.checkpoints import seal_checkpoint, verify_checkpoint
 from headwise.lab.training.train import read_state
+from routing.hostile import Large, pack
 
 SAVED = Path(__file__).parents[1] / "compatibility" / "saved"
 SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
@@ -158,11 +159,28 @@ def test_a_damaged_cache_of_encodings_is_made_again(name: str, inputs: int, save
     assert fuzz(compare, place / name, mutate=mutate, inputs=inputs // 3).read == inputs // 3
 
 
+@pytest.mark.parametrize("change", [pack, lambda path: torch.save({"run": Large(), "methods": {}}, path)])
+def test_a_checkpoint_that_becomes_larger_when_it_is_loaded(change: Callable[[Path], object], saved: Path):
+    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    change(checkpoint / "run.pt")
+    with pytest.raises(hw.DataError, match=r"is packed|which is no tensor"), limit_memory(BYTES):
+        read_state(checkpoint)
+
+
+def test_arrays_that_become_larger_when_they_are_read(tmp_path: Path):
+    path = tmp_path / "test.npz"
+    np.savez(path, labels=np.zeros(1 << 20))
+    read_arrays(path)
+    pack(path)
+    with pytest.raises(hw.DataError, match="is packed"):
+        read_arrays(path)
+
+
 def test_the_names_of_files_in_a_manifest_stay_in_the_checkpoint(saved: Path):
     (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
     outside = checkpoint.parent / "settings.json"
     digests = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(digests | {"../settings.json": "0" * 32}))
-    with pytest.raises(hw.DataError, match="has no digest"):
+    with pytest.raises(hw.DataError, match=r"names the file '\.\./settings\.json'"):
         verify_checkpoint(checkpoint)
     assert outside.exists()

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,35 @@ def replace_file(make: Callable[[Path], object], name: str = "") -> Callable[[Pa
         make(path)
 
     return apply
+
+
+class Large:
+    """Becomes 3 GB when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (3 << 30,)
+
+
+def pack(path: Path) -> None:
+    """Compress a file of torch, which may then be a thousandth of what it holds."""
+    with zipfile.ZipFile(path) as archive:
+        content = {part: archive.read(part) for part in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for part, data in content.items():
+            archive.writestr(part, data)
+
+
+def put_packed(folder: Path) -> None:
+    """Compress the tensors."""
+    pack(tensor_file(folder))
+    seal_again(folder)
+
+
+def link_out(folder: Path) -> None:
+    """Put a link to a file outside the folder in the place of the tensors."""
+    path = tensor_file(folder)
+    outside = path.rename(folder.parent / path.name)
+    path.symlink_to(outside)
 
 
 class Runs:
@@ -209,12 +239,15 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
         seal_again(folder),
     ),
     "a file of tensors outside the folder": traverse,
+    "a link to tensors outside the folder": link_out,
     "a file of tensors by its whole path": lambda folder: edit(
         folder, lambda record: record.update(files={"/etc/passwd": ["x"]})
     ),
     # code
     "a pickle in the place of tensors": put_pickle,
     "a pickle of torch in the place of tensors": put_torch_pickle,
+    "a pickle of something large": set_tensors(lambda tensors: tensors.update(large=Large())),
+    "a packed archive": put_packed,
     "a Python file for the configuration": put_code,
     "a class of os": set_record("model", "class", to="os:system"),
     "a class that is a function": set_record(
@@ -262,7 +295,12 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "a huge width": grow("hidden_size", 2**28),
     "a huge vocabulary": grow("vocab_size", 2**29),
     "a huge number of positions": grow("max_position_embeddings", 2**29),
-    "a huge number of labels": grow("num_labels", 10**10),
+    "a huge number of labels": grow("num_labels", 10**9),
+    "many names of labels": grow("id2label", {str(number): "x" for number in range(10**5)}),
+    "twenty million positions": grow("max_position_embeddings", 2 * 10**7),
+    "a feed-forward layer of ten million": grow("intermediate_size", 10**7),
+    "a thousand layers": grow("num_hidden_layers", 1000),
+    "a part of a billion layers": grow("part", {"n_layer": 10**9}),
     "a width of 4,000 digits": grow("hidden_size", 10**4000),
     "a configuration that is a list": set_record("model", "config", to=[]),
     "a configuration without anything": set_record("model", "config", to={}),

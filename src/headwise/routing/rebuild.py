@@ -14,22 +14,22 @@ from headwise.foreign_code import (
     LOCAL,
     is_local,
     refuse_foreign_code,
-    require_countable,
     require_local_kernels,
 )
 from headwise.nn.bounds import TooLarge, build_within
 from headwise.routing.saved import REMEDY, Identity
+from headwise.stock_folders import describe_excess, require_countable
+from headwise.stored_tensors import Stored
 
 MODULE = re.compile(r"transformers\.models(\.\w+)+")
 
 
-def rebuild(identity: Identity, *, tensors: int, size: int, trusted: bool) -> nn.Module:
+def rebuild(identity: Identity, stored: Stored, *, trusted: bool) -> nn.Module:
     """Return a new model of the class and configuration that a folder names.
 
     Args:
         identity: What the folder says of the model.
-        tensors: Number of its tensors.
-        size: Their bytes.
+        stored: Its tensors.
         trusted: Whether Python files and kernels that the configuration names may run.
 
     Raises:
@@ -39,15 +39,12 @@ def rebuild(identity: Identity, *, tensors: int, size: int, trusted: bool) -> nn
     cls = _find_class(identity)
     if not trusted:
         _require_local_attention(identity)
-    require_countable(identity.path, identity.config, layers=tensors)
+    require_countable(identity.path, identity.config, stored)
     try:
         with refuse_foreign_code(identity.path.parent, trusted=trusted):
-            return build_within(lambda: _build(cls, identity), tensors=tensors, size=size)
-    except TooLarge:
-        raise DataError(
-            f"{identity.path}: its configuration is that of a model far larger than the {tensors} tensors that are "
-            f"saved; {REMEDY}"
-        ) from None
+            return build_within(lambda: _build(cls, identity), tensors=stored.tensors, size=stored.size)
+    except TooLarge as error:
+        raise DataError(describe_excess(identity.path, identity.config, stored, error)) from None
     except HeadwiseError:
         raise
     except Exception as error:

@@ -29,6 +29,7 @@ from headwise.routing.resize_saved import find_module, resize_modules
 from headwise.routing.saved import CONFIG, FILE, FORMAT, RECORD, REMEDY, SIZES, Saved, read_saved
 from headwise.routing.setting_records import record, restore
 from headwise.routing.shards import collect_tensors, load_tensors, parse_size, read_tensors, split_into_shards
+from headwise.stored_tensors import Stored
 from headwise.strict_json import encode_json, parse_json
 
 STOCK_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack")
@@ -162,7 +163,7 @@ def load(
     tensors = read_tensors(saved)
     # initial weights, soon replaced, must not advance the caller's random generator
     with torch.random.fork_rng(devices=[]):
-        model = _rebuild(saved, trusted=trust_remote_code) if model is None else model
+        model = _rebuild(saved, tensors, trusted=trust_remote_code) if model is None else model
         inner = unwrap_compiled(model)
         with without_wrappers(inner):
             _fill(saved, inner, tensors, settings)
@@ -262,14 +263,15 @@ def _read_settings(config: Any) -> Any:
         raise DataError(f"{type(config).__name__} cannot be saved as JSON ({error}); set another value.") from None
 
 
-def _rebuild(saved: Saved, *, trusted: bool) -> nn.Module:
+def _rebuild(saved: Saved, tensors: Mapping[str, Tensor], *, trusted: bool) -> nn.Module:
     if saved.model is None:
         raise DataError(
             f"{saved.folder} holds a model whose class is not from transformers; build one like it, with all its heads "
             "and without aggregators, and pass it: load(folder, model)."
         )
     size = sum((saved.folder / file).stat().st_size for file in saved.files)
-    return rebuild(saved.model, tensors=sum(map(len, saved.files.values())), size=size, trusted=trusted)
+    stored = Stored(len(tensors), size, frozenset(length for tensor in tensors.values() for length in tensor.shape))
+    return rebuild(saved.model, stored, trusted=trusted)
 
 
 def _describe(aggregator: Aggregator) -> dict:

@@ -9,12 +9,12 @@ from typing import Any
 from headwise.atomic import PARTIAL
 from headwise.digests import require_folder_unchanged, require_unchanged
 from headwise.errors import DataError
-from headwise.foreign_code import LARGEST
 from headwise.input_files import is_file, read_whole
+from headwise.stock_folders import LARGEST, RECORD
 from headwise.strict_json import parse_json
 
 FORMAT = 1
-RECORD, CONFIG = "headwise.json", "config.json"
+CONFIG = "config.json"
 REMEDY = "copy the folder again, or save the model again."
 FILE = re.compile(r"headwise-[\w-]+\.pt")
 SIZES = ("num_heads", "head_size", "width")

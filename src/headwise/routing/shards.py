@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import DataError, SettingError
-from headwise.input_files import is_file
+from headwise.input_files import find_inside
 from headwise.routing.saved import REMEDY, Saved
+from headwise.stored_tensors import require_tensors_alone
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -116,9 +117,8 @@ def read_tensors(saved: Saved) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for file, names in saved.files.items():
-        path = saved.folder / file
-        if not is_file(path):
-            raise DataError(f"{path} is missing: the folder was copied or saved incompletely; {REMEDY}")
+        path = find_inside(saved.folder, file, saved.path.name, REMEDY)
+        require_tensors_alone(path)
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import headwise as hw
+from fuzz.mutate import BYTES, limit_memory
 from headwise.lab.cli.shrink_subject import open_subject
 from headwise.lab.cli.shrink_ways import rank_unlike, score_without, weigh_heads
 from lab.cli.tiny_models import SIZES, WORDS, write_models
@@ -259,6 +260,8 @@ def test_tokens_are_generated_within_the_positions_after_prompts_without_padding
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=4, n_positions=positions)
     folder = save(folders, tmp_path / "gpt2", GPT2LMHeadModel(config))
+    # a folder may ask for anything: each beam needs memory
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 10**7, "cache_implementation": "static"}))
     subject = open_subject(folder, folders / "text.txt", 40)
     given: list[torch.Tensor] = []
     generate = type(subject.model).generate
@@ -269,7 +272,9 @@ def test_tokens_are_generated_within_the_positions_after_prompts_without_padding
         return generate(self, ids, **options)
 
     monkeypatch.setattr(type(subject.model), "generate", follow)
-    found = subject.time({"whole": subject.model})["whole"]
+    with limit_memory(BYTES):
+        found = subject.time({"whole": subject.model})["whole"]
+    assert subject.model.generation_config.num_beams == 10**7
     assert ("generated token" in found) is (prompt > 0)
     assert {ids.shape[1] for ids in given} == ({prompt} if prompt else set())
     # the text has lines of 10 to 14 words, and the first word of the vocabulary is the padding

@@ -17,6 +17,7 @@ from headwise.lab.cli import commands, comparing, shrinking
 from headwise.lab.experiment.registry import find_commands
 from headwise.lab.output import asked_output, forget_output, warn, with_output_options
 from headwise.lab.stopping import Stopped, ignore_stops
+from headwise.native_code import refuse_panics
 
 # How typer begins the message of a `BadParameter` that names no parameter, as those of our commands.
 OURS = "Invalid value: "
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str] | None) -> NoReturn:
     forget_output()
     try:
-        code = app(args=arguments, prog_name="headwise", standalone_mode=False)
+        with refuse_panics("a file cannot be used", "choose another one."):
+            code = app(args=arguments, prog_name="headwise", standalone_mode=False)
     except Stopped as stopped:
         _refuse(str(stopped), stopped.code)
     except (KeyboardInterrupt, typer.Abort):

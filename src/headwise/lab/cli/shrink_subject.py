@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import DataError, HeadwiseError
-from headwise.foreign_code import refuse_foreign_code
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded
@@ -26,6 +25,7 @@ from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import find_model_folder, open_tokenizer
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
+from headwise.stock_folders import open_within
 
 # Of every so many lines one is held out, for the scores.
 HELD_OUT = 5
@@ -175,8 +175,15 @@ class Subject:
 
 def _generate(model: Any, ids: Tensor) -> None:
     """Have a model generate tokens one by one with a cache."""
+    from transformers import GenerationConfig
+
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    model.generate(ids, max_new_tokens=GENERATED, min_new_tokens=GENERATED, **options)
+    # that of the folder may ask for any number of beams, or for a cache of any size
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.generate(ids, max_new_tokens=GENERATED, min_new_tokens=GENERATED, **options)
+    finally:
+        model.generation_config = own
 
 
 def _synchronize() -> None:
@@ -288,10 +295,16 @@ def _open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn
             f"{folder} holds a model of the class {name}, which transformers does not have; in a script, hw.prune and "
             "hw.merge take any model."
         )
-    with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
-        model, information = kind.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+    try:
+        with quietly(), open_within(folder, trusted=trust_remote_code):
+            model, information = kind.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # whatever transformers raises for a file that is missing or not as it expects
+        raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
     require_whole(folder, model, information)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from headwise.atomic import new_file
 from headwise.errors import DataError, HeadwiseError, ShapeError
 from headwise.input_files import describe_place, is_file, open_input
+from headwise.stored_tensors import require_unpacked
 
 # The entry of a cache that names the others.
 LISTED = "names"
@@ -279,8 +281,12 @@ def read_arrays(path: Path, *, listed: bool = False) -> dict[str, NDArray]:
     """
     try:
         # numpy leaves a file open that it opened itself and could not read
-        with open_input(path, unpack=False) as stream, np.load(cast(IO[bytes], stream), allow_pickle=False) as stored:
-            arrays = {key: stored[key] for key in stored.files}
+        with open_input(path, unpack=False) as stream:
+            with zipfile.ZipFile(cast(IO[bytes], stream)) as archive:
+                require_unpacked(path, archive, "delete it to make it again.")
+            stream.seek(0)
+            with np.load(cast(IO[bytes], stream), allow_pickle=False) as stored:
+                arrays = {key: stored[key] for key in stored.files}
             names = arrays.pop(LISTED, None)
             if names is None and listed:
                 raise ValueError("it does not list its arrays")

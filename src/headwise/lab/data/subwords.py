@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from headwise.errors import DataError, require_integer
+from headwise.errors import DataError, HeadwiseError, require_integer
 from headwise.input_files import read_whole
 from headwise.lab.data.arrays import digest
+from headwise.lab.data.tokenizer_bounds import REMEDY, require_bounded
+from headwise.native_code import refuse_panics
 
 # the ids that the models use
 PADDING, START, END = 0, 1, 2
@@ -23,8 +25,6 @@ PADDING, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
 ALPHABET = 256
 LEAST_OFTEN = 2
-# Far more than any vocabulary; a model has a vector for each.
-MOST_IDS = 1 << 24
 LONGEST_WORD = 1_000
 # In Chinese this is not a word yet.
 LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD + 1}}}|\s{{{LONGEST_WORD + 1}}}")
@@ -58,11 +58,15 @@ class TextEncoder:
         Raises:
             DataError: The tokenizer has no answer to a word it does not know.
         """
+        what = "the tokenizer cannot encode a text"
         try:
-            encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            with refuse_panics(what, REMEDY):
+                encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except HeadwiseError:
+            raise
         except Exception as error:
             # tokenizers raises bare Exception, as for a word that a vocabulary without [UNK] does not have
-            raise DataError(f"the tokenizer cannot encode a text ({str(error)[:200]}); choose another one.") from None
+            raise DataError(f"{what} ({str(error)[:200]}); {REMEDY}") from None
         if self.shift == 0:
             return [encoding.ids for encoding in encoded]
         return [[self.shift + id_ for id_ in encoding.ids] for encoding in encoded]
@@ -169,16 +173,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
         DataError: The file cannot be read or is no tokenizer.
     """
     content = read_whole(path)
+    what = f"{path} is not a tokenizer of Hugging Face tokenizers"
     try:
-        tokenizer = Tokenizer.from_buffer(content)
-        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        require_integer("the largest id", largest, high=MOST_IDS)
-        return tokenizer
-    except BaseException as error:
-        # tokenizers raises bare Exception for whatever is wrong inside, and its Rust code may panic
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise DataError(f"{path} is not a tokenizer of Hugging Face tokenizers ({str(error)[:200]}).") from error
+        with refuse_panics(what, REMEDY):
+            tokenizer = Tokenizer.from_buffer(content)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # tokenizers raises bare Exception for whatever is wrong inside
+        raise DataError(f"{what} ({str(error)[:200]}); {REMEDY}") from error
+    require_bounded(path, tokenizer)
+    return tokenizer
 
 
 def clear_settings(tokenizer: Tokenizer) -> Tokenizer:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from headwise.errors import DataError, HeadwiseError
-from headwise.foreign_code import refuse_foreign_code
 from headwise.input_files import describe_place, is_file
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.finished import require_intact, require_intact_export
@@ -20,6 +19,7 @@ from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise.lab.training.trained import read_finished
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
+from headwise.stock_folders import open_within
 
 # Files in a folder that states do not depend on.
 IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
@@ -105,7 +105,7 @@ def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
             with quietly():
                 whole: Any = load(folder, trust_remote_code=trust_remote_code)
             return whole.base_model, read_tokenizer()
-        with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
+        with quietly(), open_within(folder, trusted=trust_remote_code):
             model, information = AutoModel.from_pretrained(
                 str(folder),
                 local_files_only=True,

@@ -1,7 +1,7 @@
 """A model of transformers with its tokenizer, frozen: a folder of Hugging Face, or the network of a run."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.lab.data.batching import batch_by_length
 from headwise.lab.data.encoded import BATCH, Encoded
+from headwise.lab.data.tokenizer_bounds import REMEDY
 from headwise.lab.experiment.frozen import Frozen
+from headwise.native_code import refuse_panics
 
 # Maximum number of tokens of a sentence.
 LONGEST = 256
@@ -41,6 +43,17 @@ def read_transformer(
     tokenizer.padding_side = "right"
     longest = _find_longest(model, tokenizer, folder)
     device = str(next(model.parameters()).device)
+    embeddings = model.get_input_embeddings()
+    limits = {
+        "input_ids": getattr(embeddings, "num_embeddings", None),
+        "token_type_ids": getattr(model.config, "type_vocab_size", None),
+    }
+
+    def encode(sentences: Sequence[str]) -> Iterator[Encoded]:
+        with refuse_panics(f"{folder} holds a tokenizer that fails on a text", REMEDY):
+            for batch in _encode(tokenizer, sentences, longest, device):
+                _require_known(folder, batch.inputs, limits, longest)
+                yield batch
 
     def states(batch: Encoded) -> Sequence[Tensor]:
         return model(**batch.inputs, output_hidden_states=True).hidden_states
@@ -49,7 +62,7 @@ def read_transformer(
         name,
         model,
         _find_heads(model, folder),
-        lambda sentences: _encode(tokenizer, sentences, longest, device),
+        encode,
         lambda batch: model(**batch.inputs).last_hidden_state,
         states,
         files,
@@ -75,8 +88,23 @@ def _find_heads(model: Any, folder: Path) -> Heads:
         raise LayoutError(f"{folder}: {error}") from error
 
 
+def _require_known(folder: Path, inputs: Mapping[str, Tensor], limits: Mapping[str, int | None], longest: int) -> None:
+    """Refuse what a tokenizer made of texts where the model has no embedding for it."""
+    for name, most in limits.items():
+        if most and name in inputs and int(inputs[name].max()) >= most:
+            raise DataError(
+                f"{folder}: its tokenizer gives {name} up to {int(inputs[name].max())}, and its model has embeddings "
+                f"for {most}; save a model with the tokenizer that it was trained with."
+            )
+    if inputs["input_ids"].shape[1] > longest:
+        raise DataError(
+            f"{folder}: its tokenizer gives {inputs['input_ids'].shape[1]} tokens where {longest} were asked for; "
+            "save a model with the tokenizer that it was trained with."
+        )
+
+
 def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str) -> Iterator[Encoded]:
-    options = {"truncation": True, "max_length": longest}
+    options = {"truncation": True, "max_length": longest, "return_attention_mask": True}
     whole = np.array([len(ids) for ids in tokenizer(list(sentences), verbose=False)["input_ids"]])
     lengths = np.minimum(whole, longest)
     for number, chosen in enumerate(batch_by_length(lengths, BATCH)):

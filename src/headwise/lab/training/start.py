@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError, SettingError
-from headwise.foreign_code import refuse_foreign_code
 from headwise.lab.data.arrays import digest
+from headwise.lab.data.tokenizer_bounds import require_bounded, require_small_numbers
 from headwise.lab.experiment.arm import Arm, escape_arm_name
 from headwise.lab.experiment.finished import require_intact, require_intact_export
 from headwise.lab.experiment.method import PairHeads, Widen
@@ -22,6 +23,7 @@ from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
+from headwise.stock_folders import open_within
 
 FORMS = (
     "a folder of Hugging Face, a finished run of pretraining, or the --out folder of a comparison of pretraining or of "
@@ -245,15 +247,19 @@ def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         DataError: There is none that transformers can load.
     """
     options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    require_small_numbers(folder)
     kind: Any = PreTrainedTokenizerFast if (folder / RECORD).is_file() else AutoTokenizer
     try:
-        with refuse_foreign_code(folder, trusted=trust_remote_code):
+        with open_within(folder, trusted=trust_remote_code):
             tokenizer: Any = kind.from_pretrained(str(folder), **options)
     except HeadwiseError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{folder} holds no tokenizer that transformers can load ({reason}).") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        require_bounded(folder, backend)
     require_vocabulary(folder, tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -270,7 +276,7 @@ def require_positions(folder: Path, length: int, *, trust_remote_code: bool = Fa
         if (folder / RECORD).is_file():
             config: Any = load(folder, trust_remote_code=trust_remote_code).config
         else:
-            with refuse_foreign_code(folder, trusted=trust_remote_code):
+            with open_within(folder, trusted=trust_remote_code):
                 config = AutoConfig.from_pretrained(
                     str(folder), local_files_only=True, trust_remote_code=trust_remote_code
                 )
@@ -298,7 +304,7 @@ def find_model_folder(place: Path) -> Path | None:
 def _open_classifier(folder: Path, classes: int, *, trust_remote_code: bool) -> tuple[Any, set[str]]:
     """Return a classifier and the modules of its backbone that the folder has no parameters for."""
     try:
-        with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
+        with quietly(), open_within(folder, trusted=trust_remote_code):
             if (folder / RECORD).is_file():
                 return _load_with_aggregators(folder, classes, trust_remote_code=trust_remote_code), set()
             network, said = AutoModelForSequenceClassification.from_pretrained(

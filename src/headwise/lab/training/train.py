@@ -39,6 +39,7 @@ from headwise.lab.training.checkpoints import (
 )
 from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.processes import OwnBatches, weigh_loss
+from headwise.stored_tensors import require_tensors_alone
 
 RUN = "run.pt"
 
@@ -209,6 +210,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         DataError: It cannot be read.
     """
     with _explaining(checkpoint):
+        require_tensors_alone(checkpoint / RUN)
         state = torch.load(checkpoint / RUN, weights_only=True)
         if not isinstance(state, dict) or not {"run", "methods"} <= state.keys():
             raise DataError(f"{RUN} holds no state of a run")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from headwise.errors import DataError
+from headwise.errors import DataError, HeadwiseError
 from headwise.lab.experiment.frozen import Frozen, name_run
 from headwise.lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json
 from headwise.lab.experiment.task import Task
@@ -20,6 +20,7 @@ from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.tasks.lm.tokens import TextTokens, read_tokens
 from headwise.lab.training.start import CONFIG, open_tokenizer
 from headwise.lab.training.trained import build_run_model, read_scale, restore_run
+from headwise.stock_folders import open_within
 
 
 def open_causal(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
@@ -44,7 +45,10 @@ def open_causal(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
 
 def _read_config(path: Path) -> Any:
     try:
-        return AutoConfig.for_model(**read_json(path))
+        with open_within(path.parent, trusted=False):
+            return AutoConfig.for_model(**read_json(path))
+    except HeadwiseError:
+        raise
     except Exception as error:
         # whatever transformers raises for a kind of model that it does not know
         reason = " ".join(str(error).split())[:200]

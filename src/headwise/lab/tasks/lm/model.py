@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError
-from headwise.foreign_code import refuse_foreign_code
 from headwise.heads.find import find_heads
 from headwise.lab.models.electra import decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_whole
@@ -22,6 +21,7 @@ from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.tasks.lm.tokens import TextTokens
 from headwise.routing.save import load
 from headwise.routing.saved import RECORD
+from headwise.stock_folders import open_within
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # What rounding may change in logits, relative to the largest.
@@ -158,7 +158,7 @@ def keeps_documents_apart(network: Any, start: int) -> bool:
 
 def _load(folder: Path, *, trust_remote_code: bool) -> Any:
     try:
-        with quietly(), refuse_foreign_code(folder, trusted=trust_remote_code):
+        with quietly(), open_within(folder, trusted=trust_remote_code):
             if (folder / RECORD).is_file():
                 return load(folder, trust_remote_code=trust_remote_code)
             found: Any = AutoModelForCausalLM.from_pretrained(
