@@ -24,6 +24,7 @@ from headwise.heads.irregular import attends, find_irregularity, find_mixing
 from headwise.heads.layout_steps import find_letters, projects
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
 from headwise.heads.layouts_latent import LatentLinears
+from headwise.heads.layouts_shared import SharedLinears
 from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
 from headwise.heads.refusal import ROW, Named, describe_failure
 from headwise.heads.sdpa import connect_called_scores
@@ -39,6 +40,7 @@ LAYOUTS: tuple[Layout, ...] = (
     TorchMultihead(),
     AdditiveQueries(),
     SeparateLinears(),
+    SharedLinears(),
     LatentLinears(),
     # timm's MaxViT has both orders
     FusedLinear("interleaved", ("qkv",), ("proj",), interleaved=True, when=(("head_first", (True,)),)),
@@ -133,7 +135,8 @@ def find_heads(
             "torch.jit.script or torch.jit.trace was given."
         )
     with without_wrappers(inner):
-        return replace(_find(inner, rows, exclude, num_heads), replicated=replicated)
+        found = _find(inner, rows, exclude, num_heads)
+        return replace(found, replicated=replicated, left_out=bool(_list_given(exclude)))
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:

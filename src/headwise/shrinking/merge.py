@@ -26,11 +26,11 @@ from headwise.shrinking.merge_moments import (
     record_wanted,
     write_output,
 )
-from headwise.shrinking.merge_refusals import require_mergeable
+from headwise.shrinking.merge_refusals import require_mergeable, require_unread
 from headwise.shrinking.prune_beside import list_beside
 from headwise.shrinking.prune_cuts import collect_cuts
 from headwise.shrinking.prune_optimizer import require_optimizer
-from headwise.shrinking.prune_proof import MERGED, require_equal, run
+from headwise.shrinking.prune_proof import MERGED, expect, find_dummy, require_equal, run
 from headwise.shrinking.refit import refit_output
 from headwise.shrinking.reload_stock import Counts
 
@@ -194,8 +194,9 @@ def _merge(
     optimizer: Any,
 ) -> Merging:
     sites = list(heads)
-    shown = _find_dummy(heads.model) if batches is None else batches[0]
+    shown = _find_shown(heads.model) if batches is None else batches[0]
     merger = _Merger(sites, groups, find_freedoms(sites, shown), batches)
+    require_unread(heads, shown)
     cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=False)
     # sinks and other parameters of query heads, which move with them
     beside = [parameter for site in sites for _, parameter, _, _ in list_beside(site, proved=False)]
@@ -209,13 +210,13 @@ def _merge(
                 restore()
         chosen, error = merger.write(way)
         steps.append(MergeStep(str(way), None if score is None else float(score()), error))
-        expected = run(heads.model, shown)
+        expected = expect(heads.model, shown)
         counts = {site: _count(site, groups if site in chosen else site.key_value_heads) for site in heads.found}
         sizes = {site: _count_bytes(site) for site in heads.found}
         before = count_parameters(heads.model), sum(size * site.key_value_heads for site, size in sizes.items())
 
         def prove() -> None:
-            require_equal(heads.model, expected, shown, MERGED)
+            require_equal(heads.model, expected, MERGED)
 
         stock = cut_model(heads.model, cuts, counts, sites, None, prove)
     except BaseException:
@@ -293,16 +294,21 @@ def _settle(batch: Batch) -> Batch:
     )
 
 
-def _find_dummy(model: nn.Module) -> Batch:
+def _find_shown(model: nn.Module) -> Batch:
     """Return inputs with which a model of transformers can be called."""
-    dummy: Any = getattr(model, "dummy_inputs", None)
-    if not isinstance(dummy, Mapping):
+    dummy = find_dummy(model)
+    if dummy is not None:
+        try:
+            run(model, dummy)
+        except Exception:
+            # what its class gives is for models of text
+            dummy = None
+    if dummy is None:
         raise SettingError(
             f"what is free in the heads of a {type(model).__name__} is found out by calling it; pass batches=[...], "
             "what it is called with."
         )
-    device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    return dummy
 
 
 def _count(site: Site, groups: int) -> Counts:

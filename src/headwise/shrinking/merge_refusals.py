@@ -3,12 +3,18 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+from torch import nn
+
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site
+from headwise.heads.replay import draw_noise
 from headwise.shrinking.grouping import group_in_order
+from headwise.shrinking.merge_moments import Batch
 from headwise.shrinking.prune_beside import list_beside
 from headwise.shrinking.prune_counts import counts_groups
+from headwise.shrinking.prune_proof import run
 from headwise.shrinking.prune_refusals import find_obstacle, find_table_owner
 
 
@@ -41,6 +47,40 @@ def require_mergeable(heads: Heads, groups: int, *, moves: bool) -> None:
             )
         group_in_order(site.key_value_heads, groups)
         _require_own(heads.found, site)
+
+
+def require_unread(heads: Heads, batch: Batch) -> None:
+    """Raise `LayoutError` where something other than the sites themselves reads their keys or values."""
+    if not _are_read(heads.model, heads.sites, batch):
+        return
+    read = [site.label for site in heads if _are_read(heads.model, [site], batch)]
+    others = "; select the other attentions (heads.where), or" if 0 < len(read) < len(heads) else ";"
+    raise LayoutError(
+        f"the keys and values of {', '.join(read[:6]) or 'these attentions'} are read by other attentions of the "
+        f"{type(heads.model).__name__} too, whose queries would meet other heads{others} remove heads with hw.prune."
+    )
+
+
+@torch.no_grad()
+def _are_read(model: nn.Module, sites: Sequence[Site], batch: Batch) -> bool:
+    """Return whether keys and values of sites change what a model computes when W_O of these sites is zero."""
+    held = [part.parameter for site in sites for head_slice in site.slices[1:] for part in head_slice.parts]
+    outputs = [site.output.parameter for site in sites if site.output is not None]
+    saved = {id(parameter): (parameter, parameter.data) for parameter in (*held, *outputs)}
+    try:
+        for parameter in outputs:
+            parameter.data = torch.zeros_like(parameter.data)
+        before = run(model, batch)
+        for parameter in held:
+            parameter.data = draw_noise(parameter.data) * parameter.data.std()
+        after = run(model, batch)
+    finally:
+        for parameter, data in saved.values():
+            parameter.data = data
+    # the weights of attentions and cached keys are among what a model may return
+    counts = {count for site in sites for count in (site.num_heads, site.key_value_heads)}
+    pairs = [pair for pair in zip(before, after, strict=True) if pair[0].dim() != 4 or pair[0].shape[1] not in counts]
+    return not all(torch.equal(first, second) for first, second in pairs)
 
 
 def _find_form(site: Site) -> str | None:

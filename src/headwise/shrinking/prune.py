@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from headwise.errors import SettingError, require_integer
-from headwise.heads.arrangement import KNOWN
+from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.importance import Importance
 from headwise.heads.printed import LINES, shorten
 from headwise.nn.compiled import without_wrappers
 from headwise.shrinking.cut_model import count_parameters, cut_model
+from headwise.shrinking.prune_beside import list_guessed
 from headwise.shrinking.prune_choice import choose_heads
 from headwise.shrinking.prune_cuts import collect_cuts, list_gone
 from headwise.shrinking.prune_optimizer import require_optimizer
-from headwise.shrinking.prune_proof import PRUNED, require_equal, run_ablated
+from headwise.shrinking.prune_proof import PRUNED, expect_ablated, require_equal
 from headwise.shrinking.prune_refusals import require_prunable
 from headwise.shrinking.reload_stock import Counts
 
@@ -134,7 +134,6 @@ def prune(
 def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any) -> Pruning:
     for site in removed:
         require_prunable(heads, site, removed)
-        _require_known(site, proved=inputs is not None)
     before = count_parameters(heads.model)
     counts = {site: _count(site, removed.get(site, ())) for site in heads.found}
     # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds
@@ -142,14 +141,27 @@ def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, opti
         if site.output_projection is not None:
             site.expose()
     lost = {site: list_gone(site, gone) for site, gone in removed.items()}
-    cuts = collect_cuts(heads, lost, proved=inputs is not None)
-    expected = None if inputs is None else run_ablated(heads, removed, inputs)
+    expected = expect_ablated(heads, removed, inputs)
 
     def prove() -> None:
-        if expected is not None and inputs is not None:
-            require_equal(heads.model, expected, inputs, PRUNED)
+        if expected is not None:
+            require_equal(heads.model, expected, PRUNED)
 
-    stock = cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
+    def cut(*, guess: bool) -> str | None:
+        cuts = collect_cuts(heads, lost, proved=expected is not None, guess=guess)
+        return cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
+
+    if expected is None or not any(list_guessed(site) for site in removed):
+        stock = cut(guess=False)
+    else:
+        try:
+            stock = cut(guess=True)
+        except LayoutError as error:
+            try:
+                # what has the sizes of heads need not be theirs
+                stock = cut(guess=False)
+            except LayoutError:
+                raise error from None
     return Pruning(
         {site.name: gone for site, gone in removed.items()},
         {site.name: counts[site][0] for site in removed},
@@ -196,13 +208,3 @@ def _count(site: Site, gone: Sequence[int]) -> Counts:
     """Return how many query and key/value heads a site has without some, and their size."""
     groups = len(list_gone(site, gone)["key"]) if gone else 0
     return site.num_heads - len(gone), site.key_value_heads - groups, site.slices[0].head_size
-
-
-def _require_known(site: Site, *, proved: bool) -> None:
-    """Raise `SettingError` for a user's own attention where the result is not `proved`."""
-    origin = type(site.module).__module__
-    if not proved and not origin.startswith(KNOWN):
-        raise SettingError(
-            f"{site.label} is a {type(site.module).__name__} of {origin}, and only a call shows whether its code "
-            "works with fewer heads; pass inputs=..., what the model is called with."
-        )

@@ -69,7 +69,7 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
     """
     config: Any = getattr(model, "config", None)
     inside = {id(part) for part in model.modules()}
-    changes: list[tuple[Any, dict[str, int]]] = []
+    told: list[tuple[Any, Counts]] = []
     for part, group in _group(config, [site for site in sites if id(site.module) in inside]):
         counts = {sites[site] for site in group}
         if len(counts) > 1:
@@ -78,11 +78,14 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
                 for what, held in zip(COUNTED, map(set, zip(*counts, strict=True)), strict=True)
                 if len(held) > 1
             )
-            told = ", ".join(map(str, sorted(held)))
-            return _refuse(model, f"its configuration holds one {what} for all layers, and they have {told}")
-        changes.append((part, _change(part, counts.pop())))
+            numbers = ", ".join(map(str, sorted(held)))
+            return _refuse(model, f"its configuration holds one {what} for all layers, and they have {numbers}")
+        told.append((part, counts.pop()))
+    changes: list[tuple[Any, dict[str, int]]] = []
     changed = copy.deepcopy(config)
     try:
+        # a configuration that differs by layer raises at what it has no single number of
+        changes += [(part, _change(part, counts)) for part, counts in told]
         for part, values in changes:
             _assign(_find_part(changed, config, part), values)
         changed = type(changed).from_dict(changed.to_dict())
