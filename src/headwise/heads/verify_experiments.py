@@ -199,4 +199,3 @@ def check_learned_queries(replay: Replay) -> None:
         own.copy_(kept)
         if changed != [head]:
             replay.refuse(f"changing the query of head {head} changes the outputs of heads {changed}")
-

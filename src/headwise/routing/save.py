@@ -264,7 +264,8 @@ def _rebuild(saved: Saved, *, trusted: bool) -> nn.Module:
             "and without aggregators, and pass it: load(folder, model)."
         )
     size = sum((saved.folder / file).stat().st_size for file in saved.files)
-    return rebuild(saved.model, tensors=sum(map(len, saved.files.values())), size=size, trusted=trusted)
+    stored = [name for names in saved.files.values() for name in names]
+    return rebuild(saved.model, {*stored, *saved.tied}, tensors=len(stored), size=size, trusted=trusted)
 
 
 def _describe(aggregator: Aggregator) -> dict:

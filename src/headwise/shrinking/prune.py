@@ -11,14 +11,14 @@ from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.importance import Importance
 from headwise.heads.printed import LINES, shorten
 from headwise.nn.compiled import without_wrappers
-from headwise.shrinking.cut_model import count_parameters, cut_model
+from headwise.shrinking.cut_model import count_parameters, cut_model, describe_loading
 from headwise.shrinking.prune_beside import list_guessed
 from headwise.shrinking.prune_choice import choose_heads
 from headwise.shrinking.prune_cuts import collect_cuts, list_gone
 from headwise.shrinking.prune_optimizer import require_optimizer
 from headwise.shrinking.prune_proof import PRUNED, expect_ablated, require_equal
 from headwise.shrinking.prune_refusals import require_prunable
-from headwise.shrinking.reload_stock import Counts
+from headwise.shrinking.reload_stock import ConfigChange, Counts
 
 Removed = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]] | Mapping[int | str, Iterable[int]]
 
@@ -33,6 +33,8 @@ class Pruning:
         parameters: The number of parameters of the model before and after.
         stock: Why transformers alone cannot load the model, so that it is saved for `hw.load`; None where it can, and
             for a model that is not of transformers.
+        loading: The code that loads the model from the folder that its `save_pretrained` wrote; None for a model that
+            is not of transformers.
         model: The model.
     """
 
@@ -40,6 +42,7 @@ class Pruning:
     heads: dict[str, int]
     parameters: tuple[int, int]
     stock: str | None
+    loading: str | None
     model: nn.Module = field(repr=False)
 
     def __str__(self) -> str:
@@ -53,6 +56,8 @@ class Pruning:
         total = sum(map(len, self.removed.values()))
         title = f"{total} heads removed from {len(self.removed)} attentions; {after:,} of {before:,} parameters left"
         loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
+        if self.stock is None and self.loading is not None and "=" in self.loading:
+            loading = [f"loaded by {self.loading}"]
         return "\n".join([title, *first, *middle, *last, *loading])
 
 
@@ -147,26 +152,26 @@ def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, opti
         if expected is not None:
             require_equal(heads.model, expected, PRUNED)
 
-    def cut(*, guess: bool) -> str | None:
+    def cut(*, guess: bool) -> list[ConfigChange]:
         cuts = collect_cuts(heads, lost, proved=expected is not None, guess=guess)
         return cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
 
     if expected is None or not any(list_guessed(site) for site in removed):
-        stock = cut(guess=False)
+        plans = cut(guess=False)
     else:
         try:
-            stock = cut(guess=True)
+            plans = cut(guess=True)
         except LayoutError as error:
             try:
                 # what has the sizes of heads need not be theirs
-                stock = cut(guess=False)
+                plans = cut(guess=False)
             except LayoutError:
                 raise error from None
     return Pruning(
         {site.name: gone for site, gone in removed.items()},
         {site.name: counts[site][0] for site in removed},
         (before, count_parameters(heads.model)),
-        stock,
+        *describe_loading(heads.model, plans),
         heads.model,
     )
 

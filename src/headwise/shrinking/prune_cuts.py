@@ -172,7 +172,11 @@ def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, nn.Para
     if part.lora is not None or is_sharded(parameter):
         raise LayoutError(
             f"{part.name} "
-            + ("has LoRA adapters: merge them into the weight first" if part.lora is not None else "is sharded")
+            + (
+                "has LoRA adapters: merge them into the weight first (merge_and_unload), and find heads again"
+                if part.lora is not None
+                else "is sharded over processes: remove heads before the model is sharded"
+            )
             + "; heads are removed from whole weights."
         )
     mask = torch.zeros(parameter.shape, dtype=torch.bool)

@@ -20,15 +20,49 @@ from headwise.heads.heads import Heads, Site
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 # The attentions of transformers whose pruned models are compared with ablation in our tests, in all that they hold.
 TESTED = frozenset(
-    """
-    AlbertAttention BartAttention BertCrossAttention BertSelfAttention CLIPAttention CanineSelfAttention
-    ChameleonAttention ClvpSelfAttention CodeGenAttention CohereAttention DeepseekV2Attention DeepseekV3Attention
-    DisentangledSelfAttention DistilBertSelfAttention ElectraSelfAttention FalconAttention FunnelRelMultiheadAttention
-    GPT2Attention GPTJAttention GPTNeoXAttention Gemma3nAudioAttention GemmaAttention GptOssAttention
-    KosmosTextAttention LlamaAttention MarianAttention MiMoV2FlashAttention MistralAttention ModernBertAttention
-    PerceiverSelfAttention Phi3Attention Qwen2Attention Qwen3Attention RoFormerSelfAttention RobertaSelfAttention
-    T5Attention ViTAttention Wav2Vec2Attention WhisperAttention XGLMAttention
-    """.split()
+    {
+        "AlbertAttention",
+        "BartAttention",
+        "BertCrossAttention",
+        "BertSelfAttention",
+        "CLIPAttention",
+        "CanineSelfAttention",
+        "ChameleonAttention",
+        "ClvpSelfAttention",
+        "CodeGenAttention",
+        "CohereAttention",
+        "DeepseekV2Attention",
+        "DeepseekV3Attention",
+        "DisentangledSelfAttention",
+        "DistilBertSelfAttention",
+        "ElectraSelfAttention",
+        "FalconAttention",
+        "FunnelRelMultiheadAttention",
+        "GPT2Attention",
+        "GPTJAttention",
+        "GPTNeoXAttention",
+        "Gemma3nAudioAttention",
+        "GemmaAttention",
+        "GptOssAttention",
+        "KosmosTextAttention",
+        "LlamaAttention",
+        "MarianAttention",
+        "MiMoV2FlashAttention",
+        "MistralAttention",
+        "ModernBertAttention",
+        "MoonshineAttention",
+        "PerceiverSelfAttention",
+        "Phi3Attention",
+        "Qwen2Attention",
+        "Qwen3Attention",
+        "RoFormerSelfAttention",
+        "RobertaSelfAttention",
+        "T5Attention",
+        "ViTAttention",
+        "Wav2Vec2Attention",
+        "WhisperAttention",
+        "XGLMAttention",
+    }
 )
 
 
@@ -56,7 +90,7 @@ MERGED = Change(
     "these heads merged",
     "{} with each of them in the place of several",
     "its code reads key and value heads in a way that is not known",
-    "leave its heads as they are, or load a model of transformers with attn_implementation='sdpa'",
+    "leave its heads as they are",
 )
 
 
@@ -89,9 +123,27 @@ class _Precision(TorchDispatchMode):
 
 
 def expect(model: nn.Module, inputs: Sequence | Mapping) -> Expected:
-    """Return what a model computes now, in evaluation mode, and how precisely."""
-    with _Precision() as precision:
-        outputs = run(model, inputs)
+    """Return what a model computes now, in evaluation mode, and how precisely.
+
+    Raises:
+        HeadwiseError: It cannot be run on these inputs, or computes NaN.
+    """
+    name = type(model).__name__
+    try:
+        with _Precision() as precision:
+            outputs = run(model, inputs)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise HeadwiseError(
+            f"{name} could not be run on the given inputs ({type(error).__name__}: {_shorten(error)}); give "
+            "what the model itself takes: a mapping of names, or a sequence of positional arguments."
+        ) from error
+    if any(bool(tensor.isnan().any()) for tensor in outputs):
+        raise HeadwiseError(
+            f"{name} computes NaN on the given inputs, so that nothing can be compared; give inputs on which it is "
+            "finite, without sequences of padding alone."
+        )
     return Expected(outputs, precision.coarsest, inputs)
 
 
@@ -195,23 +247,29 @@ def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
     except HeadwiseError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise LayoutError(
-            f"{name} cannot run with {change.done} ({type(error).__name__}: {reason}): its code counts on the "
+            f"{name} cannot run with {change.done} ({type(error).__name__}: {_shorten(error)}): its code counts on the "
             f"heads it was built with. The model is as it was; {change.remedy}."
         ) from error
     same = [(a, b) for a, b in zip(expected.outputs, found, strict=False) if a.shape == b.shape]
     if not same or len(expected.outputs) != len(found):
         raise LayoutError(f"{name} returns other tensors with {change.done}; the model is as it was.")
     for before, after in same:
-        largest = float(before.abs().max()) if before.numel() else 0.0
-        apart = float((before - after).abs().max()) if before.numel() else 0.0
+        finite = before[before.isfinite()].abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        # infinities are the same or not
+        difference = torch.where(before == after, 0.0, (before - after).abs())
+        apart = float(difference.max()) if before.numel() else 0.0
         # written so that NaN is refused too
         if not apart <= TOLERANCE.get(expected.precision, 2e-1) * max(largest, 1e-6):
             raise LayoutError(
                 f"{name} with {change.done} is not {change.like.format(name)}: outputs of up to {largest:.3g} are "
                 f"{apart:.3g} apart, so {change.left}. The model is as it was; {change.remedy}."
             )
+
+
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 @contextmanager
@@ -229,7 +287,9 @@ def _zero_columns(site: Site, gone: Sequence[int]) -> Iterator[None]:
         handle.remove()
         parameter.data = before
     if not called:
-        raise NotFired(f"{site.label} was not reached by a forward pass on the given inputs; give inputs that reach it.")
+        raise NotFired(
+            f"{site.label} was not reached by a forward pass on the given inputs; give inputs that reach it."
+        )
 
 
 def _list_tensors(output: Any) -> Iterator[Tensor]:

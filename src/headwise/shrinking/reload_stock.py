@@ -10,6 +10,7 @@ from torch import nn
 
 from headwise.heads.heads import Site
 from headwise.nn.resized import forget_sizes
+from headwise.routing.rebuild import find_arguments, list_tensors
 from headwise.routing.save import SavePretrained, find_aggregators
 from headwise.shrinking.prune_counts import HEAD_SIZES, KEY_COUNTS, QUERY_COUNTS
 
@@ -38,11 +39,23 @@ class ConfigChange:
         model: The model.
         changes: Each part of the configuration that changes, with its new values.
         obstacle: Why no configuration says it; None where one does.
+        arguments: What its class must be given beside the configuration.
+        uneven: Whether the obstacle is that layers have different numbers of heads.
     """
 
     model: nn.Module = field(repr=False)
     changes: tuple[tuple[Any, dict[str, int]], ...] = ()
     obstacle: str | None = None
+    arguments: Mapping[str, bool] = field(default_factory=dict)
+    uneven: bool = False
+
+    @property
+    def loading(self) -> str:
+        """The code that loads the model from the folder that its `save_pretrained` wrote."""
+        if self.obstacle is not None:
+            return "hw.load(folder)"
+        given = "".join(f", {name}={value}" for name, value in self.arguments.items())
+        return f"transformers.{type(self.model).__name__}.from_pretrained(folder{given})"
 
     def apply(self) -> Callable[[], None]:
         """Write the values, and return what puts the old ones back."""
@@ -79,7 +92,8 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
                 if len(held) > 1
             )
             numbers = ", ".join(map(str, sorted(held)))
-            return _refuse(model, f"its configuration holds one {what} for all layers, and they have {numbers}")
+            reason = f"its configuration holds one {what} for all layers, and they have {numbers}"
+            return ConfigChange(model, obstacle=reason, uneven=True)
         told.append((part, counts.pop()))
     changes: list[tuple[Any, dict[str, int]]] = []
     changed = copy.deepcopy(config)
@@ -89,9 +103,10 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
         for part, values in changes:
             _assign(_find_part(changed, config, part), values)
         changed = type(changed).from_dict(changed.to_dict())
+        build: Any = type(model)
+        arguments = find_arguments(build, list_tensors(model), lambda given: build(copy.deepcopy(changed), **given))
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            build: Any = type(model)
-            built = build(changed)
+            built = build(changed, **arguments)
     except Exception as error:
         # a configuration class may raise anything at a size that it does not take
         reason = " ".join(str(error).split())[:160]
@@ -99,7 +114,7 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
     different = _find_difference(model, built, sites)
     if different is not None:
         return _refuse(model, f"the sizes of {different} do not follow from its configuration")
-    return ConfigChange(model, tuple(changes))
+    return ConfigChange(model, tuple(changes), arguments=arguments)
 
 
 def _refuse(model: nn.Module, reason: str) -> ConfigChange:
@@ -148,7 +163,8 @@ def _change(config: Any, counts: Counts) -> dict[str, int]:
     sizes = [name for name in HEAD_SIZES if name in known] or ["head_dim"]
     values = {name: size for name in sizes if getattr(config, name, None) is None}
     for names, count in ((KEY_COUNTS, groups), (QUERY_COUNTS, heads)):
-        values |= {name: count for name in names if name in known and getattr(config, name, None) != count}
+        every = [f"{stack}{name}" for stack in ("", "encoder_", "decoder_") for name in names]
+        values |= {name: count for name in every if name in known and getattr(config, name, None) != count}
     return values
 
 
@@ -159,7 +175,7 @@ def _assign(config: Any, values: Mapping[str, Any]) -> None:
 
 def _find_difference(model: nn.Module, built: nn.Module, sites: Mapping[Site, Counts]) -> str | None:
     """Return the name of something that differs between a model and one built anew."""
-    own, new = ({name: tensor.shape for name, tensor in one.state_dict().items()} for one in (model, built))
+    own, new = list_tensors(model), list_tensors(built)
     if own != new:
         return next(name for name in (*own, *new) if own.get(name) != new.get(name))
     others = dict(built.named_modules())
