@@ -98,11 +98,8 @@ def _find_form(site: Site) -> Obstacle | None:
         if module is None:
             return "has no output projection that was found", "name it in a layout row of your own (output=...)"
         if not list(module.children()):
-            return (
-                f"passes its heads through a {type(module).__name__} before W_O, which takes all of them together, "
-                + "so the others change when one is removed",
-                None,
-            )
+            alone = "which takes all of them together, so the others change when one is removed"
+            return f"passes its heads through a {type(module).__name__} before W_O, {alone}", None
         return "has no linear output projection that was found, so its columns cannot be removed", None
     return None
 
