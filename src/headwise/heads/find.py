@@ -4,7 +4,6 @@
 """
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from headwise.heads.arrangement import require_arranged
 from headwise.heads.head_list import HeadList
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
-from headwise.heads.irregular import attends, find_irregularity, find_mixing
+from headwise.heads.irregular import ATTENTION, attends, find_irregularity, find_mixing
 from headwise.heads.layout_steps import find_letters, projects
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
 from headwise.heads.layouts_latent import LatentLinears
@@ -373,5 +372,5 @@ def _looks_like_attention(module: nn.Module, found: set[int]) -> bool:
     for name, parameter in module._parameters.items():
         if parameter is not None and (is_lazy(parameter) or parameter.dim() > 1):
             mentioned |= find_letters(name)
-    called_attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
+    called_attention = ATTENTION.search(type(module).__name__) is not None
     return mentioned == set("qkv") or (bool(mentioned) and called_attention)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headwise.heads.heads import Site
-from headwise.heads.irregular import attends
+from headwise.heads.irregular import ATTENTION, attends
 from headwise.heads.layout_steps import (
     KEY_COUNTS,
     RATIOS,
@@ -43,7 +43,7 @@ class SharedLinears(SeparateLinears):
         none = any(getattr(module, attribute, module) is None for attribute in self.value)
         if query is None or _holds_others(module, {query, key}) or (key is not None and not none):
             return None
-        if not attends(module):
+        if not attends(module) and ATTENTION.search(type(module).__name__) is None:
             return None
         found = {kind: read_child(module, path) for kind, path in (("query", query), ("key", key)) if path is not None}
         size = self._read_size(name, module, found["query"].rows, False)

@@ -52,38 +52,46 @@ def _check_values_are_keys(replay: Replay) -> None:
 
 
 def _check_given_groups(replay: Replay) -> None:
-    """Some tensor that the attention is called with holds keys or values of each group, for its heads alone."""
+    """Of the tensors that the attention is called with, the keys and values hold as many groups as are read."""
+    site = replay.site
+    counts = [count for count in range(site.num_heads, 0, -1) if site.num_heads % count == 0]
+    found = next((count for count in counts if _are_given(replay, count)), None)
+    if found != site.key_value_heads:
+        given = "no keys or values of its heads" if found is None else f"keys and values of {found} heads"
+        replay.refuse(f"it is called with {given}, and {site.key_value_heads} key/value heads are read")
+
+
+def _are_given(replay: Replay, groups: int) -> bool:
+    """Return whether a tensor of the call holds something of each of some groups, for its query heads alone."""
     site, before = replay.site, replay.heads({})
-    groups, members = site.key_value_heads, site.num_heads // site.key_value_heads
-    for heads in _list_given(replay):
-        found = []
+    members = site.num_heads // groups
+    own = [list(range(group * members, (group + 1) * members)) for group in range(groups)]
+    for heads in _list_given(replay, groups):
         for group in range(groups):
             view = heads.narrow(-2, group, 1)
             saved = view.clone()
             view.copy_(draw_noise(saved))
-            found.append(list_changes(before, replay.heads({}), (-2,), UNCHANGED[replay.call.dtype]))
+            changed = list_changes(before, replay.heads({}), (-2,), UNCHANGED[replay.call.dtype])
             view.copy_(saved)
-        if found == [list(range(group * members, (group + 1) * members)) for group in range(groups)]:
-            return
-    replay.refuse(
-        f"nothing it is called with holds keys or values of {groups} heads, each for its {members} query heads alone"
-    )
+            if changed != own[group]:
+                break
+        else:
+            return True
+    return False
 
 
-def _list_given(replay: Replay) -> Iterator[Tensor]:
-    """Yield views [..., G, e] of tensors of a call that may hold keys or values."""
-    site, call = replay.site, replay.call
+def _list_given(replay: Replay, groups: int) -> Iterator[Tensor]:
+    """Yield views [..., G, e] of tensors of a call that may hold keys or values: [B, G, K, e] or [B, K, G * e]."""
+    size, call = replay.site.head_size, replay.call
     leaves = tree_leaves((call.args, call.kwargs))
     leaves += [part for leaf in leaves if isinstance(leaf, UserDict) for part in tree_leaves(dict(leaf))]
     for tensor in leaves:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() < 3:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             continue
-        shape, sizes = tensor.shape, (site.key_value_heads, site.head_size)
-        if shape[-1] == sizes[1]:
-            axes = [axis for axis in range(1, tensor.dim() - 1) if shape[axis] == sizes[0]]
-            yield from (tensor.movedim(axis, -2) for axis in axes)
-        if shape[-1] == sizes[0] * sizes[1]:
-            yield tensor.unflatten(-1, sizes)
+        if tensor.dim() == 4 and tensor.shape[-1] == size:
+            yield from (tensor.movedim(axis, -2) for axis in (1, 2) if tensor.shape[axis] == groups)
+        if tensor.dim() == 3 and tensor.shape[-1] == groups * size:
+            yield tensor.unflatten(-1, (groups, size))
 
 
 def list_changes(before: Tensor, after: Tensor, axes: tuple[int, ...], unchanged: float) -> list[int]:
