@@ -74,7 +74,9 @@ class Handing(nn.Module):
     def __init__(self, groups: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList([LendingAttention(groups), BorrowingAttention(groups), LendingAttention(groups), BorrowingAttention(groups)])
+        self.layers = nn.ModuleList(
+            [LendingAttention(groups), BorrowingAttention(groups), LendingAttention(groups), BorrowingAttention(groups)]
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)

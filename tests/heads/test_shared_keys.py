@@ -11,6 +11,7 @@ from torch import nn
 import headwise as hw
 from heads.misreadings import misreadings, reordered
 from heads.shared import MODELS, SHARING, TOKENS, BorrowingAttention, build
+from heads.transformers_versions import given_cache
 from headwise.heads.heads import Heads
 
 
@@ -95,15 +96,14 @@ def test_queries_repel_and_what_needs_keys_or_values_of_its_own_says_so(name: st
         hw.repel(optimizer, alone, hw.FunctionSVGD())
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_weights_of_layers_without_keys_are_read_token_by_token(cached: bool):
+def test_weights_of_layers_without_keys_are_read_token_by_token():
     model = build("Gemma 4")
     heads = hw.find_heads(model)
     with torch.no_grad(), hw.Taps(heads, weights=True) as taps:
         model(TOKENS, use_cache=False)
         whole = [capture.weights[:, :, -1] for capture in taps.read()]
-        past = model(TOKENS[:, :-1], use_cache=True).past_key_values if cached else None
+        *_, cache = model(TOKENS[:, :-1], use_cache=True, return_dict=False)
         taps.read()
-        model(TOKENS[:, -1:] if cached else TOKENS, past_key_values=past, use_cache=cached)
+        model(TOKENS[:, -1:], **given_cache(cache))
         for expected, capture in zip(whole, taps.read(), strict=True):
             torch.testing.assert_close(capture.weights[:, :, -1], expected)

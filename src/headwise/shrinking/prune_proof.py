@@ -44,7 +44,6 @@ TESTED = frozenset(
         "Gemma3nAudioAttention",
         "GemmaAttention",
         "GptOssAttention",
-        "KosmosTextAttention",
         "LlamaAttention",
         "MarianAttention",
         "MiMoV2FlashAttention",
