@@ -94,6 +94,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Gemma 4 of one group": lambda: gemma4(num_kv_shared_layers=2, num_key_value_heads=1),
     "Gemma 4 without groups": lambda: gemma4(num_kv_shared_layers=2, num_key_value_heads=4),
     "Gemma 4 with wider heads": lambda: gemma4(num_kv_shared_layers=2, global_head_dim=16),
+    "Gemma 4 with one that lends nothing": lambda: gemma4(
+        num_kv_shared_layers=1, layer_types=["sliding_attention"] + ["full_attention"] * 3
+    ),
     "Gemma 4, keys as values": lambda: gemma4(num_kv_shared_layers=0, **KEYS),
     "Gemma 4, keys as values of other groups": lambda: gemma4(
         num_kv_shared_layers=0, attention_k_eq_v=True, num_global_key_value_heads=1

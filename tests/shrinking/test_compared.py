@@ -139,7 +139,7 @@ def test_layers_that_share_keys_lose_the_same_groups(name: str):
     with pytest.raises(hw.LayoutError, match=r"computes with the same keys and values as model\.layers\.2") as refusal:
         hw.prune(heads, {first: [0, 1]})
     assert "remove all query heads of the same groups from each" in str(refusal.value)
-    with pytest.raises(hw.LayoutError, match="group 1; model.layers.3.self_attn group 0"):
+    with pytest.raises(hw.LayoutError, match=r"group 1; model\.layers\.3\.self_attn group 0"):
         hw.prune(heads, {second: [2, 3], fourth: [0, 1]})
     hw.prune(heads, {second: [2, 3], fourth: [2, 3]})
     # within groups each layer is its own
@@ -227,6 +227,7 @@ class Gated(SeparateAttention):
         q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         heads = self.join(nn.functional.scaled_dot_product_attention(q, k, v)).unflatten(-1, (self.num_heads, -1))
         gate = torch.sigmoid(getattr(self, self.name)(x)).unflatten(-1, (self.num_heads, -1))
+        assert key_padding_mask is None
         return self.o_proj((heads * gate).flatten(-2))
 
 
@@ -234,7 +235,7 @@ class GatedAfter(Gated):
     """The same on what W_O gives, which has no heads."""
 
     def forward(self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return SeparateAttention.forward(self, x) * torch.sigmoid(getattr(self, self.name)(x))
+        return SeparateAttention.forward(self, x, key_padding_mask) * torch.sigmoid(getattr(self, self.name)(x))
 
 
 class GatedByAll(Gated):
@@ -243,6 +244,7 @@ class GatedByAll(Gated):
     def forward(self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         heads = self.join(nn.functional.scaled_dot_product_attention(q, k, v))
+        assert key_padding_mask is None
         return self.o_proj(heads * torch.sigmoid(getattr(self, self.name)(heads)))
 
 
