@@ -46,11 +46,7 @@ def describe_failure(
     if found:
         said = f"{len(unread)} modules of {kind} look like attention and fit no layout (tried: {tried}){beside}:"
     else:
-        # with nothing found, leaving something out finds nothing
-        return (
-            f"no attention heads found in {kind} (layouts tried: {tried}). Candidates seen:\n{listed}\nDescribe yours "
-            f"with a row: {ROW}."
-        )
+        said = f"no attention heads found in {kind} (layouts tried: {tried}). Candidates seen:"
     return (
         f"{said}\n{listed}\nDescribe yours with a row: {ROW}. Or exclude what is not softmax attention: "
         f"{_suggest_exclude(model, seen)}."

@@ -143,7 +143,8 @@ def merge(
 
     Query heads move where groups are not of neighbors. Find heads again afterwards. Refused are attentions whose code
     takes no fewer key/value heads than query heads, latent attention, norms over all heads or of each one, positions
-    that depend on the number of a head, tied weights, and layers with adapters, aggregators or shards.
+    that depend on the number of a head, tied weights, keys and values that other layers read, and layers with adapters,
+    aggregators or shards.
 
     Args:
         heads: The sites, from `find_heads`.

@@ -83,7 +83,8 @@ def prune(
 
     Find heads again afterwards: sites and handles from before are of the model as it was. Refused, as removing is not
     ablating there: norms over all heads together (Olmo 2), positions that depend on the number of a head (ALiBi), heads
-    that share a position table with layers that keep others (T5), and layers with adapters, aggregators or shards.
+    that share a position table with layers that keep others (T5), groups whose keys and values other layers read that
+    keep them (Gemma 4), and layers with adapters, aggregators or shards.
 
     Args:
         heads: The sites, from `find_heads`.
@@ -93,8 +94,9 @@ def prune(
         importance: With `keep`, what `hw.importance` returned, or one number for each head by the name of the
             attention; the larger, the longer it stays.
         inputs: Inputs of the model, as in `hw.verify`. The result is compared with ablation on them, and the model is
-            put back where they differ. Needed for attentions that are the user's own: only a call shows whether their
-            code counts on the heads it was built with.
+            put back where they differ. A comparison is needed where only a call shows whether removing is ablating:
+            attentions that are the user's own or of a family that is not tested, models of which attentions were left
+            out, and layers that share weights. None takes the inputs that a class of transformers gives, where they do.
         optimizer: The optimizer that trains the model, whose state is cut too, so that training goes on.
 
     Returns:
@@ -102,7 +104,10 @@ def prune(
 
     Raises:
         SettingError: A layer or head does not exist, an attention would lose all its heads, neither or both of
-            `removed` and `keep` were given, or the optimizer trains something else or keeps a state that cannot be cut.
+            `removed` and `keep` were given, `inputs` are needed, or the optimizer trains something else or keeps a
+            state that cannot be cut.
+        HeadwiseError: The model cannot be run on the inputs, or computes NaN.
+        NotFired: A call did not reach a site.
         LayoutError: Heads cannot be removed there. The model is then as it was.
 
     Example:
