@@ -20,6 +20,12 @@ def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
         yield "half the heads", _resized(site, 0.5)
     factor = next(p for p in (2, 3, 5, 7) if all(head_slice.head_size % p == 0 for head_slice in site.slices))
     yield f"{factor} times the heads", _resized(site, factor)
+    if len(site.slices) < 3:
+        # of keys that it holds, their number tells
+        for groups in (1, 2, 4) if site.borrows else ():
+            if groups != site.key_value_heads:
+                yield f"{groups} groups", replace(site, key_value_heads=groups)
+        return
     query, key, value = site.slices
     yield "keys and values swapped", replace(site, slices=(query, *_swapped(key, value)))
     if query.heads == key.heads:

@@ -199,8 +199,12 @@ def test_a_parameter_that_may_hold_heads_is_told_unless_the_result_is_proved():
     model, x = Tempered(), torch.randn(2, 5, 12)
     with pytest.raises(hw.LayoutError, match=r"temperature of shape \(4,\) may hold something of each of 4 heads"):
         hw.prune(hw.find_heads(model), {0: [1]})
-    with pytest.raises(hw.LayoutError, match="cannot run with these heads removed"):
-        hw.prune(hw.find_heads(model), {0: [1]}, inputs=(x, x, x))
+    inputs = {"query": x, "key": x, "value": x, "need_weights": False}
+    with hw.ablate(hw.find_heads(model), 1):
+        expected = model(**inputs)[0]
+    hw.prune(hw.find_heads(model), {0: [1]}, inputs=inputs)
+    assert apart([expected], [model(**inputs)[0]]) <= 1e-5
+    assert model.temperature.shape == (3,)
 
 
 def test_sites_from_before_are_told_to_be_found_again():

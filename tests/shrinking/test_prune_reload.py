@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import headwise as hw
@@ -32,15 +33,21 @@ PARTIAL = ("Chameleon",)
 OTHERS = [family for family in FAMILIES if family.name not in (*STOCK, *REFUSED, *PARTIAL)]
 
 
+def run(pruning: hw.Pruning, folder: Path) -> Any:
+    """What the code that a pruning names loads from a folder."""
+    return eval(str(pruning.loading), {"transformers": transformers, "hw": hw, "folder": folder})
+
+
 @pytest.mark.parametrize("family", named(FAMILIES, *STOCK), ids=str)
 def test_a_configuration_that_says_it_is_all_that_transformers_needs(family: Family, tmp_path: Path):
     model: Any = family.build()
     inputs = family.inputs()
     heads = hw.find_heads(model)
-    assert hw.prune(heads, evenly(heads)).stock is None
+    pruning = hw.prune(heads, evenly(heads))
+    assert pruning.stock is None
     expected = compute(model, inputs)
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
+    again = run(pruning, tmp_path)
     assert apart(expected, compute(again.eval(), inputs)) == 0.0
     counts = [(site.num_heads, site.key_value_heads, site.head_size) for site in hw.find_heads(model)]
     assert counts == [(site.num_heads, site.key_value_heads, site.head_size) for site in hw.find_heads(again)]
@@ -64,7 +71,7 @@ def test_what_no_configuration_says_is_refused_by_transformers_and_loaded_by_hea
     for options in ({}, {"ignore_mismatched_sizes": True}, {"config": model.config, "ignore_mismatched_sizes": True}):
         with pytest.raises((OSError, ValueError)):
             type(model).from_pretrained(tmp_path, **options)
-    again: Any = hw.load(tmp_path)
+    again = run(pruning, tmp_path)
     assert apart(expected, compute(again, inputs)) == 0.0
     assert [site.num_heads for site in hw.find_heads(again)] == list(pruning.heads.values())
     # and once more, from what was loaded
@@ -91,6 +98,50 @@ def test_other_numbers_of_heads_in_each_layer_are_for_headwise(family: Family, t
     model.save_pretrained(tmp_path / "even")
     again = type(model).from_pretrained(tmp_path / "even").eval()
     assert apart(compute(model, inputs), compute(again, inputs)) == 0.0
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 8,
+    "patch_size": 4,
+    "vocab_size": 61,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "shown"),
+    [
+        ("ViT", {"add_pooling_layer": False}, "transformers.ViTModel.from_pretrained(folder, add_pooling_layer=False)"),
+        ("ViT", {"use_mask_token": True}, "transformers.ViTModel.from_pretrained(folder, use_mask_token=True)"),
+        ("ViT", {}, "transformers.ViTModel.from_pretrained(folder)"),
+        (
+            "DeiT",
+            {"add_pooling_layer": False, "use_mask_token": True},
+            "transformers.DeiTModel.from_pretrained(folder, add_pooling_layer=False, use_mask_token=True)",
+        ),
+        ("Dinov2", {}, None),
+        ("Bert", {"add_pooling_layer": False}, "hw.load(folder)"),
+        ("Roberta", {"add_pooling_layer": False}, "hw.load(folder)"),
+        ("Electra", {}, "hw.load(folder)"),
+    ],
+)
+def test_what_a_class_is_given_beside_its_configuration_is_told(name: str, arguments: Any, shown: Any, tmp_path: Path):
+    config = getattr(transformers, f"{name}Config")(**SMALL)
+    model: Any = getattr(transformers, f"{name}Model")(config, **arguments).eval()
+    inputs = (
+        {"pixel_values": torch.randn(2, 3, 8, 8)}
+        if "iT" in name or name == "Dinov2"
+        else {"input_ids": torch.arange(4, 14)[None]}
+    )
+    heads = hw.find_heads(model)
+    pruning = hw.prune(heads, {site.name: [0, 2] for site in heads}, inputs=inputs)
+    assert shown in (None, pruning.loading)
+    assert ("loaded by" in str(pruning)) == bool(arguments and pruning.stock is None)
+    model.save_pretrained(tmp_path)
+    assert apart(compute(model, inputs), compute(run(pruning, tmp_path).eval(), inputs)) == 0.0
 
 
 def test_a_configuration_class_that_refuses_a_number_is_cited(tmp_path: Path):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.head_slice import HeadSlice, is_sharded
-from headwise.heads.heads import Heads, require_heads
+from headwise.heads.heads import PROJECTIONS, Heads, require_heads
 from headwise.nn.hooks import Handle
 
 
@@ -203,7 +203,7 @@ def _list_slices(heads: Heads) -> list[HeadSlice]:
     found: list[HeadSlice] = []
     for site in heads:
         own = [part for part in site.slices if part.projection in heads.projections]
-        if len(own) == len(site.slices) and site.output is not None:
+        if {*PROJECTIONS} <= {*heads.projections} and site.output is not None:
             own.append(site.output)
         found += [part for stack in own for part in stack.parts]
     for part in found:

@@ -222,12 +222,18 @@ def name_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, obj
 
 def count_cached(module: nn.Module, arguments: Iterable[object]) -> int | None:
     """Return how many tokens were in the cache that an attention module was called with; None without a cache."""
+    arguments = [*arguments]
     cache: Any = next((value for value in arguments if hasattr(value, "get_seq_length")), None)
     if cache is None:
         return None  # before the layer is read, for whose number torch.compile would compile each layer anew
     # GPT Neo and XLM name their place in the cache otherwise
     places = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
     layer = next((place for place in places if isinstance(place, int)), 0)
+    kept = getattr(cache, "layers", ())[layer : layer + 1]
+    if kept and not hasattr(kept[0], "get_seq_length"):
+        # it reads the keys of a layer that was called before, which has the tokens of this call too
+        states = next((value for value in arguments if isinstance(value, Tensor) and value.dim() == 3), None)
+        return max(int(cache.get_seq_length()) - (0 if states is None else states.shape[1]), 0)
     return int(cache.get_seq_length(layer))
 
 

@@ -4,7 +4,6 @@
 """
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -20,10 +19,11 @@ from headwise.heads.arrangement import require_arranged
 from headwise.heads.head_list import HeadList
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
-from headwise.heads.irregular import attends, find_irregularity, find_mixing
+from headwise.heads.irregular import ATTENTION, attends, find_irregularity, find_mixing
 from headwise.heads.layout_steps import find_letters, projects
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
 from headwise.heads.layouts_latent import LatentLinears
+from headwise.heads.layouts_shared import SharedLinears
 from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
 from headwise.heads.refusal import ROW, Named, describe_failure
 from headwise.heads.sdpa import connect_called_scores
@@ -39,6 +39,7 @@ LAYOUTS: tuple[Layout, ...] = (
     TorchMultihead(),
     AdditiveQueries(),
     SeparateLinears(),
+    SharedLinears(),
     LatentLinears(),
     # timm's MaxViT has both orders
     FusedLinear("interleaved", ("qkv",), ("proj",), interleaved=True, when=(("head_first", (True,)),)),
@@ -133,7 +134,8 @@ def find_heads(
             "torch.jit.script or torch.jit.trace was given."
         )
     with without_wrappers(inner):
-        return replace(_find(inner, rows, exclude, num_heads), replicated=replicated)
+        found = _find(inner, rows, exclude, num_heads)
+        return replace(found, replicated=replicated, left_out=bool(_list_given(exclude)))
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -370,5 +372,5 @@ def _looks_like_attention(module: nn.Module, found: set[int]) -> bool:
     for name, parameter in module._parameters.items():
         if parameter is not None and (is_lazy(parameter) or parameter.dim() > 1):
             mentioned |= find_letters(name)
-    called_attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
+    called_attention = ATTENTION.search(type(module).__name__) is not None
     return mentioned == set("qkv") or (bool(mentioned) and called_attention)

@@ -38,12 +38,12 @@ class Site:
         num_heads: Query heads H.
         key_value_heads: Key/value heads G; H unless queries are grouped.
         head_size: Width e of one head.
-        slices: The query, key and value head slices; the query alone in additive attention, whose keys and values are
-            shared by all heads.
+        slices: The query, key and value head slices; query and key where values are the keys; the query alone where
+            keys and values are another layer's, and in additive attention, whose keys and values all heads share.
         output: The head slice of W_O (columns are heads), or None where W_O was not found.
         output_projection: Where the module that plays W_O is, or None where it was not found.
-        value_module: The module whose output holds the projected values, at `slices[2].features(output)`; None where
-            no module call returns them (`nn.MultiheadAttention`).
+        value_module: The module whose output holds the projected values, at `slices[-1].features(output)`; None where
+            no module call returns them (`nn.MultiheadAttention`), and where they are another layer's.
         prepare: Makes the output projection a module call (swaps a stock torch module), given model and module.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
@@ -79,6 +79,11 @@ class Site:
     def slabs(self) -> tuple[HeadSlice, ...]:
         """`slices`, under its name in version 0.1."""
         return self.slices
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its keys and values are those of another attention, so that it holds queries alone."""
+        return self.kind != "pooling" and len(self.slices) == 1
 
     @property
     def parts(self) -> tuple[HeadSlice, ...]:
@@ -221,6 +226,7 @@ class Heads:
     found: tuple[Site, ...] = ()
     replicated: bool = False
     grouping: str = ""
+    left_out: bool = False
 
     def __post_init__(self) -> None:
         if not self.found:

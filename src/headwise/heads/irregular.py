@@ -10,6 +10,8 @@ from headwise.heads.heads import Site
 from headwise.heads.layout_steps import find_letters
 from headwise.heads.projection import read_projection
 
+# What the names of attentions mention.
+ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 RECURRENT = "is linear attention: it keeps a state and has no attention weights"
 # Names that a module holds (or that its forward takes), and what is not regular then: a clause that follows its name.
 IRREGULAR = (

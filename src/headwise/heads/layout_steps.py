@@ -12,9 +12,16 @@ from headwise.errors import LayoutError, require_integer, require_names
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import Site
 from headwise.heads.projection import Projection, read_projection
+from headwise.nn.resized import GROUPS
 
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
+KEY_COUNTS = (
+    *("num_key_value_heads", "num_global_key_value_heads", "key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"),
+    "n_head_kv",
+)
+# How many query heads share a key/value head.
+RATIOS = (GROUPS, "n_rep", "num_kv_groups")
 # Norms over the concatenated heads, before W_O: heads enter there.
 NORMS = ("attn_sub_norm", "inner_attn_ln")
 # Projections of positions: they have no heads, and are no reason to refuse the module.
@@ -211,9 +218,11 @@ def build_site(
     layout: str,
     slices: Sequence[HeadSlice],
     output_projection: OutputProjection | None,
+    groups: int | None = None,
 ) -> Site:
-    """Return the site with these slices of query, key and value."""
-    query, key, value = slices = [add_bias(head_slice, module) for head_slice in slices]
+    """Return the site with these slices of query, key and value; of fewer, where it has keys of others, in `groups`."""
+    slices = [add_bias(head_slice, module) for head_slice in slices]
+    query, value = slices[0], slices[-1]
     return Site(
         model=model,
         name=name,
@@ -221,12 +230,12 @@ def build_site(
         **locate(model, name),
         layout=layout,
         num_heads=query.heads,
-        key_value_heads=key.heads,
+        key_value_heads=value.heads if groups is None else groups,
         head_size=value.head_size,
         slices=tuple(slices),
         output=_build_output_slice(model, output_projection, query.heads, value.head_size),
         output_projection=output_projection,
-        value_module=value.module,
+        value_module=None if value is query else value.module,
     )
 
 

@@ -1,5 +1,6 @@
 """What a head is under grouped queries: the query heads that share a key/value head, apart or as one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -56,3 +57,23 @@ def group_features(tensor: Tensor, site: Site, grouping: str, axis: int) -> Tens
     if grouping == "within":
         return apart.movedim(axis, 0)
     return apart.flatten(axis + 1, axis + 2) if axis == 2 else apart.mean(dim=axis + 1)
+
+
+def list_sharing(found: Sequence[Site], site: Site) -> list[Site]:
+    """Return the sites that compute with the same keys and values as a site, itself among them.
+
+    That is told by modules of transformers: the last layer of a kind that has keys hands them to all that have none.
+    """
+    stores = getattr(site.module, "store_full_length_kv", None) is True
+    if not (stores or site.borrows) or not hasattr(site.module, "layer_type"):
+        return [site]
+    return [
+        other
+        for other in found
+        if other is site
+        or (
+            other.stack == site.stack
+            and getattr(other.module, "layer_type", None) == site.module.layer_type
+            and (other.borrows or getattr(other.module, "store_full_length_kv", None) is True)
+        )
+    ]

@@ -1,6 +1,7 @@
 """Repeated calls of one attention module with chosen queries, keys and values."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -253,7 +254,12 @@ def _draw_like(value: object) -> object:
     return draw_noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _convert(value: object, dtype: torch.dtype) -> object:
+def _convert(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, UserDict):
+        # keys and values that layers of transformers hand on
+        converted = copy.copy(value)
+        converted.update(tree_map(partial(_convert, dtype=dtype), dict(value)))
+        return converted
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

@@ -334,7 +334,7 @@ class Taps(Handle):
     ) -> Callable[[nn.Module, tuple, Tensor], None]:
         """Return a hook on one of the modules that project values; `arrived` holds what the others returned."""
         site = record.site
-        value = next(head_slice for head_slice in site.slices if head_slice.projection == "value")
+        value = site.slices[-1]
         parts = (value,) if value.module is not None else value.parts
 
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:

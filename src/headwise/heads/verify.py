@@ -56,6 +56,11 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
     feature of every query, key or value alone: of a query it changes the output at that position only, of a key at
     several, both in all features of the head, and of a value in that feature.
 
+    Where values are the keys, or both are another layer's, values cannot be drawn apart: there (4) changing one feature
+    of a query or key changes all features of the head's output and of no other. Values that are keys are the same for
+    all tokens when keys are; and the keys and values of each group, among what the attention is called with, reach the
+    heads of this group and no others.
+
     Where heads are learned queries and share keys and values, changing the weight rows of a head changes its output and
     no other.
 
@@ -123,7 +128,7 @@ def _require_values(site: Site) -> None:
 
 
 def _verify_site(site: Site, call: RecordedCall) -> None:
-    learned = [head_slice.projection for head_slice in site.slices] == ["query"]
+    learned = site.kind == "pooling" and len(site.slices) == 1
     by_weights = any(not part.called for part in site.parts)
     read = (
         WeightReplay(site, call).heads

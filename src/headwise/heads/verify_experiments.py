@@ -9,9 +9,8 @@ from torch import Tensor
 
 from headwise.errors import LayoutError
 from headwise.heads.replay import Edit, Replay, draw_noise
+from headwise.heads.verify_shared import UNCHANGED, check_shared, list_changes
 
-# Where nothing may change, what is left is rounding; a change of the kind sought is far above it.
-UNCHANGED = {torch.float64: 1e-9, torch.float32: 1e-5}
 # Positions at which single queries and keys are changed: enough to meet some that others attend to.
 PROBES = 8
 
@@ -36,7 +35,10 @@ class Experiments:
         self._check_added_biases()
         self._check_heads_are_apart()
         self._check_queries_and_keys()
-        self._check_every_feature_weighs()
+        if "value" in self.slices:
+            self._check_every_feature_weighs()
+        else:
+            check_shared(self.replay)
 
     def _check_weights_make_features(self) -> None:
         """The rows of a head in the weight make its features, and no others."""
@@ -96,8 +98,8 @@ class Experiments:
         before = self.replay.heads({})
         tokens = {projection: draw.shape[:-2].numel() for projection, draw in self.replay.draws.items()}
         # one query a sequence (a pooling head) has no second position, but then keys are as many as values alone
-        one_each = tokens["key"] == tokens["value"] != tokens["query"]
-        reached: dict[str, list[int]] = {"query": [], "key": []}
+        one_each = tokens["query"] != tokens.get("key") == tokens.get("value", tokens.get("key"))
+        reached: dict[str, list[int]] = {projection: [] for projection in ("query", "key") if projection in tokens}
         for projection, counts in reached.items():
             shape = self.replay.draws[projection].shape[:-2]
             last = tokens[projection] - 1
@@ -114,7 +116,7 @@ class Experiments:
             )
         if max(reached["query"]) == 0:
             self.replay.refuse("changing the query of one token changed nothing")
-        if max(reached["key"]) < (1 if one_each else 2):
+        if "key" in reached and max(reached["key"]) < (1 if one_each else 2):
             self.replay.refuse(
                 f"changing the key of one token changed the output at {max(reached['key'])} positions, not at all that "
                 "attend to it (the inputs need at least three different tokens)"
@@ -197,10 +199,3 @@ def check_learned_queries(replay: Replay) -> None:
         own.copy_(kept)
         if changed != [head]:
             replay.refuse(f"changing the query of head {head} changes the outputs of heads {changed}")
-
-
-def list_changes(before: Tensor, after: Tensor, axes: tuple[int, ...], unchanged: float) -> list[int]:
-    """Return the indices along `axes` at which two tensors differ by more than rounding, `unchanged`, relatively."""
-    scale = before.abs().max().clamp_min(1e-12)
-    others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
-    return ((after - before).abs() / scale > unchanged).amax(others).nonzero().flatten().tolist()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, ShapeError
 from headwise.heads.head_slice import HeadSlice
-from headwise.heads.heads import Heads, Site
+from headwise.heads.heads import PROJECTIONS, Heads, Site
 from headwise.nn.additive import AdditiveAttention
 from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.gram import Geometry, find_collapsed, geometry_from_grams, plain_gram, shifted_gram
@@ -161,6 +161,11 @@ def _find_products(site: Site, projections: Sequence[str]) -> list[FunctionGroup
     if isinstance(site.module, AdditiveAttention):
         selected = "query" in projections
         return [FunctionGroup(f"{site.name} scores".strip(), site.slices, site.module.hidden)] if selected else []
+    if len(site.slices) < len(PROJECTIONS):
+        raise SettingError(
+            f"{site.label} has no {' and '.join(PROJECTIONS[len(site.slices) :])} projection of its own, so that the "
+            "function of a head depends on shared parameters; use SVGD, which repels parameters."
+        )
     if site.num_heads != site.key_value_heads:
         raise SettingError(
             f"{site.name}: {site.num_heads} query heads share {site.key_value_heads} key/value heads, so that the "

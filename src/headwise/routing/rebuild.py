@@ -3,9 +3,12 @@
 import contextlib
 import copy
 import importlib
+import inspect
 import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from headwise.errors import DataError, HeadwiseError
@@ -24,11 +27,12 @@ from headwise.stored_tensors import Stored
 MODULE = re.compile(r"transformers\.models(\.\w+)+")
 
 
-def rebuild(identity: Identity, stored: Stored, *, trusted: bool) -> nn.Module:
+def rebuild(identity: Identity, names: Collection[str], stored: Stored, *, trusted: bool) -> nn.Module:
     """Return a new model of the class and configuration that a folder names.
 
     Args:
         identity: What the folder says of the model.
+        names: Names of its tensors, those that are tied to others too.
         stored: Its tensors.
         trusted: Whether Python files and kernels that the configuration names may run.
 
@@ -42,7 +46,11 @@ def rebuild(identity: Identity, stored: Stored, *, trusted: bool) -> nn.Module:
     require_countable(identity.path, identity.config, stored)
     try:
         with refuse_foreign_code(identity.path.parent, trusted=trusted):
-            return build_within(lambda: _build(cls, identity), tensors=stored.tensors, size=stored.size)
+
+            def build(given: Mapping[str, bool]) -> nn.Module:
+                return build_within(lambda: _build(cls, identity, given), tensors=stored.tensors, size=stored.size)
+
+            return build(find_arguments(cls, names, build))
     except TooLarge as error:
         raise DataError(describe_excess(identity.path, identity.config, stored, error)) from None
     except HeadwiseError:
@@ -71,13 +79,51 @@ def _find_class(identity: Identity) -> Any:
     return cls
 
 
-def _build(cls: Any, identity: Identity) -> nn.Module:
+def _build(cls: Any, identity: Identity, arguments: Mapping[str, bool]) -> nn.Module:
     config = cls.config_class.from_dict(copy.deepcopy(identity.config))
     config._attn_implementation = dict(identity.attention)
-    model = cls(config)
+    model = cls(config, **arguments)
     if identity.generation is not None and getattr(model, "generation_config", None) is not None:
         model.generation_config = type(model.generation_config).from_dict(copy.deepcopy(identity.generation))
     return model
+
+
+def find_arguments(
+    cls: type, names: Collection[str], build: Callable[[Mapping[str, bool]], nn.Module]
+) -> dict[str, bool]:
+    """Return the switches of a class of models, such as `add_pooling_layer`, that give its tensors certain names.
+
+    Args:
+        cls: The class.
+        names: The names.
+        build: Builds a model with such switches; called without memory for its weights.
+    """
+    switches = {
+        name: not parameter.default
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()
+        if isinstance(parameter.default, bool)
+    }
+
+    def count_others(arguments: Mapping[str, bool]) -> int:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return len(set(list_tensors(build(arguments))) ^ {*names})
+
+    found: dict[str, bool] = {}
+    try:
+        others = count_others(found) if switches else 0
+        for name, value in switches.items():
+            if others and (fewer := count_others({**found, name: value})) < others:
+                found, others = {**found, name: value}, fewer
+    except Exception:
+        # what cannot be built so is told where it is built
+        return {}
+    return found
+
+
+def list_tensors(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters and buffers of a model by name, tied ones under all their names."""
+    held = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor.shape for some in held for name, tensor in some}
 
 
 def _require_local_attention(identity: Identity) -> None:

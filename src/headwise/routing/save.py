@@ -271,7 +271,7 @@ def _rebuild(saved: Saved, tensors: Mapping[str, Tensor], *, trusted: bool) -> n
         )
     size = sum((saved.folder / file).stat().st_size for file in saved.files)
     stored = Stored(len(tensors), size, frozenset(length for tensor in tensors.values() for length in tensor.shape))
-    return rebuild(saved.model, stored, trusted=trusted)
+    return rebuild(saved.model, {*tensors, *saved.tied}, stored, trusted=trusted)
 
 
 def _describe(aggregator: Aggregator) -> dict:

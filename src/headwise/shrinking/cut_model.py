@@ -21,7 +21,7 @@ def cut_model(
     changed: Sequence[Site],
     optimizer: Any,
     prove: Callable[[], None],
-) -> str | None:
+) -> list[ConfigChange]:
     """Cut parameters, set the counts of their modules and configurations, and put all back where that fails.
 
     Args:
@@ -33,7 +33,7 @@ def cut_model(
         prove: Raises unless the model computes what it should.
 
     Returns:
-        Why transformers alone cannot load the model; None where it can, and for a model that is not of transformers.
+        How transformers loads what is of it in the model, or why it cannot.
     """
     undo: list[Callable[[], None]] = []
     try:
@@ -51,7 +51,7 @@ def cut_model(
         set_saving(plan)
     if optimizer is not None:
         cut_states(optimizer, cuts)
-    return next((plan.obstacle for plan in plans if plan.obstacle is not None), None)
+    return plans
 
 
 def _configure(
@@ -64,13 +64,14 @@ def _configure(
     """
     plans = [plan_config(stock, counts) for stock in list_stock_models(model)]
     undo.extend(plan.apply() for plan in plans)
-    obstacles = [plan.obstacle for plan in plans if plan.obstacle is not None]
-    for site in changed if obstacles else ():
+    refused = [plan for plan in plans if plan.obstacle is not None]
+    even = all(plan.uneven for plan in refused)
+    for site in changed if refused else ():
         name = find_configured_count(site)
         if name is not None:
             raise LayoutError(
                 f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, and "
-                f"{obstacles[0]}; leave equally many heads in every layer."
+                f"{refused[0].obstacle}; {'leave equally many heads in every layer' if even else 'use hw.ablate'}."
             )
     return plans
 
@@ -78,3 +79,12 @@ def _configure(
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters of a model, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def describe_loading(model: nn.Module, plans: Sequence[ConfigChange]) -> tuple[str | None, str | None]:
+    """Return why transformers alone cannot load a model, None where it can, and the code that loads it.
+
+    Both are None for a model that is not of transformers.
+    """
+    obstacle = next((plan.obstacle for plan in plans if plan.obstacle is not None), None)
+    return obstacle, next((plan.loading for plan in plans if plan.model is model), None)

@@ -1,17 +1,17 @@
 """Key and value heads merged: multi-head attention becomes grouped or multi-query attention, with a smaller cache."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import SettingError, require_boolean, require_choice
+from headwise.errors import LayoutError, SettingError, require_boolean, require_choice
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.printed import LINES, align, shorten
 from headwise.nn.compiled import without_wrappers
-from headwise.shrinking.cut_model import count_parameters, cut_model
+from headwise.shrinking.cut_model import count_parameters, cut_model, describe_loading
 from headwise.shrinking.grouping import Groups
 from headwise.shrinking.key_freedom import ALIGNMENTS, Alignment
 from headwise.shrinking.merge_freedom import Freedom, find_freedoms
@@ -26,11 +26,11 @@ from headwise.shrinking.merge_moments import (
     record_wanted,
     write_output,
 )
-from headwise.shrinking.merge_refusals import require_mergeable
+from headwise.shrinking.merge_refusals import require_mergeable, require_unread
 from headwise.shrinking.prune_beside import list_beside
 from headwise.shrinking.prune_cuts import collect_cuts
 from headwise.shrinking.prune_optimizer import require_optimizer
-from headwise.shrinking.prune_proof import MERGED, require_equal, run
+from headwise.shrinking.prune_proof import MERGED, Expected, expect, find_dummy, require_equal, run
 from headwise.shrinking.refit import refit_output
 from headwise.shrinking.reload_stock import Counts
 
@@ -64,6 +64,8 @@ class Merging:
         cache: Bytes that the keys and values of one token take in the model's cache, before and after; of all
             attentions, and where each keeps all tokens.
         stock: Why transformers alone cannot load the model, so that it is saved for `hw.load`; None where it can.
+        loading: The code that loads the model from the folder that its `save_pretrained` wrote; None for a model that
+            is not of transformers.
         model: The model.
     """
 
@@ -74,6 +76,7 @@ class Merging:
     parameters: tuple[int, int]
     cache: tuple[int, int]
     stock: str | None
+    loading: str | None
     model: nn.Module = field(repr=False)
 
     def __str__(self) -> str:
@@ -89,6 +92,8 @@ class Merging:
             f"{self.cache[1]:,} of {self.cache[0]:,} bytes of cache per token"
         )
         loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
+        if self.stock is None and self.loading is not None and "=" in self.loading:
+            loading = [f"loaded by {self.loading}"]
         return "\n".join([title, *first, *middle, *last, *self._list_steps(), *loading])
 
     def _list_steps(self) -> list[str]:
@@ -138,7 +143,8 @@ def merge(
 
     Query heads move where groups are not of neighbors. Find heads again afterwards. Refused are attentions whose code
     takes no fewer key/value heads than query heads, latent attention, norms over all heads or of each one, positions
-    that depend on the number of a head, tied weights, and layers with adapters, aggregators or shards.
+    that depend on the number of a head, tied weights, keys and values that other layers read, and layers with adapters,
+    aggregators or shards.
 
     Args:
         heads: The sites, from `find_heads`.
@@ -194,11 +200,12 @@ def _merge(
     optimizer: Any,
 ) -> Merging:
     sites = list(heads)
-    shown = _find_dummy(heads.model) if batches is None else batches[0]
+    shown = _find_shown(heads.model) if batches is None else batches[0]
     merger = _Merger(sites, groups, find_freedoms(sites, shown), batches)
-    cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=False)
+    require_unread(heads, shown)
+    cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=True)
     # sinks and other parameters of query heads, which move with them
-    beside = [parameter for site in sites for _, parameter, _, _ in list_beside(site, proved=False)]
+    beside = [parameter for site in sites for _, parameter, _, _ in list_beside(site, proved=True)]
     restore = remember(sites)
     steps = [MergeStep("whole model", None if score is None else float(score()), None if batches is None else 0.0)]
     try:
@@ -209,15 +216,15 @@ def _merge(
                 restore()
         chosen, error = merger.write(way)
         steps.append(MergeStep(str(way), None if score is None else float(score()), error))
-        expected = run(heads.model, shown)
+        expected = expect(heads.model, shown)
         counts = {site: _count(site, groups if site in chosen else site.key_value_heads) for site in heads.found}
         sizes = {site: _count_bytes(site) for site in heads.found}
         before = count_parameters(heads.model), sum(size * site.key_value_heads for site, size in sizes.items())
 
         def prove() -> None:
-            require_equal(heads.model, expected, shown, MERGED)
+            _require_merged(heads.model, expected)
 
-        stock = cut_model(heads.model, cuts, counts, sites, None, prove)
+        plans = cut_model(heads.model, cuts, counts, sites, None, prove)
     except BaseException:
         restore()
         raise
@@ -229,7 +236,7 @@ def _merge(
         tuple(steps),
         (before[0], count_parameters(heads.model)),
         (before[1], sum(size * counts[site][1] for site, size in sizes.items())),
-        stock,
+        *describe_loading(heads.model, plans),
         heads.model,
     )
 
@@ -293,16 +300,47 @@ def _settle(batch: Batch) -> Batch:
     )
 
 
-def _find_dummy(model: nn.Module) -> Batch:
+def _find_shown(model: nn.Module) -> Batch:
     """Return inputs with which a model of transformers can be called."""
-    dummy: Any = getattr(model, "dummy_inputs", None)
-    if not isinstance(dummy, Mapping):
+    dummy = find_dummy(model)
+    if dummy is not None:
+        try:
+            run(model, dummy)
+        except Exception:
+            # what its class gives is for models of text
+            dummy = None
+    if dummy is None:
         raise SettingError(
             f"what is free in the heads of a {type(model).__name__} is found out by calling it; pass batches=[...], "
             "what it is called with."
         )
-    device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    return dummy
+
+
+def _require_merged(model: nn.Module, expected: Expected) -> None:
+    """Raise `LayoutError` unless a model computes with merged heads what it should; name what helps, where it does."""
+    try:
+        require_equal(model, expected, MERGED)
+    except LayoutError:
+        if not _works_under_sdpa(model, expected):
+            raise
+        helps = f"{MERGED.remedy}, or load a model of transformers with attn_implementation='sdpa'"
+        require_equal(model, expected, replace(MERGED, remedy=helps))
+
+
+def _works_under_sdpa(model: Any, expected: Expected) -> bool:
+    named = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if named == "sdpa" or not hasattr(model, "set_attn_implementation"):
+        return False
+    try:
+        model.set_attn_implementation("sdpa")
+        require_equal(model, expected, MERGED)
+    except Exception:
+        # a class that has no such implementation may raise anything
+        return False
+    finally:
+        model.set_attn_implementation(named)
+    return True
 
 
 def _count(site: Site, groups: int) -> Counts:

@@ -145,7 +145,7 @@ def _move_queries(site: Site, order: Sequence[int]) -> None:
         # the gate of a head lies next to its query
         whole = replace(query, head_size=query.stride)
         write_rows(whole, read_rows(whole)[list(order)])
-    for _, parameter, axis, units in list_beside(site, proved=False):
+    for _, parameter, axis, units in list_beside(site, proved=True):
         if units == "query":
             data = parameter.data.movedim(axis, 0).unflatten(0, (site.num_heads, -1))
             data.copy_(data[list(order)])

@@ -6,19 +6,19 @@ from typing import Any
 
 from torch import nn
 
-from headwise.errors import SettingError, require_integer
-from headwise.heads.arrangement import KNOWN
+from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.importance import Importance
 from headwise.heads.printed import LINES, shorten
 from headwise.nn.compiled import without_wrappers
-from headwise.shrinking.cut_model import count_parameters, cut_model
+from headwise.shrinking.cut_model import count_parameters, cut_model, describe_loading
+from headwise.shrinking.prune_beside import list_guessed
 from headwise.shrinking.prune_choice import choose_heads
 from headwise.shrinking.prune_cuts import collect_cuts, list_gone
 from headwise.shrinking.prune_optimizer import require_optimizer
-from headwise.shrinking.prune_proof import PRUNED, require_equal, run_ablated
+from headwise.shrinking.prune_proof import PRUNED, expect_ablated, require_equal
 from headwise.shrinking.prune_refusals import require_prunable
-from headwise.shrinking.reload_stock import Counts
+from headwise.shrinking.reload_stock import ConfigChange, Counts
 
 Removed = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]] | Mapping[int | str, Iterable[int]]
 
@@ -33,6 +33,8 @@ class Pruning:
         parameters: The number of parameters of the model before and after.
         stock: Why transformers alone cannot load the model, so that it is saved for `hw.load`; None where it can, and
             for a model that is not of transformers.
+        loading: The code that loads the model from the folder that its `save_pretrained` wrote; None for a model that
+            is not of transformers.
         model: The model.
     """
 
@@ -40,6 +42,7 @@ class Pruning:
     heads: dict[str, int]
     parameters: tuple[int, int]
     stock: str | None
+    loading: str | None
     model: nn.Module = field(repr=False)
 
     def __str__(self) -> str:
@@ -53,6 +56,8 @@ class Pruning:
         total = sum(map(len, self.removed.values()))
         title = f"{total} heads removed from {len(self.removed)} attentions; {after:,} of {before:,} parameters left"
         loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
+        if self.stock is None and self.loading is not None and "=" in self.loading:
+            loading = [f"loaded by {self.loading}"]
         return "\n".join([title, *first, *middle, *last, *loading])
 
 
@@ -78,7 +83,8 @@ def prune(
 
     Find heads again afterwards: sites and handles from before are of the model as it was. Refused, as removing is not
     ablating there: norms over all heads together (Olmo 2), positions that depend on the number of a head (ALiBi), heads
-    that share a position table with layers that keep others (T5), and layers with adapters, aggregators or shards.
+    that share a position table with layers that keep others (T5), groups whose keys and values other layers read that
+    keep them (Gemma 4), and layers with adapters, aggregators or shards.
 
     Args:
         heads: The sites, from `find_heads`.
@@ -88,8 +94,9 @@ def prune(
         importance: With `keep`, what `hw.importance` returned, or one number for each head by the name of the
             attention; the larger, the longer it stays.
         inputs: Inputs of the model, as in `hw.verify`. The result is compared with ablation on them, and the model is
-            put back where they differ. Needed for attentions that are the user's own: only a call shows whether their
-            code counts on the heads it was built with.
+            put back where they differ. A comparison is needed where only a call shows whether removing is ablating:
+            attentions that are the user's own or of a family that is not tested, models of which attentions were left
+            out, and layers that share weights. None takes the inputs that a class of transformers gives, where they do.
         optimizer: The optimizer that trains the model, whose state is cut too, so that training goes on.
 
     Returns:
@@ -97,7 +104,10 @@ def prune(
 
     Raises:
         SettingError: A layer or head does not exist, an attention would lose all its heads, neither or both of
-            `removed` and `keep` were given, or the optimizer trains something else or keeps a state that cannot be cut.
+            `removed` and `keep` were given, `inputs` are needed, or the optimizer trains something else or keeps a
+            state that cannot be cut.
+        HeadwiseError: The model cannot be run on the inputs, or computes NaN.
+        NotFired: A call did not reach a site.
         LayoutError: Heads cannot be removed there. The model is then as it was.
 
     Example:
@@ -134,7 +144,6 @@ def prune(
 def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any) -> Pruning:
     for site in removed:
         require_prunable(heads, site, removed)
-        _require_known(site, proved=inputs is not None)
     before = count_parameters(heads.model)
     counts = {site: _count(site, removed.get(site, ())) for site in heads.found}
     # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds
@@ -142,19 +151,32 @@ def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, opti
         if site.output_projection is not None:
             site.expose()
     lost = {site: list_gone(site, gone) for site, gone in removed.items()}
-    cuts = collect_cuts(heads, lost, proved=inputs is not None)
-    expected = None if inputs is None else run_ablated(heads, removed, inputs)
+    expected = expect_ablated(heads, removed, inputs)
 
     def prove() -> None:
-        if expected is not None and inputs is not None:
-            require_equal(heads.model, expected, inputs, PRUNED)
+        if expected is not None:
+            require_equal(heads.model, expected, PRUNED)
 
-    stock = cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
+    def cut(*, guess: bool) -> list[ConfigChange]:
+        cuts = collect_cuts(heads, lost, proved=expected is not None, guess=guess)
+        return cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
+
+    if expected is None or not any(list_guessed(site) for site in removed):
+        plans = cut(guess=False)
+    else:
+        try:
+            plans = cut(guess=True)
+        except LayoutError as error:
+            try:
+                # what has the sizes of heads need not be theirs
+                plans = cut(guess=False)
+            except LayoutError:
+                raise error from None
     return Pruning(
         {site.name: gone for site, gone in removed.items()},
         {site.name: counts[site][0] for site in removed},
         (before, count_parameters(heads.model)),
-        stock,
+        *describe_loading(heads.model, plans),
         heads.model,
     )
 
@@ -196,13 +218,3 @@ def _count(site: Site, gone: Sequence[int]) -> Counts:
     """Return how many query and key/value heads a site has without some, and their size."""
     groups = len(list_gone(site, gone)["key"]) if gone else 0
     return site.num_heads - len(gone), site.key_value_heads - groups, site.slices[0].head_size
-
-
-def _require_known(site: Site, *, proved: bool) -> None:
-    """Raise `SettingError` for a user's own attention where the result is not `proved`."""
-    origin = type(site.module).__module__
-    if not proved and not origin.startswith(KNOWN):
-        raise SettingError(
-            f"{site.label} is a {type(site.module).__name__} of {origin}, and only a call shows whether its code "
-            "works with fewer heads; pass inputs=..., what the model is called with."
-        )

@@ -7,6 +7,7 @@ from torch import nn
 
 from headwise.errors import LayoutError
 from headwise.heads.heads import Site
+from headwise.heads.projection import read_projection
 
 # The end of a parameter's name in the attention module, and the axis along which it has heads: one entry or one head's
 # width of entries for each.
@@ -50,19 +51,50 @@ def list_beside(site: Site, *, proved: bool) -> Iterable[tuple[str, nn.Parameter
         LayoutError: One covers all heads together, or may hold heads and is of no known kind; the latter is left as it
             is where the result is `proved`.
     """
+    for name, parameter, found in _list_parameters(site):
+        if found is not None:
+            yield name, parameter, *found
+        elif not proved and _may_hold_heads(site, name, parameter):
+            raise LayoutError(
+                f"{site.label}.{name} of shape {tuple(parameter.shape)} may hold something of each of "
+                f"{site.num_heads} heads, and it is of no kind that is known; pass inputs=..., so that the result is "
+                "compared with hw.ablate."
+            )
+
+
+def list_guessed(site: Site) -> list[tuple[str, nn.Parameter, int, str]]:
+    """Return the parameters of a site of no known kind that may hold something of each query head, as `list_beside`.
+
+    A gate of each head, or of each of its features, is one. Only a comparison shows it.
+    """
+    lengths = {site.num_heads * size for size in (1, *_list_sizes(site))}
+    guessed = []
+    for name, parameter, found in _list_parameters(site):
+        owner, _, attribute = name.rpartition(".")
+        projection = read_projection(site.module.get_submodule(owner)) if attribute == "weight" else None
+        axes = range(parameter.dim()) if projection is None else (projection.axis,)
+        axis = next((axis for axis in axes if parameter.shape[axis] in lengths), None)
+        if found is None and axis is not None and _may_hold_heads(site, name, parameter):
+            guessed.append((name, parameter, axis, "query"))
+    return guessed
+
+
+def _list_parameters(site: Site) -> Iterable[tuple[str, nn.Parameter, tuple[int, str] | None]]:
+    """Yield the parameters of a site beside its projections, with axis and kind of what they hold of each head."""
     read = {id(part.owner._parameters.get(part.attribute)) for part in site.parts}
     read |= {id(part.bias_parameter) for part in site.parts}
     if site.output is not None:
-        read |= {id(parameter) for parameter in site.output.owner.parameters()}
-    sizes = {head_slice.head_size for head_slice in site.slices}
+        # W_O may be a parameter among others of the attention itself
+        own = site.output.owner is not site.module
+        read |= {id(parameter) for parameter in (site.output.owner.parameters() if own else [site.output.parameter])}
+    sizes = _list_sizes(site)
     for name, parameter in site.module.named_parameters():
-        if id(parameter) in read:
-            continue
-        found = _find_norm(site, name, parameter, sizes) or _find_table(site, name, parameter, sizes)
-        if found is not None:
-            yield name, parameter, *found
-        elif not proved and _NORM.search(name) is None:
-            _require_without_heads(site, name, parameter, sizes)
+        if id(parameter) not in read:
+            yield name, parameter, _find_norm(site, name, parameter, sizes) or _find_table(site, name, parameter, sizes)
+
+
+def _list_sizes(site: Site) -> set[int]:
+    return {site.head_size, *(head_slice.head_size for head_slice in site.slices)}
 
 
 def _find_norm(site: Site, name: str, parameter: nn.Parameter, sizes: set[int]) -> tuple[int, str] | None:
@@ -88,13 +120,11 @@ def _find_table(site: Site, name: str, parameter: nn.Parameter, sizes: set[int])
     return (axis, "query") if parameter.shape[axis] // site.num_heads in {1, *sizes} else None
 
 
-def _require_without_heads(site: Site, name: str, parameter: nn.Parameter, sizes: set[int]) -> None:
-    """Raise `LayoutError` for a parameter of an unknown kind that has an axis as long as something of the heads."""
-    if _OTHER_NORM.search(name) or any(f"{part}." in f"{name}." for part in _WITHOUT_HEADS):
-        return
-    counts = {site.num_heads, site.key_value_heads}
-    if {*counts, *(count * size for count in counts for size in sizes)} & {*parameter.shape}:
-        raise LayoutError(
-            f"{site.label}.{name} of shape {tuple(parameter.shape)} may hold something of each of {site.num_heads} "
-            "heads, and it is of no kind that is known; pass inputs=..., so that the result is compared with hw.ablate."
-        )
+def _may_hold_heads(site: Site, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of an unknown kind has an axis as long as something of the heads."""
+    if any(pattern.search(name) for pattern in (_NORM, _OTHER_NORM)):
+        return False
+    if any(f"{part}." in f"{name}." for part in _WITHOUT_HEADS):
+        return False
+    counts, sizes = {site.num_heads, site.key_value_heads}, _list_sizes(site)
+    return bool({*counts, *(count * size for count in counts for size in sizes)} & {*parameter.shape})

@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError, SettingError, ShapeError, require_range
 from headwise.heads.heads import Heads, Site
 from headwise.heads.importance import Importance
+from headwise.heads.query_groups import list_sharing
 from headwise.shrinking.prune_refusals import find_table_owner
 
 
@@ -17,7 +18,8 @@ def choose_heads(heads: Heads, keep: float, importance: Importance | Mapping[str
 
     Attentions of one size keep equally many heads, round(keep H) and at least one, so that a configuration can say it.
     Where queries are grouped whole groups go, by the sum of their importances, and round(keep G) stay; of multi-query
-    attention single query heads go. Layers that share a table of position biases lose the same heads.
+    attention single query heads go. Layers that share a table of position biases lose the same heads, and those that
+    compute with the same keys and values the same groups.
 
     Args:
         heads: The sites.
@@ -40,16 +42,21 @@ def choose_heads(heads: Heads, keep: float, importance: Importance | Mapping[str
     for site in heads:
         owner = find_table_owner(heads, site)
         alike = [other for other in heads if owner is not None and find_table_owner(heads, other) is owner]
-        worth = sum((numbers[other] for other in alike), torch.zeros(())) if alike else numbers[site]
-        chosen[site.name] = _choose(site, worth, keep)
+        if site.key_value_heads > 1:
+            alike += [other for other in list_sharing(heads.sites, site) if other not in alike]
+        worth = [_sum_units(other, numbers[other]) for other in alike or [site]]
+        chosen[site.name] = _choose(site, torch.stack(worth).sum(0), keep)
     return {name: gone for name, gone in chosen.items() if gone}
 
 
-def _choose(site: Site, worth: Tensor, keep: float) -> list[int]:
-    whole = site.key_value_heads if site.key_value_heads > 1 else site.num_heads
-    members = site.num_heads // whole
-    units = worth.unflatten(0, (whole, members)).sum(1)
-    left = max(1, round(keep * whole))
+def _sum_units(site: Site, numbers: Tensor) -> Tensor:
+    """Return what the units of a site are worth that go together: groups, or query heads where there is one group."""
+    return numbers.unflatten(0, (site.key_value_heads if site.key_value_heads > 1 else site.num_heads, -1)).sum(1)
+
+
+def _choose(site: Site, units: Tensor, keep: float) -> list[int]:
+    members = site.num_heads // len(units)
+    left = max(1, round(keep * len(units)))
     # of equal ones the first stays
     gone = sorted(units.argsort(descending=True, stable=True)[left:].tolist())
     return [unit * members + member for unit in gone for member in range(members)]

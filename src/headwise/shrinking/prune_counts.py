@@ -6,12 +6,10 @@ from torch import nn
 
 from headwise.heads.heads import Site
 from headwise.heads.irregular import list_functions
-from headwise.heads.layout_steps import HEAD_SIZE, NUM_HEADS
+from headwise.heads.layout_steps import HEAD_SIZE, KEY_COUNTS, NUM_HEADS, RATIOS
 from headwise.nn.resized import GROUPS
 
 QUERY_COUNTS = (*NUM_HEADS, "num_query_heads", "encoder_attention_heads", "decoder_attention_heads", "attention_heads")
-KEY_COUNTS = ("num_key_value_heads", "key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
-RATIOS = (GROUPS, "n_rep", "num_kv_groups")
 # The width of all heads together.
 WIDTHS = ("all_head_size", "inner_dim", "split_size", "attn_dim")
 HEAD_SIZES = (*HEAD_SIZE, "d_kv")

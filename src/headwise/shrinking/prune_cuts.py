@@ -10,7 +10,7 @@ from headwise.errors import LayoutError
 from headwise.heads.head_slice import HeadSlice, is_sharded
 from headwise.heads.heads import Heads, Site
 from headwise.nn.resized import resize, set_data
-from headwise.shrinking.prune_beside import list_beside
+from headwise.shrinking.prune_beside import list_beside, list_guessed
 
 # Attributes of Linear, Embedding and GPT-2's Conv1D that hold the size of an axis of `weight`.
 _SIZES = (("out_features", 0), ("in_features", 1), ("embedding_dim", 1), ("nx", 0), ("nf", 1))
@@ -88,20 +88,21 @@ def list_gone(site: Site, gone: Sequence[int]) -> Lost:
     return {"query": tuple(gone), "key": groups, "value": groups, "output": tuple(gone)}
 
 
-def collect_cuts(heads: Heads, lost: Mapping[Site, Lost], *, proved: bool) -> list[Cut]:
+def collect_cuts(heads: Heads, lost: Mapping[Site, Lost], *, proved: bool, guess: bool = False) -> list[Cut]:
     """Return what stays of each parameter when heads are removed from sites; one cut for a tied or fused one.
 
     Args:
         heads: All sites of the model that were found.
         lost: What each site loses.
         proved: Whether the result is compared with what it should be, so that unknown parameters may stay as they are.
+        guess: Whether unknown parameters with an axis as long as something of the query heads are cut along it: gates.
 
     Raises:
         LayoutError: A parameter is shared by sites that keep different heads, or cannot be cut.
     """
     found: dict[int, _Slab] = {}
     for site in heads.found:
-        for slab in _find_slabs(site, lost.get(site), proved=proved):
+        for slab in _find_slabs(site, lost.get(site), proved=proved, guess=guess):
             other = found.setdefault(id(slab.parameter), slab)
             if (other.axis, other.gone) != (slab.axis, slab.gone):
                 raise LayoutError(
@@ -132,19 +133,21 @@ class _Slab:
         return Cut(self.name, tuple(owners), self.parameter, self.axis, size, keep)
 
 
-def _find_slabs(site: Site, lost: Lost | None, *, proved: bool) -> Iterable[_Slab]:
+def _find_slabs(site: Site, lost: Lost | None, *, proved: bool, guess: bool) -> Iterable[_Slab]:
     """Return what a site loses of each of its parameters."""
     if lost is None:
         held = [part.owner._parameters.get(part.attribute) for part in site.parts]
         return [_Slab(site.label, parameter) for parameter in held if parameter is not None]
     masks: dict[int, tuple[str, nn.Parameter, Tensor]] = {}
-    for name, parameter, mask in _mask_parameters(site, lost, proved=proved):
+    for name, parameter, mask in _mask_parameters(site, lost, proved=proved, guess=guess):
         known = masks.get(id(parameter))
         masks[id(parameter)] = (name, parameter, mask) if known is None else (*known[:2], known[2] | mask)
     return [_Slab(name, parameter, *_read_slab(name, mask)) for name, parameter, mask in masks.values()]
 
 
-def _mask_parameters(site: Site, lost: Lost, *, proved: bool) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
+def _mask_parameters(
+    site: Site, lost: Lost, *, proved: bool, guess: bool
+) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
     """Yield the parameters of a site, and True at what belongs to the heads that are removed."""
     slices = (*site.slices, *(() if site.output is None else (site.output,)))
     for head_slice in slices:
@@ -156,7 +159,8 @@ def _mask_parameters(site: Site, lost: Lost, *, proved: bool) -> Iterable[tuple[
             whole = replace(part, head_size=part.stride) if gated else part
             yield from _mask_slice(whole, [head - first for head in own if 0 <= head - first < part.heads])
             first += part.heads
-    for name, parameter, axis, units in list_beside(site, proved=proved):
+    beside = [*list_beside(site, proved=proved), *(list_guessed(site) if guess else ())]
+    for name, parameter, axis, units in beside:
         mask = torch.zeros(parameter.shape, dtype=torch.bool)
         count = site.key_value_heads if units == "key" else site.num_heads
         mask.movedim(axis, 0).unflatten(0, (count, -1))[list(lost[units])] = True
@@ -168,7 +172,11 @@ def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, nn.Para
     if part.lora is not None or is_sharded(parameter):
         raise LayoutError(
             f"{part.name} "
-            + ("has LoRA adapters: merge them into the weight first" if part.lora is not None else "is sharded")
+            + (
+                "has LoRA adapters: merge them into the weight first (merge_and_unload), and find heads again"
+                if part.lora is not None
+                else "is sharded over processes: remove heads before the model is sharded"
+            )
             + "; heads are removed from whole weights."
         )
     mask = torch.zeros(parameter.shape, dtype=torch.bool)

@@ -10,11 +10,14 @@ from torch import nn
 
 from headwise.heads.heads import Site
 from headwise.nn.resized import forget_sizes
+from headwise.routing.rebuild import find_arguments, list_tensors
 from headwise.routing.save import SavePretrained, find_aggregators
 from headwise.shrinking.prune_counts import HEAD_SIZES, KEY_COUNTS, QUERY_COUNTS
 
 # (query heads, key/value heads, head size) of a site.
 Counts = tuple[int, int, int]
+# The same of all layers, None where they differ: some configurations have a number for each kind of layer.
+Told = tuple[int | None, ...]
 COUNTED = "number of heads", "number of key/value heads", "head size"
 
 
@@ -38,11 +41,23 @@ class ConfigChange:
         model: The model.
         changes: Each part of the configuration that changes, with its new values.
         obstacle: Why no configuration says it; None where one does.
+        arguments: What its class must be given beside the configuration.
+        uneven: Whether the obstacle is that layers have different numbers of heads.
     """
 
     model: nn.Module = field(repr=False)
     changes: tuple[tuple[Any, dict[str, int]], ...] = ()
     obstacle: str | None = None
+    arguments: Mapping[str, bool] = field(default_factory=dict)
+    uneven: bool = False
+
+    @property
+    def loading(self) -> str:
+        """The code that loads the model from the folder that its `save_pretrained` wrote."""
+        if self.obstacle is not None:
+            return "hw.load(folder)"
+        given = "".join(f", {name}={value}" for name, value in self.arguments.items())
+        return f"transformers.{type(self.model).__name__}.from_pretrained(folder{given})"
 
     def apply(self) -> Callable[[], None]:
         """Write the values, and return what puts the old ones back."""
@@ -69,38 +84,41 @@ def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
     """
     config: Any = getattr(model, "config", None)
     inside = {id(part) for part in model.modules()}
-    changes: list[tuple[Any, dict[str, int]]] = []
+    told: list[tuple[Any, Told]] = []
+    uneven: str | None = None
     for part, group in _group(config, [site for site in sites if id(site.module) in inside]):
-        counts = {sites[site] for site in group}
-        if len(counts) > 1:
-            what, held = next(
-                (what, held)
-                for what, held in zip(COUNTED, map(set, zip(*counts, strict=True)), strict=True)
-                if len(held) > 1
-            )
-            told = ", ".join(map(str, sorted(held)))
-            return _refuse(model, f"its configuration holds one {what} for all layers, and they have {told}")
-        changes.append((part, _change(part, counts.pop())))
+        held = [set(numbers) for numbers in zip(*(sites[site] for site in group), strict=True)]
+        told.append((part, tuple(next(iter(one)) if len(one) == 1 else None for one in held)))
+        for what, one in zip(COUNTED, held, strict=True):
+            if len(one) > 1:
+                numbers = ", ".join(map(str, sorted(one)))
+                uneven = uneven or f"its configuration holds one {what} for all layers, and they have {numbers}"
+    changes: list[tuple[Any, dict[str, int]]] = []
     changed = copy.deepcopy(config)
     try:
+        # a configuration that differs by layer raises at what it has no single number of
+        changes += [(part, _change(part, counts)) for part, counts in told]
         for part, values in changes:
             _assign(_find_part(changed, config, part), values)
         changed = type(changed).from_dict(changed.to_dict())
+        build: Any = type(model)
+        arguments = find_arguments(build, list_tensors(model), lambda given: build(copy.deepcopy(changed), **given))
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            build: Any = type(model)
-            built = build(changed)
+            built = build(changed, **arguments)
+        different = _find_difference(model, built, sites)
     except Exception as error:
         # a configuration class may raise anything at a size that it does not take
         reason = " ".join(str(error).split())[:160]
-        return _refuse(model, f"its configuration class refuses these numbers ({type(error).__name__}: {reason})")
-    different = _find_difference(model, built, sites)
+        told_reason = f"its configuration class refuses these numbers ({type(error).__name__}: {reason})"
+        return _refuse(model, uneven or told_reason, uneven=uneven is not None)
     if different is not None:
-        return _refuse(model, f"the sizes of {different} do not follow from its configuration")
-    return ConfigChange(model, tuple(changes))
+        told_reason = f"the sizes of {different} do not follow from its configuration"
+        return _refuse(model, uneven or told_reason, uneven=uneven is not None)
+    return ConfigChange(model, tuple(changes), arguments=arguments)
 
 
-def _refuse(model: nn.Module, reason: str) -> ConfigChange:
-    return ConfigChange(model, obstacle=reason)
+def _refuse(model: nn.Module, reason: str, *, uneven: bool) -> ConfigChange:
+    return ConfigChange(model, obstacle=reason, uneven=uneven)
 
 
 def set_saving(plan: ConfigChange) -> None:
@@ -136,16 +154,19 @@ def _find_part(changed: Any, config: Any, part: Any) -> Any:
     return _list_parts(changed)[index]
 
 
-def _change(config: Any, counts: Counts) -> dict[str, int]:
+def _change(config: Any, counts: Told) -> dict[str, int]:
     """Return the values of a configuration that change, the head size first: counts are checked against it."""
     known = {*config.to_dict(), *getattr(config, "attribute_map", {})}
     heads, groups, size = counts
     # a head size left out is the width divided by the heads, which would now be another; some classes know it by this
     # name and hold none
     sizes = [name for name in HEAD_SIZES if name in known] or ["head_dim"]
-    values = {name: size for name in sizes if getattr(config, name, None) is None}
+    values = {name: size for name in sizes if size is not None and getattr(config, name, None) is None}
     for names, count in ((KEY_COUNTS, groups), (QUERY_COUNTS, heads)):
-        values |= {name: count for name in names if name in known and getattr(config, name, None) != count}
+        if count is None:
+            continue
+        every = [f"{stack}{name}" for stack in ("", "encoder_", "decoder_") for name in names]
+        values |= {name: count for name in every if name in known and getattr(config, name, None) != count}
     return values
 
 
@@ -156,7 +177,7 @@ def _assign(config: Any, values: Mapping[str, Any]) -> None:
 
 def _find_difference(model: nn.Module, built: nn.Module, sites: Mapping[Site, Counts]) -> str | None:
     """Return the name of something that differs between a model and one built anew."""
-    own, new = ({name: tensor.shape for name, tensor in one.state_dict().items()} for one in (model, built))
+    own, new = list_tensors(model), list_tensors(built)
     if own != new:
         return next(name for name in (*own, *new) if own.get(name) != new.get(name))
     others = dict(built.named_modules())
