@@ -5,7 +5,6 @@ of a token changes what its own head computes for this token, and nothing else. 
 inputs of the model.
 """
 
-import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Site
 from headwise.heads.replay import RecordedCall, Replay, draw_noise
@@ -128,7 +128,7 @@ def _copy_site(model: nn.Module, site: Site) -> Site | None:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for part in site.module.modules():
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
-    module = copy.deepcopy(site.module, memo).eval()
+    module = copy_deeply(site.module, memo).eval()
 
     def find(part: nn.Module | None) -> nn.Module | None:
         found = None if part is None else memo.get(id(part))

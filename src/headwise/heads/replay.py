@@ -1,6 +1,5 @@
 """Repeated calls of one attention module with chosen queries, keys and values."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired
 from headwise.heads.capture import split_heads
+from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
 from headwise.nn.hooks import read_first_argument
@@ -31,11 +31,11 @@ class RecordedCall:
 
     def __post_init__(self) -> None:
         # the forward continues, and may write into what it passed
-        self.args, self.kwargs = _copy((self.args, self.kwargs))
+        self.args, self.kwargs = copy_deeply((self.args, self.kwargs))
 
     def again(self) -> None:
         """Make the call once more, with copies of what it got: a cache must not grow."""
-        args, kwargs = _copy(tree_map(partial(_convert, dtype=self.dtype), (self.args, self.kwargs)))
+        args, kwargs = copy_deeply(tree_map(partial(_convert, dtype=self.dtype), (self.args, self.kwargs)))
         self.module(*args, **kwargs)
 
 
@@ -255,11 +255,3 @@ def _draw_like(value: object) -> object:
 
 def _convert(value: object, dtype: torch.dtype) -> object:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _copy(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except (TypeError, RuntimeError):
-        # what cannot be copied (a generator, a lock) is passed on as it is
-        return value

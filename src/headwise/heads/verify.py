@@ -1,6 +1,5 @@
 """Proof, by experiments on a float64 copy, that a layout reads a model's heads correctly."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError
+from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site, require_heads
@@ -195,7 +195,7 @@ def _disable_flash(twin: nn.Module) -> None:
 def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
     """Return a copy of the model and the same sites read in the copy."""
     memo: dict[int, object] = {}
-    twin = copy.deepcopy(model, memo)
+    twin = copy_deeply(model, memo)
 
     def find_copy(module: nn.Module | None) -> nn.Module | None:
         found = None if module is None else memo.get(id(module))
