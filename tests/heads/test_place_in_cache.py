@@ -22,7 +22,9 @@ class PlacedCache:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         held = self.held[layer]
-        self.held[layer] = (key, value) if held is None else (torch.cat([held[0], key], -2), torch.cat([held[1], value], -2))
+        self.held[layer] = (
+            (key, value) if held is None else (torch.cat([held[0], key], -2), torch.cat([held[1], value], -2))
+        )
         return self.held[layer]
 
 

@@ -76,6 +76,11 @@ class Site:
         return self.name or "the model"
 
     @property
+    def shown(self) -> str:
+        """Its name in tables: "(model)" where the model itself is the attention."""
+        return self.name or "(model)"
+
+    @property
     def slabs(self) -> tuple[HeadSlice, ...]:
         """`slices`, under its name in version 0.1."""
         return self.slices
@@ -313,7 +318,7 @@ class Heads:
 
     def _select(self, sites: tuple[Site, ...], description: str) -> Heads:
         if not sites:
-            names = ", ".join(f"{site.name or '(model)'} [{site.kind}]" for site in self.sites[:8])
+            names = ", ".join(f"{site.shown} [{site.kind}]" for site in self.sites[:8])
             raise LayoutError(f"no attention {description} among {len(self.sites)} sites: {names}.")
         return replace(self, sites=sites)
 
@@ -341,7 +346,7 @@ def _describe_row(site: Site) -> tuple[str, ...]:
     shown = "-" if site.output is None else f"{site.output.attribute}: parameter"
     if output is not None:
         shown = f"{output.attribute}: {type(unwrap_compiled(output.module)).__name__}"
-    return site.name or "(model)", site.kind, str(site.layer), heads, str(site.head_size), site.layout, shown
+    return site.shown, site.kind, str(site.layer), heads, str(site.head_size), site.layout, shown
 
 
 def require_heads(given: object) -> None:

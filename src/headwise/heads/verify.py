@@ -97,7 +97,7 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
     for site in heads.sites:
         check_head_slices(site.slices)
     sites = [site for site in copies if site.output_projection is not None or site.output is not None or _is_list(site)]
-    skipped = tuple(site.name or "(model)" for site in copies if all(site is not other for other in sites))
+    skipped = tuple(site.shown for site in copies if all(site is not other for other in sites))
     if not sites:
         raise LayoutError(
             f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
