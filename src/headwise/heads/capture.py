@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
+from headwise.heads.functional import explain_uncalled
 from headwise.heads.heads import Site
 from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 
@@ -128,8 +129,8 @@ class OpenCapture:
         name = capture.site.label
         if outputs and capture.outputs is None:
             raise NotFired(
-                f"{name} was called but its outputs were not computed in the call: its output projection may have been "
-                "replaced after this was attached, or takes the heads of several calls. Attach after aggregate()."
+                f"{name} was called but its outputs were not computed in the call: "
+                f"{explain_uncalled(capture.site, 'outputs')}"
             )
         if values:
             self._require_values(name)
@@ -165,8 +166,8 @@ class OpenCapture:
             )
         if values is None:
             raise NotFired(
-                f"{name} was called but its values were not computed in the call: the module that projects them may "
-                "have been replaced after this was attached. Call find_heads again, and attach again."
+                f"{name} was called but its values were not computed in the call: "
+                f"{explain_uncalled(self.capture.site, 'values')}"
             )
         if keep is not None and keep.shape[1] != values.shape[1]:
             raise NotFired(

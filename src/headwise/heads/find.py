@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters
 from headwise.heads.arrangement import require_arranged
+from headwise.heads.functional import call_projections, hands_weights
 from headwise.heads.head_list import HeadList
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
@@ -208,6 +209,8 @@ def _match(
         if site is None:
             continue
         site = _mark_adapted(model, site)
+        if site.prepare is None and hands_weights(module):
+            site = replace(site, prepare=call_projections)
         check_head_slices(site.slices)
         if site.output is not None:
             check_head_slice(site.output)

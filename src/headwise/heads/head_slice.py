@@ -322,10 +322,10 @@ class HeadSlice:
         return flat.as_strided(size, strides, flat.storage_offset() + self.bias_start * unit)
 
     @property
-    def bias_parameter(self) -> nn.Parameter | None:
-        """The parameter that holds the bias; None where there is none."""
+    def bias_parameter(self) -> Tensor | None:
+        """The parameter, or the buffer, that holds the bias; None where there is none."""
         owner = self.owner if self.bias_owner is None else self.bias_owner
-        return None if self.bias is None else owner._parameters.get(self.bias)
+        return None if self.bias is None else {**owner._buffers, **owner._parameters}.get(self.bias)
 
     @property
     def added_bias(self) -> Tensor | None:

@@ -20,6 +20,10 @@ from headwise.nn.hooks import read_first_argument
 Edit = Callable[[Tensor], None]
 
 
+class Uncalled(NotFired):
+    """A projection of an attention that ran was not called."""
+
+
 @dataclass(repr=False)
 class RecordedCall:
     """The first call that a module got during a forward pass, to be made again in a precision of one's own."""
@@ -66,7 +70,7 @@ class Replay:
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found as its W_O"
-            raise NotFired(f"{self.site.label}: {silent} was not called in a forward pass on the given inputs.")
+            raise Uncalled(f"{self.site.label}: {silent} was not called in a forward pass on the given inputs.")
         sizes = (self.site.num_heads, self.site.head_size)
         if seen[0].shape[-1] != sizes[0] * sizes[1]:
             self.refuse(f"its W_O takes {seen[0].shape[-1]} features, not {sizes[0]} heads of {sizes[1]}")
@@ -76,7 +80,7 @@ class Replay:
         """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was."""
         seen = self._record_outputs()
         if not seen:
-            raise NotFired(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")
+            raise Uncalled(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")
         return split_heads(seen[0], self.site)
 
     def _record_outputs(self) -> list[Tensor]:

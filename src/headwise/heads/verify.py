@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.copying import copy_deeply
+from headwise.heads.functional import is_handing
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.replay import RecordedCall, Replay, draw_noise, record_calls
+from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise, record_calls
 from headwise.heads.slice_checks import check_head_slices
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
 from headwise.heads.verify_weights import WeightExperiments, WeightReplay
@@ -123,8 +124,17 @@ def _require_values(site: Site) -> None:
 
 
 def _verify_site(site: Site, call: RecordedCall) -> None:
+    if all(part.called for part in site.parts):
+        try:
+            return _run_experiments(site, call, by_weights=False)
+        except Uncalled:
+            if not is_handing(site):
+                raise
+    return _run_experiments(site, call, by_weights=True)
+
+
+def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> None:
     learned = [head_slice.projection for head_slice in site.slices] == ["query"]
-    by_weights = any(not part.called for part in site.parts)
     read = (
         WeightReplay(site, call).heads
         if by_weights

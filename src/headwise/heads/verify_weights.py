@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from headwise.errors import HeadwiseError, NotFired
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
-from headwise.heads.replay import RecordedCall, Replay, draw_noise
+from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise
 from headwise.heads.verify_experiments import UNCHANGED, list_changes
 
 # Tokens that are moved: some that others attend to, and some that attend to others.
@@ -42,7 +42,11 @@ class WeightReplay:
         call = self.call if call is None else call
         sizes = self.site.num_heads, self.site.head_size
         if self.site.output_projection is not None:
-            return Replay(self.site, call).outputs().flatten(0, -3)
+            try:
+                return Replay(self.site, call).outputs().flatten(0, -3)
+            except Uncalled:
+                if self.site.output is None or self.site.output.obstacle is not None:
+                    raise
         assert self.site.output is not None
         with _keep(list_views(self.site.output)) as views:
             without, heads = self._copy_through(call, views, range(0), 1.0), []
