@@ -27,6 +27,7 @@ from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, Separat
 from headwise.heads.layouts_latent import LatentLinears
 from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
 from headwise.heads.refusal import ROW, Named, describe_failure
+from headwise.heads.returned import read_returned
 from headwise.heads.sdpa import connect_called_scores
 from headwise.heads.slice_checks import check_head_slice, check_head_slices
 from headwise.nn.compiled import unwrap_compiled, without_wrappers
@@ -161,6 +162,7 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
         told = ", ".join(sorted({str(site.num_heads) for site in sites}))
         raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
+    sites = [read_returned(site) for site in sites]
     require_arranged(model, sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
     sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]

@@ -348,7 +348,8 @@ class Taps(Handle):
                 return
             part = parts[index]
             if len(parts) == 1:
-                values, bias = part.features(site.gather_heads(output, -1, part.along)), part.added_bias
+                whole = output if part.returned else site.gather_heads(output, -1, part.along)
+                values, bias = part.features(whole), part.added_bias
                 # latent attention projects a state of one head, [B, 1, K, r]
                 values = values.squeeze(1) if values.dim() == 5 else values
                 capture.values = values if bias is None else values + bias
