@@ -17,6 +17,7 @@ from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise, record_calls
 from headwise.heads.slice_checks import check_head_slices
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
+from headwise.heads.verify_weighing import weighs_positions
 from headwise.heads.verify_weights import WeightExperiments, WeightReplay
 from headwise.nn.compiled import without_wrappers
 
@@ -28,15 +29,25 @@ class Verification:
     Attributes:
         sites: Names of the sites proved.
         skipped: Names of sites whose output projection is unknown, so that nothing could be proved.
+        unweighted: Names of the sites proved whose heads were not seen to attend: to weigh positions by numbers of at
+            least 0 that sum to 1. Their heads are apart, and that is all; they may be linear attention, retention or a
+            recurrent state.
     """
 
     sites: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    unweighted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.sites)} sites verified: {', '.join(name or '(model)' for name in self.sites)}"]
         if self.skipped:
             lines.append(f"not verifiable without an output projection: {', '.join(self.skipped)}")
+        if self.unweighted:
+            lines.append(
+                "not seen to attend, by weights of at least 0 that sum to 1 over positions: "
+                f"{', '.join(name or '(model)' for name in self.unweighted)}; proved there is that the output of each "
+                "head depends on its own query, key and value alone"
+            )
         return "\n".join(lines)
 
 
@@ -66,7 +77,9 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             more different tokens.
 
     Returns:
-        The names of the sites proved.
+        The names of the sites proved, and which of them were not seen to attend. The experiments hold for heads of
+        linear attention and of recurrent states too. Whether positions are weighed, by numbers of at least 0 that sum
+        to 1, is seen from values of 1 at all tokens and at some of them, or from the weights where they are reached.
 
     Raises:
         LayoutError: A site is misread, and the message names the site and the experiment; or it is on the meta device,
@@ -109,9 +122,9 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             site.expose()
     with torch.no_grad():
         calls = record_calls(twin, sites, lambda: twin(*positional, **given))
-        for site, call in zip(sites, calls, strict=True):
-            _verify_site(site, call)
-    return Verification(tuple(site.name for site in sites), skipped)
+        attending = [_verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
+    unweighted = tuple(site.name for site, attends in zip(sites, attending, strict=True) if not attends)
+    return Verification(tuple(site.name for site in sites), skipped, unweighted)
 
 
 def _require_values(site: Site) -> None:
@@ -123,7 +136,8 @@ def _require_values(site: Site) -> None:
         )
 
 
-def _verify_site(site: Site, call: RecordedCall) -> None:
+def _verify_site(site: Site, call: RecordedCall) -> bool:
+    """Return whether heads that were proved to be apart were seen to attend; raise where they are not apart."""
     if all(part.called for part in site.parts):
         try:
             return _run_experiments(site, call, by_weights=False)
@@ -133,7 +147,7 @@ def _verify_site(site: Site, call: RecordedCall) -> None:
     return _run_experiments(site, call, by_weights=True)
 
 
-def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> None:
+def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> bool:
     learned = [head_slice.projection for head_slice in site.slices] == ["query"]
     read = (
         WeightReplay(site, call).heads
@@ -153,8 +167,10 @@ def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> Non
             WeightExperiments(WeightReplay(site, call)).run()
         elif learned:
             check_learned_queries(Replay(site, call))
+            return True
         else:
             Experiments(Replay(site, call)).run()
+        return weighs_positions(site, call, by_weights=by_weights)
     except HeadwiseError:
         raise
     except Exception as error:
