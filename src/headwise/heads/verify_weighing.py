@@ -28,8 +28,8 @@ def weighs_positions(site: Site, call: RecordedCall, *, by_weights: bool) -> boo
 
     With values of 1 everywhere the output is sum_j A_tj = 1, whatever the queries and keys; with values of 1 at some
     tokens it is between 0 and 1. A gate after the weights multiplies both. Where positions rotate the values, those of
-    single tokens have outputs of the lengths A_tj and of one direction each. Where neither holds, the weights themselves
-    are read, if the scores of the site are reached; attention sinks are positions too.
+    single tokens have outputs of the lengths A_tj and of one direction each. Where neither holds, the weights are read,
+    if the scores of the site are reached; attention sinks are positions too.
 
     Args:
         site: The site, of a copy in evaluation mode, whose heads were proved to be apart.
