@@ -46,6 +46,7 @@ class Site:
             no module call returns them (`nn.MultiheadAttention`).
         prepare: Makes the output projection a module call (swaps a stock torch module), given model and module.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
+        guessed: Whether the layout is one of several that the shapes allow, and no call of the module has told which.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
 
@@ -65,6 +66,7 @@ class Site:
     value_module: nn.Module | None = field(default=None, repr=False)
     prepare: Callable[[nn.Module, nn.Module], object] | None = field(default=None, repr=False)
     scores: Callable[[nn.Module], Scores] | None = field(default=None, repr=False)
+    guessed: bool = field(default=False, repr=False)
     found_at: tuple[tuple[str | None, str | None], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from headwise.heads.functional import is_handing
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.readings import note_proved
 from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise, record_calls
 from headwise.heads.slice_checks import check_head_slices
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
@@ -123,6 +124,9 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
     with torch.no_grad():
         calls = record_calls(twin, sites, lambda: twin(*positional, **given))
         attending = [_verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
+    for site in heads.sites:
+        if all(site.shown != name for name in skipped):
+            note_proved(site)
     unweighted = tuple(site.name for site, attends in zip(sites, attending, strict=True) if not attends)
     return Verification(tuple(site.name for site in sites), skipped, unweighted)
 
