@@ -50,7 +50,7 @@ def require_told(sites: Sequence[Site]) -> None:
             f"{keys} features and whose values have {size}; nothing that it holds tells which, and it could not be "
             "called with tokens alone. If queries are grouped, set module.num_key_value_heads = "
             f"{site.key_value_heads}, or pass a row of your own: FusedLinear('mine', fused=(...,), output=(...,), "
-            f"num_heads={heads}). If values are wider, no row describes it: find_heads(model, exclude=({site.name!r},))."
+            f"num_heads={heads}). If values are wider, no row describes it; leave it out: exclude=({site.name!r},)."
         )
 
 
