@@ -274,3 +274,29 @@ def test_spans_are_the_mean_squared_cosine_of_principal_angles():
             for j in range(3):
                 cosines = torch.linalg.svdvals(bases[i].mT @ bases[j])
                 assert report.layers[0].pairs[f"{name}_span"][i][j] == pytest.approx(float(cosines.square().mean()))
+
+
+def test_what_a_report_calls_an_attention_names_it_to_prune(tmp_path):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2, enable_nested_tensor=False)
+    x = torch.randn(4, 5, 8)
+    written = hw.measure(model.eval(), hw.find_heads(model), [x], score=lambda output, _: output[..., 0].mean(1))
+    written.save(tmp_path / "report.json")
+    report = hw.load_report(tmp_path / "report.json")
+    assert report == written
+    names = [layer.site.name for layer in report.layers]
+    assert names == [site.name for site in hw.find_heads(model)]
+    pruning = hw.prune(
+        hw.find_heads(model), keep=0.75, importance={layer.site.name: layer.drops for layer in report.layers}
+    )
+    least = [min(range(4), key=lambda head: layer.drops[head].value) for layer in report.layers]
+    assert pruning.removed == {name: (head,) for name, head in zip(names, least, strict=True)}
+    first, second = hw.find_heads(model).sites
+    assert hw.prune(hw.find_heads(model).where(first.name), {report.layers[0].site: [0]}).removed == {names[0]: (0,)}
+    again = hw.find_heads(model)
+    assert hw.prune(again, {again.sites[1]: [1]}).removed == {second.name: (1,)}
+
+
+def test_a_model_that_is_an_attention_itself_is_named_to_prune_as_tables_and_importance_name_it():
+    for name in ("", "(model)"):
+        heads = hw.find_heads(nn.MultiheadAttention(8, 4, batch_first=True))
+        assert "(model): heads 1 removed, 3 left" in str(hw.prune(heads, {name: [1]}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -327,15 +327,44 @@ class Own:
         return (by_head @ weights[0].mT).transpose(0, 1) * self.scale
 
 
-def test_a_setting_of_the_users_own_comes_back_when_its_class_is_given(tmp_path: Path):
+@dataclass(frozen=True)
+class Tagged(Own):
+    """Fields with names that the record uses itself, and one that the class computes."""
+
+    setting: float | hw.SharedTrunk = 1.0
+    setting_: str = "own"
+    setting__: tuple[float, ...] = ()
+    num_heads: int = 3
+    doubled: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", 2.0 * self.scale)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [Own(scale=0.5), Tagged(0.5, 3.0, "this", (1.0, 2.0), 7), Tagged(0.25, hw.SharedTrunk(), num_heads=1)],
+    ids=["plain", "tags", "a setting"],
+)
+def test_a_setting_of_the_users_own_comes_back_when_its_class_is_given(own: Own, tmp_path: Path):
     family = BY_NAME["BERT"]
     model = family.build()
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(votes=Own(scale=0.5)))
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(votes=own))
     model.save_pretrained(tmp_path)
-    with pytest.raises(hw.DataError, match=r"holds the setting 'Own'.*settings="):
+    with pytest.raises(hw.DataError, match=rf"holds the setting '{type(own).__name__}'.*pass its class"):
         hw.load(tmp_path)
-    again = hw.load(tmp_path, settings=(Own,))
+    again = hw.load(tmp_path, settings=(Own, Tagged))
     assert same(results(model, family.inputs()), results(again, family.inputs()))
+    found = (getattr(module, "setting", None) for module in again.modules())
+    assert {setting.votes for setting in found if isinstance(setting, hw.SimpleRouting)} == {own}
+
+
+def test_a_setting_of_the_users_own_with_the_name_of_one_of_ours_is_refused_before_it_is_written(tmp_path: Path):
+    model = BY_NAME["BERT"].build()
+    imposter = type("Trunk", (Own,), {"__module__": __name__})
+    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(votes=imposter()))
+    with pytest.raises(hw.DataError, match=r"Trunk is not headwise's Trunk.*rename it"):
+        model.save_pretrained(tmp_path)
 
 
 def test_a_folder_of_another_making_is_refused(tmp_path: Path):

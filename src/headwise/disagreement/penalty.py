@@ -265,7 +265,7 @@ class Disagreement(Handle):
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {weight:g}" for kind, weight in self.weights.items())
         alone = {
-            site.name or "(model)": None
+            site.shown: None
             for _, similarity in self._parts
             for site in self.heads
             if _count_heads(similarity, site) == 1

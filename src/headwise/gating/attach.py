@@ -13,7 +13,7 @@ from headwise.gating.modules import build_gates
 from headwise.gating.settings import GateSetting, MixtureOfHeads, require_gate
 from headwise.heads.adapters import has_peft
 from headwise.heads.capture import list_parameters, name_arguments, read_padding
-from headwise.heads.functional import call_projections
+from headwise.heads.functional import hands_output, is_handing
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.new_parameters import RequireTrained, require_unwrapped
@@ -179,9 +179,9 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) 
             f"{site.label} pools a sequence with one learned query for each head, so that its gates would depend on no "
             "token; leave it out (heads.kind('self'))."
         )
-    if site.prepare is call_projections:
+    if hands_output(site):
         raise LayoutError(
-            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to torch's "
+            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to a "
             "function instead of calling it, and so would a copy of the model, without its gates; leave it out."
         )
     output_projection = site.expose()
@@ -214,5 +214,6 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) 
 
 
 def _find_source(site: Site) -> nn.Module:
-    """Return the module whose input the queries are made from: their projection, or the attention where it is none."""
-    return site.slices[0].parts[0].module or site.module
+    """Return the module whose input the queries are made from: their projection if it is called, else the attention."""
+    projection = site.slices[0].parts[0].module
+    return site.module if projection is None or is_handing(site) else projection

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, NotFired, SettingError, require_integer
 from headwise.heads.capture import require_joined
+from headwise.heads.functional import explain_uncalled, hands_output
 from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint
@@ -68,9 +69,13 @@ class Ablation(Handle):
         """Raise `NotFired` unless a forward pass went through every ablated site."""
         silent = [removal.site.label for removal in self._removals if not removal.reached]
         if silent:
+            uncalled = next(
+                (site for site in (r.site for r in self._removals if not r.reached) if hands_output(site)), None
+            )
             raise NotFired(
                 f"no forward pass went through the ablated heads of {len(silent)} of {len(self.heads)} sites "
                 f"({', '.join(silent[:6])}); the score cannot show their removal."
+                + ("" if uncalled is None else f" In {uncalled.label}, {explain_uncalled(uncalled, 'outputs')}")
             )
 
     def _on_exit(self) -> None:

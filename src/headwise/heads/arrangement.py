@@ -5,22 +5,27 @@ of a token changes what its own head computes for this token, and nothing else. 
 inputs of the model.
 """
 
-import copy
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError
+from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Site
+from headwise.heads.readings import note_proved
 from headwise.heads.replay import RecordedCall, Replay, draw_noise
 
 TOKENS = 4
+# The most tokens, and numbers of them, that a module is called with because of a table it holds.
+MOST_TOKENS, MOST_COUNTS = 1024, 8
 # A change far above rounding, also in half precision, relative to the largest output.
 CHANGED = 1e-2
 # Their attentions are read by rows that are tested on them.
@@ -30,8 +35,9 @@ KNOWN = ("torch.", "transformers.", "headwise.")
 def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
     """Raise `LayoutError` for a module whose heads are elsewhere than they are read, where it can be called.
 
-    One module of each kind is called five times, on four tokens, in a copy that shares its parameters. Nothing is said
-    of a module that cannot be called with tokens alone, or whose output projection is outside it.
+    One module of each kind is called five times, in a copy that shares its parameters: on four tokens, or on as many as
+    its tables and masks are made for. Nothing is said of a module that cannot be called with tokens alone, or whose
+    output projection is outside it.
     """
     kinds = {
         (type(site.module), site.layout, site.num_heads, site.head_size, site.slices[0].across): site
@@ -40,16 +46,26 @@ def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
     }
     for site in kinds.values():
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            found = _find_misread(model, site)
+            called, found = _find_misread(model, site)
         if found is not None:
             Replay(site, RecordedCall(site.module, (), {})).refuse(found)
+        if called:
+            note_proved(site)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return whether a module is of a library whose attentions the rows are tested on.
+
+    >>> is_known(nn.Linear(2, 2))
+    True
+    """
+    return type(module).__module__.startswith(KNOWN)
 
 
 def _is_testable(site: Site) -> bool:
-    origin = type(site.module).__module__
     held = [*site.module.parameters()]
     return (
-        not origin.startswith(KNOWN)
+        not is_known(site.module)
         and min(site.num_heads, site.head_size) > 1
         and all(part.module is not None for part in site.parts)
         and site.output_projection is not None
@@ -60,33 +76,54 @@ def _is_testable(site: Site) -> bool:
     )
 
 
-def _find_misread(model: nn.Module, site: Site) -> str | None:
-    """Return what a change of a query did that it does not do where heads are read rightly; None where all is well."""
+def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
+    """Return whether a module could be called, and what a change of a query did that it does not do in true heads."""
     try:
         twin = _copy_site(model, site)
     except Exception:
         # what cannot be copied cannot be called apart
-        return None
+        return False, None
     if twin is None:
-        return None
-    for args in _list_arguments(twin):
+        return False, None
+    for args in (args for shape in _list_shapes(twin) for args in _list_arguments(twin, shape)):
         replay = Replay(twin, RecordedCall(twin.module, args, {}, next(twin.module.parameters()).dtype))
         try:
             before, again = replay.heads({}), replay.heads({})
             if not torch.equal(before, again) or not before.isfinite().all():
-                return None
+                return False, None
+            seen = 0
             for head, feature in ((0, 0), (0, 1), (site.num_heads - 1, 0)):
                 tokens, changed = _list_changed(replay, before, head, feature)
                 finding = _describe_change(site, head, feature, tokens, changed)
                 if finding is not None:
-                    return finding
+                    return True, finding
+                seen += 0 < len(changed) <= site.head_size
         except HeadwiseError:
-            return None
+            return False, None
         except Exception:
             # a module that takes something else than tokens
             continue
-        return None
-    return None
+        # what changed nothing, or mixes heads, told nothing
+        return seen == 3, None
+    return False, None
+
+
+def _list_shapes(site: Site) -> list[tuple[int, ...]]:
+    """Return shapes of tokens that a module may be called with: four, and as many as its tables and masks are for."""
+    read = {id(part.owner._parameters.get(part.attribute)) for part in (*site.parts, site.output) if part is not None}
+    counts: dict[int, None] = {}
+    for tensor in (*site.module.buffers(), *site.module.parameters()):
+        if id(tensor) in read or tensor.dim() < 2:
+            continue
+        sides = [*tensor.shape]
+        counts |= dict.fromkeys(a for a, b in pairwise(sides) if a == b)
+        # a bias for each distance, in one direction or two
+        counts |= {(size + 1) // 2: None for size in sides if size % 2}
+        counts |= {((math.isqrt(size) + 1) // 2) ** 2: None for size in sides if size % 2}
+        counts |= dict.fromkeys(sides[:-1])
+    counts = dict.fromkeys(count for count in counts if 1 < count <= MOST_TOKENS and count != TOKENS)
+    shapes: list[tuple[int, ...]] = [(1, count) for count in (TOKENS, *list(counts)[:MOST_COUNTS])]
+    return [*shapes, *((1, side, side) for _, count in shapes if (side := math.isqrt(count)) ** 2 == count)]
 
 
 def _list_changed(replay: Replay, before: Tensor, head: int, feature: int) -> tuple[int, list[int]]:
@@ -128,7 +165,7 @@ def _copy_site(model: nn.Module, site: Site) -> Site | None:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for part in site.module.modules():
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
-    module = copy.deepcopy(site.module, memo).eval()
+    module = copy_deeply(site.module, memo).eval()
 
     def find(part: nn.Module | None) -> nn.Module | None:
         found = None if part is None else memo.get(id(part))
@@ -150,7 +187,7 @@ def _copy_site(model: nn.Module, site: Site) -> Site | None:
     )
 
 
-def _list_arguments(site: Site) -> Iterator[tuple[Any, ...]]:
+def _list_arguments(site: Site, shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
     """Yield arguments with which a module may be called: tokens, for as many as it requires; or tokens and None."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(site.module.forward).parameters.values()
@@ -160,7 +197,7 @@ def _list_arguments(site: Site) -> Iterator[tuple[Any, ...]]:
         return
     first = next(site.module.parameters())
     widths = [head_slice.across for head_slice in site.slices]
-    tokens = [draw_noise(first.new_empty(1, TOKENS, width), seed) for seed, width in enumerate(widths)]
+    tokens = [draw_noise(first.new_empty(*shape, width), seed) for seed, width in enumerate(widths)]
     yield tuple(tokens[: len(required)])
     if len(required) > 1:
         yield (tokens[0], *[None] * (len(required) - 1))

@@ -5,7 +5,7 @@ or an additive 0 may be attended to), which also holds causality and windows.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
+from headwise.heads.functional import explain_uncalled
 from headwise.heads.heads import Site
 from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 
 # Arguments that hold other keys than a call's own tokens, and their mask.
 CROSSED = (("encoder_hidden_states", "encoder_attention_mask"), ("inputs", "inputs_mask"))
+# Names of an attention's place in a cache of all layers; GPT Neo and XLM have the second.
+PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer", "block_idx", "cache_idx", "cache_index")
 # Modules of transformers whose boolean masks are True where a key is hidden.
 HIDING = ("MptAttention", "Gemma3nAudioAttention")
 
@@ -92,7 +95,7 @@ class Padding:
 
 def read_padding(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
     """Return the padding of a call, from its arguments by name."""
-    first = count_cached(module, arguments.values())
+    first = count_cached(module, arguments)
     return Padding(read_key_padding(module, arguments), first or 0, first is not None)
 
 
@@ -126,8 +129,8 @@ class OpenCapture:
         name = capture.site.label
         if outputs and capture.outputs is None:
             raise NotFired(
-                f"{name} was called but its outputs were not computed in the call: its output projection may have been "
-                "replaced after this was attached, or takes the heads of several calls. Attach after aggregate()."
+                f"{name} was called but its outputs were not computed in the call: "
+                f"{explain_uncalled(capture.site, 'outputs')}"
             )
         if values:
             self._require_values(name)
@@ -163,8 +166,8 @@ class OpenCapture:
             )
         if values is None:
             raise NotFired(
-                f"{name} was called but its values were not computed in the call: the module that projects them may "
-                "have been replaced after this was attached. Call find_heads again, and attach again."
+                f"{name} was called but its values were not computed in the call: "
+                f"{explain_uncalled(self.capture.site, 'values')}"
             )
         if keep is not None and keep.shape[1] != values.shape[1]:
             raise NotFired(
@@ -220,21 +223,25 @@ def name_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, obj
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def count_cached(module: nn.Module, arguments: Iterable[object]) -> int | None:
-    """Return how many tokens were in the cache that an attention module was called with; None without a cache."""
-    arguments = [*arguments]
-    cache: Any = next((value for value in arguments if hasattr(value, "get_seq_length")), None)
+def count_cached(module: nn.Module, arguments: Mapping[str, object]) -> int | None:
+    """Return how many tokens were in the cache that an attention module was called with; None without a cache.
+
+    Args:
+        module: The attention module, which may hold its place in the cache.
+        arguments: Those of the call by name; the place in the cache may be one of them.
+    """
+    cache: Any = next((value for value in arguments.values() if hasattr(value, "get_seq_length")), None)
     if cache is None:
         return None  # before the layer is read, for whose number torch.compile would compile each layer anew
-    # GPT Neo and XLM name their place in the cache otherwise
-    places = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
-    layer = next((place for place in places if isinstance(place, int)), 0)
-    kept = getattr(cache, "layers", ())[layer : layer + 1]
+    # one attention that several layers share is told its place at each call
+    places = (*(arguments.get(name) for name in PLACES), *(getattr(module, name, None) for name in PLACES))
+    layer = next((place for place in places if type(place) is int and place >= 0), None)
+    kept = () if layer is None else getattr(cache, "layers", ())[layer : layer + 1]
     if kept and not hasattr(kept[0], "get_seq_length"):
         # it reads the keys of a layer that was called before, which has the tokens of this call too
-        states = next((value for value in arguments if isinstance(value, Tensor) and value.dim() == 3), None)
+        states = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() == 3), None)
         return max(int(cache.get_seq_length()) - (0 if states is None else states.shape[1]), 0)
-    return int(cache.get_seq_length(layer))
+    return int(cache.get_seq_length() if layer is None else cache.get_seq_length(layer))
 
 
 def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:

@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters
-from headwise.heads.arrangement import require_arranged
+from headwise.heads.arrangement import is_known, require_arranged
+from headwise.heads.functional import call_projections, hands_weights
 from headwise.heads.head_list import HeadList
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
@@ -25,7 +26,9 @@ from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, Separat
 from headwise.heads.layouts_latent import LatentLinears
 from headwise.heads.layouts_shared import SharedLinears
 from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
+from headwise.heads.readings import require_told
 from headwise.heads.refusal import ROW, Named, describe_failure
+from headwise.heads.returned import read_returned
 from headwise.heads.sdpa import connect_called_scores
 from headwise.heads.slice_checks import check_head_slice, check_head_slices
 from headwise.nn.compiled import unwrap_compiled, without_wrappers
@@ -162,7 +165,9 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
         told = ", ".join(sorted({str(site.num_heads) for site in sites}))
         raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
+    sites = [read_returned(site) for site in sites]
     require_arranged(model, sites)
+    require_told(sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
     sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]
     return Heads(model, _connect_scores(model, sites))
@@ -210,10 +215,15 @@ def _match(
         if site is None:
             continue
         site = _mark_adapted(model, site)
+        if site.prepare is None and hands_weights(module):
+            site = replace(site, prepare=call_projections)
         check_head_slices(site.slices)
         if site.output is not None:
             check_head_slice(site.output)
         clause = None if own else clause or find_mixing(site)
+        if isinstance(row, FusedLinear) and not own and not is_known(module):
+            # only the forward tells blocks from alternating heads
+            site = replace(site, guessed=True)
         return (site, None) if clause is None else (None, clause)
     return None, None
 

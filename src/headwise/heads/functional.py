@@ -1,8 +1,15 @@
-"""Attention modules that hand the weights of their projections to torch's function and call no projection (WavLM)."""
+"""Attention modules that hand the weights of their projections to a function of torch and do not call these.
 
+WavLM gives all of them to `multi_head_attention_forward`; BEiT, EVA-02 and Swin V2 give that of queries, keys and
+values to `linear`, with biases that they hold apart.
+"""
+
+import dis
 import inspect
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -10,23 +17,93 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headwise.heads.heads import Site
 from headwise.heads.irregular import list_functions
+from headwise.heads.layout_steps import FUSED_BIASES
 from headwise.nn.hooks import Hook
 
+BIASES = ("q_bias", "k_bias", "v_bias", *FUSED_BIASES)
 WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
 
 # A copy of a module is not among them, and has none of its hooks.
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+# What is asked of a weight that is not used.
+_ASKED = ("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda", "data_ptr", "is_meta")
+_STARTS = re.compile("init|reset|extra_repr")
+
+
 def hands_weights(module: nn.Module) -> bool:
-    """Return whether a module's own code calls `torch.nn.functional.multi_head_attention_forward`.
+    """Return whether a module's own code uses weights of modules in it, and does not call these alone.
 
     >>> hands_weights(nn.Linear(2, 2))
     False
     """
+    return _names_attention(module) or next(_list_used(module), None) is not None
+
+
+def is_handing(site: Site) -> bool:
+    """Return whether `find_heads` saw that the module of a site hands weights."""
+    return site.prepare is call_projections
+
+
+def hands_to_attention(site: Site) -> bool:
+    """Return whether the module of a site gives all its weights to `multi_head_attention_forward`."""
+    return is_handing(site) and _names_attention(site.module)
+
+
+def hands_output(site: Site) -> bool:
+    """Return whether the code of a site's module uses the weight of its W_O, whose place nothing can take then."""
+    projection = site.output_projection
+    own = projection is not None and projection.owner is site.module and projection.attribute in _list_used(site.module)
+    return is_handing(site) and (own or _names_attention(site.module))
+
+
+def _names_attention(module: nn.Module) -> bool:
     names = {name for function in list_functions(module) for name in function.__code__.co_names}
     return "multi_head_attention_forward" in names
+
+
+def explain_uncalled(site: Site, what: str) -> str:
+    """Return why a projection of a site was not called in a call of its module, and what to do: a sentence.
+
+    Args:
+        site: The site.
+        what: What could not be read for that: "values" or "outputs".
+    """
+    if is_handing(site):
+        other = "outputs or weights" if what == "values" else "values or weights"
+        return (
+            f"its forward uses the weight of a projection in an expression of its own, such as x @ weight.T, so that "
+            f"its {what} pass through no module. Have it call the projection, or F.linear with that weight; or read "
+            f"{other}."
+        )
+    if what == "values":
+        return (
+            "the module that projects them may have been replaced after this was attached, or its forward takes "
+            "another way. Call find_heads again, and attach again."
+        )
+    return (
+        "its output projection may have been replaced after this was attached, or takes the heads of several calls. "
+        "Attach after aggregate()."
+    )
+
+
+def _list_used(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the modules in a module whose `weight` its own code reads, "" for one of another name."""
+    codes = [one.__code__ for one in list_functions(module) if _STARTS.search(one.__name__) is None]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL")]
+        for before, step, after in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname != "LOAD_ATTR" or step.argval != "weight" or after.argval in _ASKED:
+                continue
+            if before.opname != "LOAD_ATTR":
+                yield ""
+            elif before.argval in module._modules:
+                yield str(before.argval)
 
 
 def call_projections(_model: nn.Module, module: nn.Module) -> None:
@@ -34,9 +111,10 @@ def call_projections(_model: nn.Module, module: nn.Module) -> None:
     if module in _prepared:
         return
     entered: list[_Calls] = []
+    projections = [part for part in module.modules() if type(part).forward is nn.Linear.forward]
 
     def enter(_module: nn.Module, _args: tuple) -> None:
-        entered.append(_Calls(module))
+        entered.append(_Calls(module, projections))
         entered[-1].__enter__()
 
     def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
@@ -44,20 +122,39 @@ def call_projections(_model: nn.Module, module: nn.Module) -> None:
 
     module.register_forward_pre_hook(Hook(module, enter))
     module.register_forward_hook(Hook(module, leave), always_call=True)
+
+    def begin(projection: nn.Module, _args: tuple) -> None:
+        for mode in entered[-1:]:
+            mode.running.append(projection)
+
+    def end(_projection: nn.Module, _args: tuple, _output: object) -> None:
+        for mode in entered[-1:]:
+            mode.running.pop()
+
+    for projection in projections:
+        projection.register_forward_pre_hook(Hook(projection, begin))
+        projection.register_forward_hook(Hook(projection, end), always_call=True)
     _prepared.add(module)
 
 
 class _Calls(TorchFunctionMode):
-    """Calls the Linears of a module whose weights torch's function is given, and gives it identities for them."""
+    """Calls the Linears of a module whose weights torch's functions are given.
 
-    def __init__(self, module: nn.Module) -> None:
+    `linear` returns what they return, and `multi_head_attention_forward` gets identities for their weights.
+    """
+
+    def __init__(self, module: nn.Module, projections: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.projections = module, projections
+        # those whose own forward it is that calls `linear`
+        self.running: list[nn.Module] = []
 
     def __torch_function__(
         self, function: Callable[..., Any], _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function is F.linear:
+            return self._project(*(kwargs.pop("input"),) if "input" in kwargs else args, **kwargs)
         if function is not F.multi_head_attention_forward:
             return function(*args, **kwargs)
         bound = inspect.signature(function).bind(*args, **kwargs)
@@ -75,6 +172,23 @@ class _Calls(TorchFunctionMode):
         output, weights = function(*bound.args, **bound.kwargs)
         return _batch_first(output_projection, output), weights
 
+    def _project(self, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Call the module whose weight this is, unless that is what calls."""
+        module = next((one for one in self.projections if one._parameters.get("weight") is weight), None)
+        if module is None or module in self.running:
+            return F.linear(given, weight, bias)
+        # biases of queries, keys and values that the attention holds are added to what a projection returns
+        held = {*self.module._parameters, *self.module._buffers}
+        added = module._parameters.get("bias") is None and not held.isdisjoint(BIASES)
+        called = _Given(weight, None if added else bias)
+        with called:
+            output = module(given)
+        if not added or bias is None:
+            return output
+        if output is called.output and output._version == called.version:
+            return F.linear(called.input, weight, bias)
+        return output + bias
+
 
 def _batch_first(linear: nn.Module, tensor: Tensor) -> Tensor:
     """Call a module with [B, L, d] where torch's function has [L, B, d]; it computes on the latter, to the bit."""
@@ -88,3 +202,22 @@ def _batch_first(linear: nn.Module, tensor: Tensor) -> Tensor:
         del linear.__dict__["forward"]
         if held is not None:
             linear.__dict__["forward"] = held
+
+
+class _Given(TorchFunctionMode):
+    """Has one module multiply with its weight and add another bias than its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias, self.version = weight, bias, -1
+        self.input: Any = None
+        self.output: Any = None
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is not F.linear or len(args) < 2 or args[1] is not self.weight:
+            return function(*args, **(kwargs or {}))
+        self.input, self.output = args[0], F.linear(args[0], self.weight, self.bias)
+        self.version = self.output._version
+        return self.output

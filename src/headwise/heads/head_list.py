@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -91,8 +91,10 @@ class HeadList:
     def _find(self, module: nn.Module) -> tuple[nn.Module, dict[str, dict[str, Projection]]] | None:
         """Return what holds the heads, and the projections of each kind by their paths from the module."""
         for attribute, child in module._modules.items():
-            if isinstance(child, nn.ModuleList) and len(child) > 0 and (not self.heads or attribute in self.heads):
-                found = self._read_heads(attribute, list(child))
+            if isinstance(child, nn.ModuleList) and (not self.heads or attribute in self.heads):
+                # an empty place of the list is no head
+                heads = {index: head for index, head in enumerate(child) if head is not None}
+                found = self._read_heads(attribute, heads) if heads else None
                 if found is not None:
                     return child, found
         lists = {kind: _find_list(module, getattr(self, kind)) for kind in PROJECTIONS}
@@ -100,9 +102,9 @@ class HeadList:
             return None
         return module, lists
 
-    def _read_heads(self, attribute: str, heads: Sequence[nn.Module]) -> dict[str, dict[str, Projection]] | None:
+    def _read_heads(self, attribute: str, heads: Mapping[int, nn.Module]) -> dict[str, dict[str, Projection]] | None:
         found: dict[str, dict[str, Projection]] = {kind: {} for kind in PROJECTIONS}
-        for index, head in enumerate(heads):
+        for index, head in heads.items():
             names = {kind: find_attribute(head, getattr(self, kind)) for kind in PROJECTIONS}
             others = [child for name, child in head._modules.items() if name not in names.values()]
             # heads of several heads, or layers of attention
@@ -119,7 +121,7 @@ class HeadList:
         return found
 
 
-def _find_list(module: nn.Module, names: Sequence[str]) -> dict[str, Projection]:
+def _find_list(module: nn.Module, names: tuple[str, ...]) -> dict[str, Projection]:
     """Return the projections in the first list under these names, by path."""
     for name in names:
         child = module._modules.get(name)

@@ -62,6 +62,8 @@ class HeadSlice:
         called: Whether a module call computes the projection, and not the attention's own forward.
         run: Which run of heads this is, where they lie in several (`HeadRuns`); noise of each is its own.
         lora: The LoRA layer whose adapters add to the weight; None where there is none.
+        returned: The axes of what `module` returns, in the order (batch, tokens, features ...), where its features are
+            not along the last one: (0, 2, 1, 3) for [B, H, T, e]; empty otherwise.
     """
 
     projection: str
@@ -88,6 +90,7 @@ class HeadSlice:
     called: bool = True
     run: int = 0
     lora: nn.Module | None = field(default=None, repr=False)
+    returned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def settle(name: str, value: object) -> None:
@@ -287,7 +290,7 @@ class HeadSlice:
 
         Args:
             tensor: Output (input, for "output") of the module, [..., F], any strides; F is the number of rows of the
-                weight, or of columns when `axis` is 1.
+                weight, or of columns when `axis` is 1. Or an output with the axes of `returned`.
 
         Returns:
             A view [..., M, e]. Writing to it writes to `tensor`; gradients flow through it.
@@ -301,6 +304,8 @@ class HeadSlice:
             >>> value.features(owner(torch.randn(5, 7, 4))).shape
             torch.Size([5, 7, 2, 3])
         """
+        if self.returned and tensor.dim() == len(self.returned):
+            return self._select(tensor.permute(self.returned))
         if tensor.dim() < 1 or tensor.shape[-1] != self.along:
             raise LayoutError(
                 f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as the features of "
@@ -312,6 +317,26 @@ class HeadSlice:
             return own.unflatten(-1, (self.heads, span))
         return own.unfold(-1, span, self.stride)[..., :: self.step]
 
+    def _select(self, tensor: Tensor) -> Tensor:
+        """Return the heads [B, T, M, e] in [B, T, ...], whose last axes hold the features together, as a view."""
+        unit, rest, axis, kept = self.along, self.start, 2, []
+        for size in tensor.shape[2:]:
+            unit //= size
+            first, rest = divmod(rest, unit)
+            counted = {self.stride: self.heads, self.step: self.head_size}.get(unit, 0)
+            if counted and unit not in kept and first + counted <= size:
+                tensor, axis = tensor.narrow(axis, first, counted), axis + 1
+                kept.append(unit)
+            else:
+                tensor = tensor.select(axis, min(first, size - 1))
+        found = tensor if kept == [self.stride, self.step] else tensor.mT
+        if sorted(kept) != sorted([self.stride, self.step]) or found.shape[2:] != (self.heads, self.head_size):
+            raise LayoutError(
+                f"{self.name}: what {type(self.module).__name__} returns has no axis of {self.heads} {self.projection} "
+                f"heads and one of {self.head_size} features; have it return (batch, tokens, heads, features)."
+            )
+        return found
+
     def bias_view(self, tensor: Tensor) -> Tensor:
         """Return the heads of a bias, [rows] or of the axes of the weight without its inputs, as a view [M, e]."""
         flat = tensor.view(-1)
@@ -322,10 +347,10 @@ class HeadSlice:
         return flat.as_strided(size, strides, flat.storage_offset() + self.bias_start * unit)
 
     @property
-    def bias_parameter(self) -> nn.Parameter | None:
-        """The parameter that holds the bias; None where there is none."""
+    def bias_parameter(self) -> Tensor | None:
+        """The parameter, or the buffer, that holds the bias; None where there is none."""
         owner = self.owner if self.bias_owner is None else self.bias_owner
-        return None if self.bias is None else owner._parameters.get(self.bias)
+        return None if self.bias is None else {**owner._buffers, **owner._parameters}.get(self.bias)
 
     @property
     def added_bias(self) -> Tensor | None:

@@ -46,6 +46,7 @@ class Site:
             no module call returns them (`nn.MultiheadAttention`), and where they are another layer's.
         prepare: Makes the output projection a module call (swaps a stock torch module), given model and module.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
+        guessed: Whether the layout is one of several that the shapes allow, and no call of the module has told which.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
 
@@ -65,6 +66,7 @@ class Site:
     value_module: nn.Module | None = field(default=None, repr=False)
     prepare: Callable[[nn.Module, nn.Module], object] | None = field(default=None, repr=False)
     scores: Callable[[nn.Module], Scores] | None = field(default=None, repr=False)
+    guessed: bool = field(default=False, repr=False)
     found_at: tuple[tuple[str | None, str | None], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +76,11 @@ class Site:
     def label(self) -> str:
         """Its name in messages: "the model" where the model itself is the attention."""
         return self.name or "the model"
+
+    @property
+    def shown(self) -> str:
+        """Its name in tables: "(model)" where the model itself is the attention."""
+        return self.name or "(model)"
 
     @property
     def slabs(self) -> tuple[HeadSlice, ...]:
@@ -319,7 +326,7 @@ class Heads:
 
     def _select(self, sites: tuple[Site, ...], description: str) -> Heads:
         if not sites:
-            names = ", ".join(f"{site.name or '(model)'} [{site.kind}]" for site in self.sites[:8])
+            names = ", ".join(f"{site.shown} [{site.kind}]" for site in self.sites[:8])
             raise LayoutError(f"no attention {description} among {len(self.sites)} sites: {names}.")
         return replace(self, sites=sites)
 
@@ -347,7 +354,7 @@ def _describe_row(site: Site) -> tuple[str, ...]:
     shown = "-" if site.output is None else f"{site.output.attribute}: parameter"
     if output is not None:
         shown = f"{output.attribute}: {type(unwrap_compiled(output.module)).__name__}"
-    return site.name or "(model)", site.kind, str(site.layer), heads, str(site.head_size), site.layout, shown
+    return site.shown, site.kind, str(site.layer), heads, str(site.head_size), site.layout, shown
 
 
 def require_heads(given: object) -> None:

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwise.errors import LayoutError, NotFired
-from headwise.heads.capture import count_cached
+from headwise.heads.capture import count_cached, list_parameters, name_arguments
 from headwise.heads.heads import Site
 from headwise.heads.huggingface_config import UNDERNEATH, override_implementation
 from headwise.heads.sdpa import repeat_groups
@@ -126,7 +126,7 @@ def _require_reached(module: nn.Module) -> None:
 def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _require_reached(module)
     listeners: Listeners = module.__dict__[LISTENERS]
-    first = count_cached(module, (*args, *kwargs.values()))
+    first = count_cached(module, name_arguments(list_parameters(module), args, kwargs))
     listeners.first, listeners.cached = first or 0, first is not None
 
 

@@ -113,7 +113,7 @@ def importance(
 @torch.no_grad()
 def _remove_each(heads: Heads, score: Callable[[], Any]) -> Importance:
     baseline = _read_score(score())
-    drops = {site.name or "(model)": baseline - _score_without_each(heads, site, score) for site in heads.sites}
+    drops = {site.shown: baseline - _score_without_each(heads, site, score) for site in heads.sites}
     return Importance(baseline, drops)
 
 
@@ -159,7 +159,7 @@ def _differentiate(heads: Heads, score: Callable[[], Any]) -> Importance:
     if not items:
         raise NotFired("score gave no item; expected the losses of at least one.")
     gates.verify()
-    drops = {gate.site.name or "(model)": gate.total / items for gate in gates.sites}
+    drops = {gate.site.shown: gate.total / items for gate in gates.sites}
     return Importance(total / items, drops, "first_order")
 
 

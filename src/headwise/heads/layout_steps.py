@@ -24,6 +24,8 @@ KEY_COUNTS = (
 RATIOS = (GROUPS, "n_rep", "num_kv_groups")
 # Norms over the concatenated heads, before W_O: heads enter there.
 NORMS = ("attn_sub_norm", "inner_attn_ln")
+# Biases that an attention holds itself for a fused projection; those of one are called `q_bias`, `k_bias`, `v_bias`.
+FUSED_BIASES = ("qkv_bias", "kv_bias")
 # Projections of positions: they have no heads, and are no reason to refuse the module.
 BESIDE = ("pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj", "relative_k_proj", "linear_pos")
 # A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.
@@ -203,12 +205,22 @@ def build_slice(
 
 
 def add_bias(head_slice: HeadSlice, module: nn.Module) -> HeadSlice:
-    """Return the slice with a bias that the attention module holds and adds itself, as DeBERTa's `q_bias`."""
-    name = f"{head_slice.projection[0]}_bias"
-    held = module._parameters.get(name)
-    if head_slice.bias is not None or held is None or held.numel() != head_slice.heads * head_slice.head_size:
+    """Return the slice with a bias that the attention module holds and adds itself.
+
+    It is one of the projection, as DeBERTa's `q_bias`, or one of all that are fused, in the order of their weight. Keys
+    need none, and theirs may be a buffer of zeros (EVA-02).
+    """
+    if head_slice.bias is not None or head_slice.parts != (head_slice,):
         return head_slice
-    return replace(head_slice, bias=name, bias_owner=module, bias_start=0, bias_stride=head_slice.head_size)
+    for name in (f"{head_slice.projection[0]}_bias", *FUSED_BIASES):
+        held = {**module._buffers, **module._parameters}.get(name)
+        if held is None or not held.is_floating_point():
+            continue
+        if name not in FUSED_BIASES and held.numel() == head_slice.heads * head_slice.head_size:
+            return replace(head_slice, bias=name, bias_owner=module, bias_start=0, bias_stride=head_slice.head_size)
+        if name in FUSED_BIASES and held.numel() == head_slice.along:
+            return replace(head_slice, bias=name, bias_owner=module)
+    return head_slice
 
 
 def build_site(

@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import nn
 
 from headwise.errors import LayoutError, SettingError, require_names
-from headwise.heads.functional import call_projections, hands_weights
 from headwise.heads.head_runs import HeadRuns
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import PROJECTIONS, Site
@@ -222,8 +221,7 @@ class SeparateLinears:
             for kind in PROJECTIONS
         ]
         layout = self.name if gated == 1 else f"{self.name} gated"
-        site = build_site(model, name, module, layout, slices, output_projection)
-        return replace(site, prepare=call_projections) if hands_weights(module) else site
+        return build_site(model, name, module, layout, slices, output_projection)
 
     def _read_size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
         size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)

@@ -14,11 +14,16 @@ from torch.utils._pytree import tree_map
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired
 from headwise.heads.capture import split_heads
+from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
 from headwise.nn.hooks import read_first_argument
 
 Edit = Callable[[Tensor], None]
+
+
+class Uncalled(NotFired):
+    """A projection of an attention that ran was not called."""
 
 
 @dataclass(repr=False)
@@ -32,11 +37,11 @@ class RecordedCall:
 
     def __post_init__(self) -> None:
         # the forward continues, and may write into what it passed
-        self.args, self.kwargs = _copy((self.args, self.kwargs))
+        self.args, self.kwargs = copy_deeply((self.args, self.kwargs))
 
     def again(self) -> None:
         """Make the call once more, with copies of what it got: a cache must not grow."""
-        args, kwargs = _copy(tree_map(partial(_convert, dtype=self.dtype), (self.args, self.kwargs)))
+        args, kwargs = copy_deeply(tree_map(partial(_convert, dtype=self.dtype), (self.args, self.kwargs)))
         self.module(*args, **kwargs)
 
 
@@ -67,7 +72,7 @@ class Replay:
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found as its W_O"
-            raise NotFired(f"{self.site.label}: {silent} was not called in a forward pass on the given inputs.")
+            raise Uncalled(f"{self.site.label}: {silent} was not called in a forward pass on the given inputs.")
         sizes = (self.site.num_heads, self.site.head_size)
         if seen[0].shape[-1] != sizes[0] * sizes[1]:
             self.refuse(f"its W_O takes {seen[0].shape[-1]} features, not {sizes[0]} heads of {sizes[1]}")
@@ -77,7 +82,7 @@ class Replay:
         """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was."""
         seen = self._record_outputs()
         if not seen:
-            raise NotFired(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")
+            raise Uncalled(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")
         return split_heads(seen[0], self.site)
 
     def _record_outputs(self) -> list[Tensor]:
@@ -261,11 +266,3 @@ def _convert(value: Any, dtype: torch.dtype) -> Any:
         converted.update(tree_map(partial(_convert, dtype=dtype), dict(value)))
         return converted
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _copy(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except (TypeError, RuntimeError):
-        # what cannot be copied (a generator, a lock) is passed on as it is
-        return value

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise.errors import LayoutError, NotFired
-from headwise.heads.capture import count_cached
+from headwise.heads.capture import count_cached, list_parameters, name_arguments
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Site
 from headwise.nn.average_weights import mean_of, mean_weights
@@ -138,6 +138,7 @@ class InterceptedForward:
         module: The module.
         site: Its site, for sizes and messages.
         previous: What its `forward` was, where it had one of its own (Accelerate gives it one).
+        names: Names of its positional parameters.
         listeners: Observers and biases.
         holders: How many need it.
     """
@@ -145,7 +146,7 @@ class InterceptedForward:
     def __init__(self, module: nn.Module, site: Site) -> None:
         self.module, self.site = module, site
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.__wrapped__ = module.forward
+        self.names, self.__wrapped__ = list_parameters(module), module.forward
         self.listeners, self.holders = Listeners(), 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +158,7 @@ class InterceptedForward:
         mixed = find_mixer(self.module) is not None
         if not self.listeners and not mixed and not is_recomputing():
             return self.__wrapped__(*args, **kwargs)
-        running = _Running(count_cached(self.module, (*args, *kwargs.values())))
+        running = _Running(count_cached(self.module, name_arguments(self.names, args, kwargs)))
         with _TakenOver(self, running):
             output = self.__wrapped__(*args, **kwargs)
         listening = self.listeners.biases or any(observer.active() for observer in self.listeners.observers) or mixed

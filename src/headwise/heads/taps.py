@@ -24,6 +24,7 @@ from headwise.heads.capture import (
     read_padding,
     split_heads,
 )
+from headwise.heads.functional import is_handing
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, Hook, read_first_argument
@@ -219,11 +220,14 @@ class Taps(Handle):
                 )
             if self.weights or self.mean_weights or within:
                 observe = self._make_observer(record, within)
-                listener = Observer(observe, self.weights, self.mean_weights, self.beside, self._is_active)
+                # values that a module may return are read here where it did not, and need no call here
+                needs = self.weights or self.mean_weights or {*within} - {"values"} or not site.value_modules
+                active = self._is_active if needs else _never
+                listener = Observer(observe, self.weights, self.mean_weights, self.beside, active)
                 self._removers.append(site.reach_scores().listen(listener))
-            if self.values and "values" not in within:
+            if self.values:
                 modules = site.value_modules
-                if not modules:
+                if not modules and "values" not in within:
                     raise LayoutError(
                         f"{site.label} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
@@ -233,9 +237,10 @@ class Taps(Handle):
                     self._hook_after(module, self._make_values_hook(record, index, arrived))
 
     def _list_within(self, site: Site) -> tuple[str, ...]:
-        """Return what is read where the scores are computed, as no module call returns or takes it."""
+        """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
+        called = bool(site.value_modules) and not is_handing(site)
         apart = {
-            "values": bool(site.value_modules) or all(part.projection != "value" for part in site.parts),
+            "values": called or all(part.projection != "value" for part in site.parts),
             "outputs": site.output_projection is not None,
         }
         return tuple(what for what in apart if getattr(self, what) and not apart[what] and site.gives(what))
@@ -343,7 +348,8 @@ class Taps(Handle):
                 return
             part = parts[index]
             if len(parts) == 1:
-                values, bias = part.features(site.gather_heads(output, -1, part.along)), part.added_bias
+                whole = output if part.returned else site.gather_heads(output, -1, part.along)
+                values, bias = part.features(whole), part.added_bias
                 # latent attention projects a state of one head, [B, 1, K, r]
                 values = values.squeeze(1) if values.dim() == 5 else values
                 capture.values = values if bias is None else values + bias
@@ -367,7 +373,7 @@ class Taps(Handle):
                 return
             if attended.key_keep is not None:
                 capture.key_keep = attended.key_keep
-            if "values" in within:
+            if "values" in within and capture.values is None:
                 capture.values = attended.values
             if "outputs" in within:
                 capture.outputs = attended.outputs
@@ -377,6 +383,10 @@ class Taps(Handle):
                 capture.mean_weights = attended.mean_weights
 
         return see
+
+
+def _never() -> bool:
+    return False
 
 
 def _interleave(taken: list[list[OpenCapture]]) -> list[OpenCapture]:

@@ -1,6 +1,5 @@
 """Proof, by experiments on a float64 copy, that a layout reads a model's heads correctly."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError
+from headwise.heads.copying import copy_deeply
+from headwise.heads.functional import is_handing
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.replay import RecordedCall, Replay, draw_noise, record_calls
+from headwise.heads.readings import note_proved
+from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise, record_calls
 from headwise.heads.slice_checks import check_head_slices
 from headwise.heads.verify_experiments import Experiments, check_learned_queries
+from headwise.heads.verify_weighing import weighs_positions
 from headwise.heads.verify_weights import WeightExperiments, WeightReplay
 from headwise.nn.compiled import without_wrappers
 
@@ -27,15 +30,25 @@ class Verification:
     Attributes:
         sites: Names of the sites proved.
         skipped: Names of sites whose output projection is unknown, so that nothing could be proved.
+        unweighted: Names of the sites proved whose heads were not seen to attend: to weigh positions by numbers of at
+            least 0 that sum to 1. Their heads are apart, and that is all; they may be linear attention, retention or a
+            recurrent state.
     """
 
     sites: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    unweighted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.sites)} sites verified: {', '.join(name or '(model)' for name in self.sites)}"]
         if self.skipped:
             lines.append(f"not verifiable without an output projection: {', '.join(self.skipped)}")
+        if self.unweighted:
+            lines.append(
+                "not seen to attend, by weights of at least 0 that sum to 1 over positions: "
+                f"{', '.join(name or '(model)' for name in self.unweighted)}; proved there is that the output of each "
+                "head depends on its own query, key and value alone"
+            )
         return "\n".join(lines)
 
 
@@ -70,7 +83,9 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             more different tokens.
 
     Returns:
-        The names of the sites proved.
+        The names of the sites proved, and which of them were not seen to attend. The experiments hold for heads of
+        linear attention and of recurrent states too. Whether positions are weighed, by numbers of at least 0 that sum
+        to 1, is seen from values of 1 at all tokens and at some of them, or from the weights where they are reached.
 
     Raises:
         LayoutError: A site is misread, and the message names the site and the experiment; or it is on the meta device,
@@ -102,7 +117,7 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
     for site in heads.sites:
         check_head_slices(site.slices)
     sites = [site for site in copies if site.output_projection is not None or site.output is not None or _is_list(site)]
-    skipped = tuple(site.name or "(model)" for site in copies if all(site is not other for other in sites))
+    skipped = tuple(site.shown for site in copies if all(site is not other for other in sites))
     if not sites:
         raise LayoutError(
             f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
@@ -113,9 +128,12 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             site.expose()
     with torch.no_grad():
         calls = record_calls(twin, sites, lambda: twin(*positional, **given))
-        for site, call in zip(sites, calls, strict=True):
-            _verify_site(site, call)
-    return Verification(tuple(site.name for site in sites), skipped)
+        attending = [_verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
+    for site in heads.sites:
+        if all(site.shown != name for name in skipped):
+            note_proved(site)
+    unweighted = tuple(site.name for site, attends in zip(sites, attending, strict=True) if not attends)
+    return Verification(tuple(site.name for site in sites), skipped, unweighted)
 
 
 def _require_values(site: Site) -> None:
@@ -127,9 +145,19 @@ def _require_values(site: Site) -> None:
         )
 
 
-def _verify_site(site: Site, call: RecordedCall) -> None:
+def _verify_site(site: Site, call: RecordedCall) -> bool:
+    """Return whether heads that were proved to be apart were seen to attend; raise where they are not apart."""
+    if all(part.called for part in site.parts):
+        try:
+            return _run_experiments(site, call, by_weights=False)
+        except Uncalled:
+            if not is_handing(site):
+                raise
+    return _run_experiments(site, call, by_weights=True)
+
+
+def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> bool:
     learned = site.kind == "pooling" and len(site.slices) == 1
-    by_weights = any(not part.called for part in site.parts)
     read = (
         WeightReplay(site, call).heads
         if by_weights
@@ -148,8 +176,10 @@ def _verify_site(site: Site, call: RecordedCall) -> None:
             WeightExperiments(WeightReplay(site, call)).run()
         elif learned:
             check_learned_queries(Replay(site, call))
+            return True
         else:
             Experiments(Replay(site, call)).run()
+        return weighs_positions(site, call, by_weights=by_weights)
     except HeadwiseError:
         raise
     except Exception as error:
@@ -200,7 +230,7 @@ def _disable_flash(twin: nn.Module) -> None:
 def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
     """Return a copy of the model and the same sites read in the copy."""
     memo: dict[int, object] = {}
-    twin = copy.deepcopy(model, memo)
+    twin = copy_deeply(model, memo)
 
     def find_copy(module: nn.Module | None) -> nn.Module | None:
         found = None if module is None else memo.get(id(module))

@@ -5,7 +5,7 @@ all of them get zeros for one input, and one feature of each head gets that inpu
 feature and nothing else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from headwise.errors import HeadwiseError, NotFired
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
-from headwise.heads.replay import RecordedCall, Replay, draw_noise
+from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise
 from headwise.heads.verify_experiments import UNCHANGED, list_changes
 
 # Tokens that are moved: some that others attend to, and some that attend to others.
@@ -42,9 +42,13 @@ class WeightReplay:
         call = self.call if call is None else call
         sizes = self.site.num_heads, self.site.head_size
         if self.site.output_projection is not None:
-            return Replay(self.site, call).outputs().flatten(0, -3)
+            try:
+                return Replay(self.site, call).outputs().flatten(0, -3)
+            except Uncalled:
+                if self.site.output is None or self.site.output.obstacle is not None:
+                    raise
         assert self.site.output is not None
-        with _keep(list_views(self.site.output)) as views:
+        with restored(list_views(self.site.output)) as views:
             without, heads = self._copy_through(call, views, range(0), 1.0), []
             width = without.shape[-1]
             features = range(sizes[0] * sizes[1])
@@ -70,23 +74,38 @@ class WeightReplay:
 
     def move(self, token: int, distance: float) -> RecordedCall:
         """Return the call with input 0 of one token of everything that may be projected moved."""
-        widths = {part.across for part in self.site.parts}
-        moved = 0
 
-        def shift(value: object) -> object:
-            nonlocal moved
+        def shift(rows: Tensor) -> None:
+            rows[min(token, len(rows) - 1), 0] += distance
+
+        return self._change(shift)
+
+    def fill(self, pattern: Callable[[int], Tensor]) -> RecordedCall:
+        """Return the call with input 0 of all tokens of everything that may be projected set: [T] by their number."""
+
+        def write(rows: Tensor) -> None:
+            rows[:, 0] = pattern(len(rows)).to(rows)
+
+        return self._change(write)
+
+    def _change(self, change: Callable[[Tensor], None]) -> RecordedCall:
+        widths = {part.across for part in self.site.parts}
+        changed = 0
+
+        def copy_changed(value: object) -> object:
+            nonlocal changed
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
                 return value
             if value.shape[-1] not in widths:
                 return value
-            moved += 1
-            shifted = value.clone()
-            rows = shifted.flatten(0, -2)
-            rows[min(token, len(rows) - 1), 0] += distance
-            return rows.view(shifted.shape)
+            changed += 1
+            copied = value.clone()
+            rows = copied.flatten(0, -2)
+            change(rows)
+            return rows.view(copied.shape)
 
-        args, kwargs = tree_map(shift, (self.call.args, self.call.kwargs))
-        if not moved:
+        args, kwargs = tree_map(copy_changed, (self.call.args, self.call.kwargs))
+        if not changed:
             raise NotFired(
                 f"{self.site.label}: none of its arguments has the {', '.join(map(str, sorted(widths)))} features that "
                 "are projected, so nothing can be proved."
@@ -117,7 +136,7 @@ class WeightExperiments:
             (id(part.owner), part.attribute): part.parameter.data.select(part.axes.inputs, 0)
             for part in self.site.parts
         }
-        with _keep(list(columns.values()), value=0.0):
+        with restored(list(columns.values()), value=0.0):
             tokens = first.shape[0]
             probes = sorted({round(i * (tokens - 1) / (PROBES - 1)) for i in range(PROBES)})
             if self._find_moved(probes):
@@ -200,7 +219,7 @@ def list_views(head_slice: HeadSlice) -> list[Tensor]:
 
 
 @contextmanager
-def _keep(views: Sequence[Tensor], value: float | None = None) -> Iterator[Sequence[Tensor]]:
+def restored(views: Sequence[Tensor], value: float | None = None) -> Iterator[Sequence[Tensor]]:
     """Give views of weights a value inside the block, and what they were at its end."""
     saved = [view.clone() for view in views]
     if value is not None:

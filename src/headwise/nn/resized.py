@@ -45,7 +45,7 @@ def resize(module: nn.Module, sizes: Mapping[str, int]) -> Callable[[], None]:
     return undo
 
 
-def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+def set_data(parameter: Tensor, data: Tensor) -> None:
     """Give a parameter data of another shape; it stays the same object, with its hooks.
 
     >>> layer = nn.Linear(4, 6)

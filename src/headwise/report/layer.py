@@ -31,12 +31,27 @@ PAIRS = {
 TERMS = ("output", "subspace", "position")
 
 
+class SiteName(str):
+    """Dotted name of an attention module; has it as `name` too, as the sites of `find_heads` do.
+
+    >>> SiteName("layers.0.self_attn").name
+    'layers.0.self_attn'
+    """
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The name itself."""
+        return str(self)
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """The heads of one attention module.
 
     Attributes:
-        site: Dotted name of the module.
+        site: Dotted name of the module, by which `hw.prune` and `Heads.where` take it; `site.name` is the same.
         kind: "self", "decoder" or "cross".
         stack: Dotted name of the stack of layers it is in.
         layer: Index of its layer in the stack, from 0.
@@ -52,7 +67,7 @@ class LayerReport:
         effective_heads_weighted: The same with each head weighted by the variance it contributes.
     """
 
-    site: str
+    site: SiteName
     kind: str
     stack: str
     layer: int
@@ -65,6 +80,10 @@ class LayerReport:
     chance: tuple[float, ...] = ()
     effective_heads: float | None = None
     effective_heads_weighted: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.site, str):
+            object.__setattr__(self, "site", SiteName(self.site))
 
     def mean(self, measure: str) -> float | None:
         """Return the mean over pairs of different heads, or None if it was not measured.

@@ -15,7 +15,7 @@ from headwise.metrics.intervals import mean_interval
 from headwise.metrics.moments import OutputMoments, output_moments
 from headwise.metrics.pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
 from headwise.metrics.roles import RoleShares, role_shares
-from headwise.report.layer import LayerReport, Matrix
+from headwise.report.layer import LayerReport, Matrix, SiteName
 from headwise.report.removal_cost import RemovalCosts
 from headwise.similarity.alignment import FEWEST_TOKENS
 from headwise.similarity.subspaces import span_similarity
@@ -97,7 +97,7 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
     if shares is not None and not complete:
         notes.append("a role allows no pair on these batches; roles were omitted.")
     return LayerReport(
-        site=site.name,
+        site=SiteName(site.name),
         kind=site.kind,
         stack=site.stack,
         layer=site.layer,

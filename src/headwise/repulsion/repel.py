@@ -20,6 +20,7 @@ from headwise.errors import (
     require_range,
 )
 from headwise.heads.heads import PROJECTIONS, Heads, require_heads
+from headwise.heads.readings import require_proved
 from headwise.nn.hooks import Handle
 from headwise.repulsion.force_norms import ForceNorms
 from headwise.repulsion.groups import Attachment, ParticleGroup, divide_groups, find_groups
@@ -136,6 +137,7 @@ def repel(
     require_integer("every", every, low=1)
     optimizers = unwrap_optimizers(optimizer)
     require_heads(heads)
+    require_proved(heads)
     space = rule if isinstance(rule, Space) else ParameterSpace(rule, Evaluations(rule))
     groups = space.find_groups(heads, joint=joint)
     _require_particles(groups, heads, rule)

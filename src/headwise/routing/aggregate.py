@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.adapters import get_called, has_peft, is_peft_model
-from headwise.heads.functional import call_projections
+from headwise.heads.functional import hands_output
 from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.new_parameters import RequireTrained, require_unwrapped
@@ -213,9 +213,9 @@ def _find_saving_models(model: nn.Module) -> list[nn.Module]:
 def _require_replaceable(site: Site, old: nn.Module, *, keeps: bool) -> None:
     """Raise `LayoutError` where W_O is not what the heads reach first, is not called, or belongs to an adapter."""
     require_plain_projection(site, old)
-    if site.prepare is call_projections:
+    if hands_output(site):
         raise LayoutError(
-            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to torch's "
+            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to a "
             "function instead of calling it, so no aggregator can take its place."
         )
     if site.output is None and not keeps and _is_norm(old):

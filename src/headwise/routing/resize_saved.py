@@ -13,8 +13,8 @@ from headwise.routing.saved import REMEDY, Saved
 def resize_modules(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Callable[[], None]]:
     """Give modules of a model the saved sizes, and return what gives them the old ones.
 
-    Parameters that these modules hold themselves get the shapes of the saved tensors, and no values yet. A model that
-    has these sizes stays as it is, with the same parameters.
+    Parameters and buffers that these modules hold themselves get the shapes of the saved tensors, and no values yet. A
+    model that has these sizes stays as it is, with the same parameters.
 
     Raises:
         DataError: A module, or an attribute of it, is not there, or a saved tensor is larger than the model's.
@@ -30,7 +30,7 @@ def resize_modules(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor]
                     f"{type(module).__name__}; {REMEDY}"
                 )
             undo.append(resize(module, sizes))
-            for attribute, parameter in module._parameters.items():
+            for attribute, parameter in (*module._parameters.items(), *module._buffers.items()):
                 path = f"{name}.{attribute}" if name else attribute
                 stored = tensors.get(saved.tied.get(path, path))
                 if parameter is None or stored is None or stored.shape == parameter.shape:
@@ -48,7 +48,7 @@ def resize_modules(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor]
     return undo
 
 
-def _shrink(parameter: nn.Parameter, shape: torch.Size) -> Callable[[], None]:
+def _shrink(parameter: Tensor, shape: torch.Size) -> Callable[[], None]:
     before, gradient = parameter.data, parameter.grad
     parameter.grad = None
     set_data(parameter, before.new_empty(shape))

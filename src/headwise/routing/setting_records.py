@@ -1,5 +1,6 @@
 """Settings of aggregators as plain JSON, with the names of their classes."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -20,20 +21,29 @@ SETTINGS: tuple[type, ...] = (
     SimpleRouting,
     Trunk,
 )
+# Fields that would be taken for the name of the class.
+TAGGED = re.compile("setting_*")
 
 
 def record(value: Any) -> Any:
     """Return a setting as JSON: {"setting": its class, field: value, ...}; tuples become lists.
 
+    A field that is itself called `setting` is written as "setting_", one called `setting_` as "setting__", and so on.
+
     Raises:
-        DataError: A field holds something that JSON cannot represent.
+        DataError: A field holds something that JSON cannot represent, or the class has the name of one of headwise's.
 
     Example:
         >>> record(EMRouting(iterations=2))["inverse_temperature"]
         [1.0, 3.0]
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {"setting": type(value).__name__, **{f.name: record(getattr(value, f.name)) for f in fields(value)}}
+        name = type(value).__name__
+        if type(value) not in SETTINGS and name in {cls.__name__ for cls in SETTINGS}:
+            raise DataError(f"the setting {name} is not headwise's {name}, as which it would be loaded; rename it.")
+        # what a class computes itself it will compute again
+        held = {f.name: record(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {"setting": name, **{f"{key}_" if TAGGED.fullmatch(key) else key: item for key, item in held.items()}}
     if isinstance(value, tuple):
         return [record(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
@@ -59,6 +69,7 @@ def restore(value: Any, classes: Sequence[type] = ()) -> Any:
         return tuple(restore(item, classes) for item in value)
     if not isinstance(value, dict):
         return value
+    held = {key.removesuffix("_") if TAGGED.fullmatch(key) else key: key for key in value if key != "setting"}
     name = str(value.get("setting"))
     known = {cls.__name__: cls for cls in (*SETTINGS, *classes)}
     if name not in known:
@@ -67,6 +78,6 @@ def restore(value: Any, classes: Sequence[type] = ()) -> Any:
             "pass its class: load(settings=(...,))."
         )
     try:
-        return known[name](**{key: restore(item, classes) for key, item in value.items() if key != "setting"})
+        return known[name](**{key: restore(value[written], classes) for key, written in held.items()})
     except (TypeError, ValueError) as error:
         raise DataError(f"the setting {name} cannot be built from {value}: {error}") from error

@@ -20,7 +20,12 @@ from headwise.shrinking.prune_proof import PRUNED, expect_ablated, require_equal
 from headwise.shrinking.prune_refusals import require_prunable
 from headwise.shrinking.reload_stock import ConfigChange, Counts
 
-Removed = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]] | Mapping[int | str, Iterable[int]]
+Removed = (
+    Mapping[int, Iterable[int]]
+    | Mapping[str, Iterable[int]]
+    | Mapping[Site, Iterable[int]]
+    | Mapping[int | str | Site, Iterable[int]]
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Pruning:
 
     def __str__(self) -> str:
         rows = [
-            f"  {name}: heads {', '.join(map(str, gone))} removed, {self.heads[name]} left"
+            f"  {name or '(model)'}: heads {', '.join(map(str, gone))} removed, {self.heads[name]} left"
             for name, gone in self.removed.items()
         ]
         first, left_out, last = shorten(rows, LINES - 2)
@@ -88,7 +93,8 @@ def prune(
 
     Args:
         heads: The sites, from `find_heads`.
-        removed: The heads to remove, counted from 0, by the layer (an integer) or the name of the attention.
+        removed: The heads to remove, counted from 0, by the layer (an integer), the name of the attention (which
+            `hw.importance` and a report have too) or its site.
         keep: Instead of `removed`: the share of heads that each attention keeps, above 0 and below 1; round(keep H), at
             least one, and whole groups where queries are grouped. Those that matter least go.
         importance: With `keep`, what `hw.importance` returned, or one number for each head by the name of the
@@ -194,7 +200,9 @@ def _read_removed(heads: Heads, removed: Any) -> dict[Site, tuple[int, ...]]:
         )
     found: dict[Site, tuple[int, ...]] = {}
     for key, given in removed.items():
-        sites = heads.layer(key).sites if isinstance(key, int) else [s for s in heads if s.name == key]
+        # a site, or what a report names it by
+        name = getattr(key, "name", key)
+        sites = heads.layer(key).sites if isinstance(key, int) else [s for s in heads if name in (s.name, s.shown)]
         if len(sites) != 1:
             names = ", ".join(repr(site.name) for site in heads.sites[:6])
             raise SettingError(f"removed names {key!r}; expected a layer, or one of {len(heads)} names: {names}.")

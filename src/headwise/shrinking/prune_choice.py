@@ -64,10 +64,13 @@ def _choose(site: Site, units: Tensor, keep: float) -> list[int]:
 
 def _read(site: Site, importance: Importance | Mapping[str, Any]) -> Tensor:
     held = importance.drops if isinstance(importance, Importance) else importance
-    name = site.name or "(model)"
-    if not isinstance(held, Mapping) or (site.name not in held and name not in held):
+    name = site.shown
+    if not isinstance(held, Mapping) or not {site, site.name, name} & {*held}:
         raise SettingError(f"importance has no entry {name!r}; expected one number for each head of each attention.")
-    given = held[site.name] if site.name in held else held[name]
+    given = next(held[key] for key in (site, site.name, name) if key in held)
+    if isinstance(given, list | tuple):
+        # the drops of a report have intervals
+        given = [getattr(one, "value", one) for one in given]
     try:
         numbers = torch.as_tensor(given, dtype=torch.float64).cpu()
     except (TypeError, ValueError, RuntimeError):

@@ -31,7 +31,7 @@ class Cut:
 
     name: str
     owners: tuple[tuple[nn.Module, str], ...] = field(repr=False)
-    parameter: nn.Parameter
+    parameter: Tensor
     axis: int
     size: int
     keep: tuple[int, ...]
@@ -123,7 +123,7 @@ class _Slab:
     """The entries `gone` along an axis of a parameter; none where a site keeps all of it."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     axis: int = 0
     gone: tuple[int, ...] = ()
 
@@ -138,16 +138,14 @@ def _find_slabs(site: Site, lost: Lost | None, *, proved: bool, guess: bool) -> 
     if lost is None:
         held = [part.owner._parameters.get(part.attribute) for part in site.parts]
         return [_Slab(site.label, parameter) for parameter in held if parameter is not None]
-    masks: dict[int, tuple[str, nn.Parameter, Tensor]] = {}
+    masks: dict[int, tuple[str, Tensor, Tensor]] = {}
     for name, parameter, mask in _mask_parameters(site, lost, proved=proved, guess=guess):
         known = masks.get(id(parameter))
         masks[id(parameter)] = (name, parameter, mask) if known is None else (*known[:2], known[2] | mask)
     return [_Slab(name, parameter, *_read_slab(name, mask)) for name, parameter, mask in masks.values()]
 
 
-def _mask_parameters(
-    site: Site, lost: Lost, *, proved: bool, guess: bool
-) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
+def _mask_parameters(site: Site, lost: Lost, *, proved: bool, guess: bool) -> Iterable[tuple[str, Tensor, Tensor]]:
     """Yield the parameters of a site, and True at what belongs to the heads that are removed."""
     slices = (*site.slices, *(() if site.output is None else (site.output,)))
     for head_slice in slices:
@@ -167,7 +165,7 @@ def _mask_parameters(
         yield name, parameter, mask
 
 
-def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, nn.Parameter, Tensor]]:
+def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, Tensor, Tensor]]:
     parameter = part.parameter
     if part.lora is not None or is_sharded(parameter):
         raise LayoutError(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.functional import call_projections
+from headwise.heads.functional import hands_to_attention
 from headwise.heads.head_runs import HeadRuns
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
@@ -73,7 +73,7 @@ def _find_wrapping(heads: Heads, site: Site) -> Obstacle | None:
 
 
 def _find_form(site: Site) -> Obstacle | None:
-    if site.prepare is call_projections:
+    if hands_to_attention(site):
         return "hands its weights to torch's function, which takes as many heads as its width holds", None
     added = next((name for name in ("head_gates", "head_mixer") if name in site.module._modules), None)
     if added is not None:

@@ -1,0 +1,224 @@
+"""Attention that hands the weight of a projection to a function, as BEiT, EVA-02 and Swin V2 do, or uses it itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+
+WIDTH, HEADS = 16, 4
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+class Handing(nn.Module):
+    """BEiT's: one weight, and biases of queries and values apart."""
+
+    fused_attn = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def bias(self) -> Tensor:
+        return torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+
+    def project(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.qkv.weight, self.bias())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.fused_attn:
+            return F.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+    def merge(self, heads: Tensor) -> Tensor:
+        return self.proj(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.merge(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Written(Handing):
+    fused_attn = False
+
+
+class Buffered(Written):
+    """EVA-02's: the bias of keys is a buffer of zeros, and a switch calls the projection and adds the biases then."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("k_bias", torch.zeros(WIDTH), persistent=False)
+        self.apart = apart
+
+    def bias(self) -> Tensor:
+        return torch.cat((self.q_bias, self.k_bias, self.v_bias))
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.qkv(x) + self.bias() if self.apart else F.linear(input=x, weight=self.qkv.weight, bias=self.bias())
+
+
+class Cosine(Buffered):
+    """Swin V2's: queries and keys of one length, and a scale of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.log(10.0 * torch.rand(HEADS, 1, 1)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.exp()).softmax(-1) @ v
+
+
+class OneBias(Written):
+    """One bias of all three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q_bias, self.v_bias
+        self.qkv_bias = nn.Parameter(torch.randn(3 * WIDTH))
+
+    def bias(self) -> Tensor:
+        return self.qkv_bias
+
+
+class HandingOutput(Written):
+    """W_O is handed too."""
+
+    def merge(self, heads: Tensor) -> Tensor:
+        return F.linear(heads, self.proj.weight, self.proj.bias)
+
+
+class Separate(Written):
+    """Three projections, each handed with its own bias, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.qkv, self.q_bias, self.v_bias
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, one.weight, one.bias) for one in (self.q, self.k, self.v)], -1)
+
+
+class Joined(Separate):
+    """Their weights joined in one matrix, so that none is handed itself."""
+
+    fused_attn = True
+
+    def project(self, x: Tensor) -> Tensor:
+        layers = self.q, self.k, self.v
+        return F.linear(x, torch.cat([one.weight for one in layers]), torch.cat([one.bias for one in layers]))
+
+
+class Multiplying(Handing):
+    """An expression of its own."""
+
+    def project(self, x: Tensor) -> Tensor:
+        return x @ self.qkv.weight.T + self.bias()
+
+
+class Parts(Handing):
+    """Rows of the weight apart."""
+
+    def project(self, x: Tensor) -> Tensor:
+        biases = self.bias().chunk(3)
+        return torch.cat([F.linear(x, w, b) for w, b in zip(self.qkv.weight.chunk(3), biases, strict=True)], -1)
+
+
+CALLED = (Handing, Written, Buffered, lambda: Buffered(apart=True), Cosine, OneBias, HandingOutput, Separate)
+USED = (Joined, Multiplying, Parts)
+
+
+def build(kind) -> tuple[nn.Module, hw.Heads]:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind()).eval()
+    return model, hw.find_heads(model)
+
+
+@pytest.mark.parametrize("kind", [*CALLED, *USED])
+def test_heads_are_proved_read_removed_and_pruned_where_a_weight_is_handed_to_a_function(kind):
+    model, heads = build(kind)
+    plain = model(X)
+    assert hw.verify(heads, (X,)).sites == ("0", "1")
+    with hw.Taps(heads, outputs=True, values=True) as taps:
+        assert torch.equal(model(X), plain)
+        capture = taps.read()[0]
+    expected = model[0].project(X)[..., -WIDTH:]
+    torch.testing.assert_close(capture.values.flatten(2), expected)
+    torch.testing.assert_close(model[0].proj(capture.outputs.flatten(2)), model[0](X))
+    with hw.ablate(heads.where("0"), 1):
+        without = model(X)
+    assert not torch.allclose(without, plain, atol=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    hw.prune(hw.find_heads(model), {"0": [1]}, inputs=(X,))
+    torch.testing.assert_close(model(X), without)
+    assert model[0].proj.weight.shape == (WIDTH, 3 * WIDTH // HEADS)
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [*CALLED, *USED])
+def test_gradients_are_those_of_the_plain_model_and_a_wrong_reading_is_rejected(kind):
+    model, heads = build(kind)
+    model(X).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with hw.Taps(heads, outputs=True, values=True):
+        model(X).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    fused = hw.FusedLinear("wrong", ("qkv",), ("proj",), num_heads=2)
+    row = hw.SeparateLinears(num_heads=2) if kind in (Separate, Joined) else fused
+    with pytest.raises(hw.LayoutError, match="2 heads of 8 misreads"):
+        hw.verify(hw.find_heads(model, (row,)), (X,))
+
+
+def test_values_that_pass_through_no_module_are_refused_for_what_they_are():
+    class Neither(Multiplying):
+        fused_attn = False
+
+        def merge(self, heads: Tensor) -> Tensor:
+            return heads @ self.proj.weight.T
+
+    model, heads = build(Neither)
+    assert hw.verify(heads, (X,)).sites == ("0", "1")
+    for what in ("values", "outputs"):
+        with hw.Taps(heads, **{what: True}) as taps:
+            model(X)
+            with pytest.raises(hw.NotFired, match=rf"its {what} pass through no module.*F\.linear") as refusal:
+                taps.read()
+        assert "replaced" not in str(refusal.value)
+    with pytest.raises(hw.NotFired, match="its outputs pass through no module"), hw.ablate(heads, 0):
+        model(X)
+    with pytest.raises(hw.LayoutError, match="hands the weight of its output projection to a function"):
+        hw.aggregate(heads, hw.SimpleRouting())
+
+
+@pytest.mark.parametrize("kind", [Handing, Buffered, Multiplying])
+def test_what_takes_the_place_of_w_o_works_in_the_model_and_in_its_copies(kind):
+    for attach in (
+        lambda heads: hw.gate_heads(heads, hw.SigmoidGate(scale=3.0)),
+        lambda heads: hw.aggregate(heads, hw.Residual(hw.SimpleRouting())),
+    ):
+        model, heads = build(kind)
+        attach(heads)
+        changed = model(X)
+        assert torch.equal(copy.deepcopy(model)(X), changed)
+
+
+def test_a_projection_that_does_more_than_multiply_is_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3.0 * super().forward(x)
+
+    model, _ = build(Written)
+    model[0].qkv = Scaled(WIDTH, 3 * WIDTH, bias=False)
+    heads, plain = hw.find_heads(model), model(X)
+    with hw.Taps(heads, outputs=True):
+        assert torch.equal(model(X), plain)
