@@ -16,7 +16,9 @@ from torch import Tensor
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.labeled_texts import describe_blank
 from headwise.lab.data.progress import make_bars
+from headwise.lab.data.tables import Columns
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
@@ -34,6 +36,7 @@ REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
 def inspect_models(
     folder: Path,
     text: Path,
+    columns: Columns,
     against: Path | None,
     pipeline: str | None,
     shown: int,
@@ -47,7 +50,8 @@ def inspect_models(
 
     Args:
         folder: A folder of Hugging Face, or a finished run of the laboratory.
-        text: A file with one sentence per line.
+        text: A file with one sentence per line, or a table.
+        columns: The column of the sentences in the table.
         against: The folder of another model of the same shape, or None.
         pipeline: Folder or package of a spaCy pipeline, for roles; None for no roles.
         shown: Number of sentences on the page.
@@ -61,7 +65,7 @@ def inspect_models(
             another model.
         SettingError: The other model has another shape.
     """
-    read = partial(_encode, text=text, pipeline=pipeline, trust_remote_code=trust_remote_code)
+    read = partial(_encode, text=text, columns=columns, pipeline=pipeline, trust_remote_code=trust_remote_code)
     inspected, lines = read(folder)
     other = None if against is None else read(against)[0]
     if other is not None:
@@ -74,7 +78,7 @@ def inspect_models(
     before = None if other is None else _measure(other, roles, console)
     sentences, repeated = _read_weights(inspected, shown)
     page = make_inspection_page(
-        replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
+        replace(report, notes=(*report.notes, *filter(None, (LAST_PASS if repeated else "", describe_blank(lines))))),
         sentences,
         title=f"The heads of {inspected.frozen.name}",
         before=before,
@@ -116,10 +120,10 @@ class Inspected:
 
 
 def _encode(
-    folder: Path, text: Path, pipeline: str | None, *, trust_remote_code: bool = False
+    folder: Path, text: Path, columns: Columns, pipeline: str | None, *, trust_remote_code: bool = False
 ) -> tuple[Inspected, Sequence[Any]]:
     frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
-    lines = frozen.lines(text)
+    lines = frozen.read_text(text, columns)
     return Inspected(frozen, tuple(frozen.read(lines))), lines
 
 

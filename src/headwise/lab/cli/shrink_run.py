@@ -16,6 +16,7 @@ from headwise.lab.cli.shrink_page import Shrunk
 from headwise.lab.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
 from headwise.lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.lab.data.progress import make_bars
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.models.pretrained import quietly
 from headwise.lab.stopping import ignoring_stops
 from headwise.routing.save import save
@@ -43,6 +44,7 @@ class Request:
         rate: Their first learning rate.
         command: The command as typed.
         trust_remote_code: Whether code that the folder names may run.
+        columns: The column of the texts, where the file is a table.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class Request:
     rate: float
     command: str
     trust_remote_code: bool = False
+    columns: Columns = USUAL
 
 
 def prune_model(request: Request, keep: float, by: str, console: Console) -> Shrunk:
@@ -98,7 +101,9 @@ def _open(request: Request) -> Subject:
     if request.out.exists() and (not request.out.is_dir() or any(request.out.iterdir())):
         raise DataError(f"{request.out} exists and is not an empty folder; choose another with --out.")
     with quietly():
-        return open_subject(request.folder, request.text, request.lines, trust_remote_code=request.trust_remote_code)
+        return open_subject(
+            request.folder, request.text, request.lines, request.columns, trust_remote_code=request.trust_remote_code
+        )
 
 
 class _Before:
@@ -138,10 +143,11 @@ def _compare(
 
 
 def _tell(subject: Subject, stock: str | None) -> str:
+    blank = f" {subject.blank}" if subject.blank else ""
     if stock is None:
         kind = "AutoModelForCausalLM" if subject.causal else type(subject.model).__name__
-        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder)."
-    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
+        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder).{blank}"
+    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}.{blank}"
 
 
 def _write(subject: Subject, shrunk: Shrunk, request: Request, console: Console) -> Shrunk:

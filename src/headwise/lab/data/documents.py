@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input, read_numbered_lines
+from headwise.input_files import is_file, open_input, read_numbered_lines, require_text
 from headwise.strict_json import parse_json
 
 FORMS = (
@@ -138,6 +138,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
         with open_input(path) as stream:
             while raw := stream.readline(longest):
                 ends = raw.endswith(b"\n")
+                require_text(path, number if begins else number + 1, raw)
                 text = decoder.decode(raw)
                 yield Piece(text.rstrip("\r\n") if ends else text, begins, ends)
                 begins, number = ends, number + ends
