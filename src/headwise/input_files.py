@@ -15,12 +15,12 @@ from headwise.errors import DataError
 LONGEST_LINE = 1 << 24
 # What files that hold no plain text begin with, and what to do with them.
 FORMATS = {
-    b"\xff\xfe": 'is UTF-16, as Excel\'s "Unicode Text"; save it as CSV UTF-8, or convert it to UTF-8',
-    b"\xfe\xff": "is UTF-16; convert it to UTF-8",
+    b"\xff\xfe": 'is not UTF-8 but UTF-16, as Excel\'s "Unicode Text"; save it as CSV UTF-8, or convert it',
+    b"\xfe\xff": "is not UTF-8 but UTF-16; convert it",
     b"PK\x03\x04": "is an archive (.zip), perhaps a spreadsheet (.xlsx); unpack it, or save the sheet as CSV UTF-8",
     b"\xd0\xcf\x11\xe0": "is a file of an old Office (.xls, .doc); save it as CSV UTF-8 or as text",
     b"\x1f\x8b": "is packed by gzip; add .gz to its name",
-    b"BZh": "is packed by bzip2; unpack it, or pack it by gzip",
+    b"BZh91AY&SY": "is packed by bzip2; unpack it, or pack it by gzip",
     b"\xfd7zXZ": "is packed by xz; unpack it, or pack it by gzip",
     b"\x28\xb5\x2f\xfd": "is packed by Zstandard; unpack it, or pack it by gzip",
     b"PAR1": "is Parquet; write it as JSON Lines or CSV",
@@ -118,14 +118,14 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
         raise DataError(f"{path}, after line {number}: cannot be read ({error}); fetch the file again.") from error
 
 
-def require_text(path: Path, number: int, line: bytes) -> None:
+def require_text(path: Path, number: int, line: bytes, *, begins: bool = True) -> None:
     """Refuse a line of a file that holds no text, by what the file is.
 
     Raises:
         DataError: The first line begins as files of another format do, or a line holds a NUL byte.
     """
-    known = next((advice for begin, advice in FORMATS.items() if number == 1 and line.startswith(begin)), None)
-    if known is not None:
+    known = next((advice for begin, advice in FORMATS.items() if line.startswith(begin)), None)
+    if known is not None and number == 1 and begins:
         raise DataError(f"{path} {known}.")
     if b"\0" in line:
         raise DataError(

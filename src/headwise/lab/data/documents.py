@@ -138,7 +138,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
         with open_input(path) as stream:
             while raw := stream.readline(longest):
                 ends = raw.endswith(b"\n")
-                require_text(path, number if begins else number + 1, raw)
+                require_text(path, number, raw, begins=begins)
                 text = decoder.decode(raw)
                 yield Piece(text.rstrip("\r\n") if ends else text, begins, ends)
                 begins, number = ends, number + ends
