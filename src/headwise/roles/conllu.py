@@ -148,9 +148,10 @@ def _require_tree(path: Path, heads: list[int], lines: list[int]) -> None:
     try:
         TopologicalSorter({word: (head,) for word, head in enumerate(heads) if word != head}).prepare()
     except CycleError as error:
+        number = min(lines[word] for word in error.args[1])
         raise DataError(
-            f"{path}:{min(lines[word] for word in error.args[1])}: the heads of the sentence go in a circle; expected a "
-            "tree that leads from each word to the root."
+            f"{path}:{number}: the heads of the sentence go in a circle; expected a tree that leads from each word to "
+            "the root."
         ) from None
 
 

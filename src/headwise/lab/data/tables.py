@@ -172,27 +172,21 @@ def count_fields(count: int) -> str:
     return f"{count} field{'s' * (count != 1)}"
 
 
-def find_value(value: Any, name: str) -> Any:
-    """Return the value of a key of JSON data, where a dot leads into an object, or of a key that holds the dot.
+def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a JSON object and of those inside it, joined by dots, with their values.
 
-    Raises:
-        KeyError: There is no such key.
-
-    >>> find_value({"data": {"body": "a text"}}, "data.body")
-    'a text'
+    >>> flatten({"data": {"body": "a text", "words": 2}})
+    {'data.body': 'a text', 'data.words': 2}
     """
-    return dict(_flatten(value))[name]
-
-
-def _flatten(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of an object and of those inside it, joined by dots."""
-    left: list[tuple[str, Any]] = list(reversed(value.items()))
+    found: dict[str, Any] = {}
+    left = list(reversed(value.items()))
     while left:
         name, inner = left.pop()
         if isinstance(inner, dict):
             left += [(f"{name}.{key}", one) for key, one in reversed(inner.items())]
         else:
-            yield name, inner
+            found[name] = inner
+    return found
 
 
 def _read_objects(path: Path, longest: int) -> tuple[tuple[str, ...], list[Row]]:
@@ -209,7 +203,7 @@ def _read_objects(path: Path, longest: int) -> tuple[tuple[str, ...], list[Row]]
                 f"{path}, line {number}: expected a JSON object in each line, as pandas writes them with "
                 "orient='records', lines=True."
             )
-        flat = {name: _format(inner) for name, inner in _flatten(value) if not isinstance(inner, list)}
+        flat = {name: _format(inner) for name, inner in flatten(value).items() if not isinstance(inner, list)}
         found.append((number, flat))
     header = tuple(dict.fromkeys(name for _, flat in found for name in flat))
     return header, [(number, [flat.get(name, "") for name in header]) for number, flat in found]
