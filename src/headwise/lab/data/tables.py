@@ -153,7 +153,7 @@ def read_table(
         if rows and (wanted or is_header(first)):
             header, rows = first, rows[1:]
     if not rows:
-        raise DataError(f"{path} has {'no lines' if header is None else 'a header and no lines'}; expected some.")
+        raise DataError(f"{path} has {'a header and no lines' if header else 'no lines'}; expected some.")
     table = Table(path, header, rows)
     for number, fields in rows if even else ():
         if len(fields) != table.width:
@@ -215,9 +215,9 @@ def _format(value: str | float | bool | None) -> str:
 
 def _read_delimited(path: Path, is_header: Callable[[Sequence[str]], bool], fewest: int, longest: int) -> Sequence[Row]:
     lines = partial(_read_lines, path, longest)
-    first = next((line for _, line in lines() if line.strip()), "")
+    number, first = next(((number, line) for number, line in lines() if line.strip()), (0, ""))
     if stated := STATED.fullmatch(first):
-        return _split(path, lines, stated[1])[1:]
+        return _split(path, partial(_read_lines, path, longest, after=number), stated[1])
     own = COMMA if path.name.removesuffix(".gz").endswith(".csv") else TAB
     present = [mark for mark in dict.fromkeys((TAB, own, *DELIMITERS)) if mark in first]
     for mark in present:
@@ -229,20 +229,21 @@ def _read_delimited(path: Path, is_header: Callable[[Sequence[str]], bool], fewe
         tried = [mark for mark in tried if mark == TAB]
     for mark in tried:
         rows, fault = _try_split(lines, mark)
-        if not fault and len(rows[0][1]) >= fewest and _are_even(rows):
+        if rows and not fault and len(rows[0][1]) >= fewest and _are_even(rows):
             return rows
     if fewest == 1 and (own == TAB or own not in present):
         return [(number, [line]) for number, line in lines() if line]
     return _split(path, lines, own if own in present or not present else max(present, key=first.count))
 
 
-def _read_lines(path: Path, longest: int) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file, which end in LF, CRLF or CR, numbered from 1."""
+def _read_lines(path: Path, longest: int, after: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file after a line, which end in LF, CRLF or CR, numbered from 1."""
     number = 0
     for _, line in read_numbered_lines(path, longest):
         for part in line.split("\r"):
             number += 1
-            yield number, part
+            if number > after:
+                yield number, part
 
 
 def _split(path: Path, lines: Lines, mark: str) -> Sequence[Row]:
