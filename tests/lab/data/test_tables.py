@@ -31,7 +31,7 @@ TEXTS = [
     "5 inches",
     "x" * 140_000,
 ]
-BROKEN = "in two\nlines, with a\ttab"
+BROKEN = ("in\nthree, perhaps\nlines", "with a\ttab")
 # Each reader: the header it knows, where the text and its label are in a row, and what it makes of a file.
 Rows = Sequence[Sequence[str]]
 Read = Callable[[Path], list[tuple[str, ...]]]
@@ -125,13 +125,13 @@ def exports(rows: Rows, plain: Rows, *, headed: bool) -> Iterator[tuple[str, Row
 @pytest.mark.parametrize("name", READERS)
 def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str, tmp_path: Path):
     read, header, write, expect = READERS[name]
-    made = [(text, LABELS[number % 2]) for number, text in enumerate([*TEXTS, BROKEN, "", *TEXTS[:2]])]
+    made = [(text, LABELS[number % 2]) for number, text in enumerate([*TEXTS, *BROKEN, "", *TEXTS[:2]])]
     head = [header] if header else []
-    plain = [*head, *(write(*one) for one in made if one[0] != BROKEN)]
-    for file, rows, raw in exports([*head, *(write(*one) for one in made)], plain, headed=bool(header)):
+    plain = [*head, *(write(*one) for one in made if one[0] not in BROKEN)]
+    for file, rows, raw in exports([*head, *(write(*one) for one in made)], plain, headed=bool(header) and name != "glue"):
         path = tmp_path / file
         path.write_bytes(raw)
-        kept = [one for one in made if one[0] != BROKEN or rows is not plain]
+        kept = [one for one in made if one[0] not in BROKEN or rows is not plain]
         if name in ("texts", "glue"):
             kept = [one for one in kept if one[0]]
         normal = [tuple(" ".join(field.split()) for field in expect(*one)) for one in kept]
