@@ -128,7 +128,9 @@ def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str,
     made = [(text, LABELS[number % 2]) for number, text in enumerate([*TEXTS, *BROKEN, "", *TEXTS[:2]])]
     head = [header] if header else []
     plain = [*head, *(write(*one) for one in made if one[0] not in BROKEN)]
-    for file, rows, raw in exports([*head, *(write(*one) for one in made)], plain, headed=bool(header) and name != "glue"):
+    for file, rows, raw in exports(
+        [*head, *(write(*one) for one in made)], plain, headed=bool(header) and name != "glue"
+    ):
         path = tmp_path / file
         path.write_bytes(raw)
         kept = [one for one in made if one[0] not in BROKEN or rows is not plain]
