@@ -11,6 +11,7 @@ from headwise.lab.data.tables import SUFFIXES, USUAL, Columns, Table, count_fiel
 
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
 TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "content", "question"}
+SURE_NAMES = {"text", "texts", "sentence"}
 # A column with a larger share of different values holds texts, not labels.
 MOST_LABELS = 0.5
 
@@ -125,7 +126,8 @@ def read_texts(path: Path, columns: Columns = USUAL, longest: int = LONGEST_LINE
     """
 
     def is_header(fields: Sequence[str]) -> bool:
-        return len(fields) > 1 and find_names(fields) is not None
+        # there may be no labels, and other names of texts may be labels
+        return find_names(fields) is not None or not SURE_NAMES.isdisjoint(field.lower() for field in fields)
 
     table = read_table(path, is_header, columns=columns, fewest=1, longest=longest)
     if table.header is None:

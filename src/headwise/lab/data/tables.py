@@ -140,7 +140,7 @@ def read_table(
         DataError: The file cannot be read, has no rows, a quote is not closed, or a row has another number of fields;
             the message names the line.
     """
-    if path.name.removesuffix(".gz").endswith(OBJECTS):
+    if has_suffix(path, OBJECTS):
         header, rows = _read_objects(path, longest)
     else:
         wanted = {name.lower() for name in columns.names}
@@ -161,6 +161,15 @@ def read_table(
                 f"{path}, line {number}: {count_fields(len(fields))}; expected {table.width} as in the first line."
             )
     return table
+
+
+def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a file has one of some suffixes, in capitals or not, plain or gzipped.
+
+    >>> has_suffix(Path("Export.CSV.gz"), (".csv",))
+    True
+    """
+    return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def count_fields(count: int) -> str:
@@ -190,6 +199,7 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_objects(path: Path, longest: int) -> tuple[tuple[str, ...], list[Row]]:
+    fault = "expected a JSON object in each line, as pandas writes them with orient='records', lines=True"
     found: list[tuple[int, Mapping[str, str]]] = []
     for number, line in read_numbered_lines(path, longest):
         if not line.strip():
@@ -197,12 +207,9 @@ def _read_objects(path: Path, longest: int) -> tuple[tuple[str, ...], list[Row]]
         try:
             value = parse_json(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: expected a JSON object in each line ({error}).") from None
+            raise DataError(f"{path}, line {number}: {fault} ({error}).") from None
         if not isinstance(value, dict):
-            raise DataError(
-                f"{path}, line {number}: expected a JSON object in each line, as pandas writes them with "
-                "orient='records', lines=True."
-            )
+            raise DataError(f"{path}, line {number}: {fault}.")
         flat = {name: _format(inner) for name, inner in flatten(value).items() if not isinstance(inner, list)}
         found.append((number, flat))
     header = tuple(dict.fromkeys(name for _, flat in found for name in flat))
@@ -218,7 +225,7 @@ def _read_delimited(path: Path, is_header: Callable[[Sequence[str]], bool], fewe
     number, first = next(((number, line) for number, line in lines() if line.strip()), (0, ""))
     if stated := STATED.fullmatch(first):
         return _split(path, partial(_read_lines, path, longest, after=number), stated[1])
-    own = COMMA if path.name.removesuffix(".gz").endswith(".csv") else TAB
+    own = COMMA if has_suffix(path, (".csv",)) else TAB
     present = [mark for mark in dict.fromkeys((TAB, own, *DELIMITERS)) if mark in first]
     for mark in present:
         names, _ = _split_quoted(lambda: iter([(1, first)]), mark)
@@ -272,7 +279,7 @@ def _split_quoted(lines: Lines, mark: str) -> tuple[Sequence[Row], str]:
     # fields may be as long as lines, where Python allows 131,072 characters
     before = csv.field_size_limit(LONGEST_LINE)
     try:
-        reader = csv.reader((f"{line}\n" for _, line in lines()), delimiter=mark, strict=True)
+        reader = csv.reader((f"{line}\n" for _, line in lines()), delimiter=mark, strict=True, skipinitialspace=True)
         for fields in reader:
             if fields:
                 found.append((first, fields))
