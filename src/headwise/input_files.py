@@ -124,8 +124,8 @@ def require_text(path: Path, number: int, line: bytes, *, begins: bool = True) -
     Raises:
         DataError: The first line begins as files of another format do, or a line holds a NUL byte.
     """
-    known = next((advice for begin, advice in FORMATS.items() if line.startswith(begin)), None)
-    if known is not None and number == 1 and begins:
+    if number == 1 and begins and line.startswith(tuple(FORMATS)):
+        known = next(advice for begin, advice in FORMATS.items() if line.startswith(begin))
         raise DataError(f"{path} {known}.")
     if b"\0" in line:
         raise DataError(

@@ -224,23 +224,25 @@ def _read_delimited(path: Path, is_header: Callable[[Sequence[str]], bool], fewe
     lines = partial(_read_lines, path, longest)
     number, first = next(((number, line) for number, line in lines() if line.strip()), (0, ""))
     if stated := STATED.fullmatch(first):
-        return _split(path, partial(_read_lines, path, longest, after=number), stated[1])
+        return _require_closed(path, *_try_split(partial(_read_lines, path, longest, after=number), stated[1]))
     own = COMMA if has_suffix(path, (".csv",)) else TAB
     present = [mark for mark in dict.fromkeys((TAB, own, *DELIMITERS)) if mark in first]
     for mark in present:
         names, _ = _split_quoted(lambda: iter([(1, first)]), mark)
         if names and is_header([field.strip() for field in names[0][1]]):
-            return _split(path, lines, mark)
+            return _require_closed(path, *_try_split(lines, mark))
     tried = present if own in present or own == TAB else [*present, own]
     if fewest == 1 and own == TAB:
         tried = [mark for mark in tried if mark == TAB]
+    split = {}
     for mark in tried:
-        rows, fault = _try_split(lines, mark)
+        rows, fault = split[mark] = _try_split(lines, mark)
         if rows and not fault and len(rows[0][1]) >= fewest and _are_even(rows):
             return rows
     if fewest == 1 and (own == TAB or own not in present):
         return [(number, [line]) for number, line in lines() if line]
-    return _split(path, lines, own if own in present or not present else max(present, key=first.count))
+    mark = own if own in present or not present else max(present, key=first.count)
+    return _require_closed(path, *split.get(mark) or _try_split(lines, mark))
 
 
 def _read_lines(path: Path, longest: int, after: int = 0) -> Iterator[tuple[int, str]]:
@@ -253,8 +255,7 @@ def _read_lines(path: Path, longest: int, after: int = 0) -> Iterator[tuple[int,
                 yield number, part
 
 
-def _split(path: Path, lines: Lines, mark: str) -> Sequence[Row]:
-    rows, fault = _try_split(lines, mark)
+def _require_closed(path: Path, rows: Sequence[Row], fault: str) -> Sequence[Row]:
     if fault:
         raise DataError(f"{path}, {fault}")
     return rows
@@ -265,7 +266,7 @@ def _try_split(lines: Lines, mark: str) -> tuple[Sequence[Row], str]:
     if mark != TAB:
         return _split_quoted(lines, mark)
     rows = [(number, line.split(TAB)) for number, line in lines() if line]
-    if not _are_even(rows):
+    if not _are_even(rows) and any(QUOTE in field for _, fields in rows for field in fields):
         quoted, fault = _split_quoted(lines, TAB)
         if not fault and _are_even(quoted):
             return quoted, ""
@@ -286,8 +287,8 @@ def _split_quoted(lines: Lines, mark: str) -> tuple[Sequence[Row], str]:
             first = reader.line_num + 1
     except csv.Error as error:
         return found, (
-            f"line {first}: not {DELIMITERS[mark]}-separated as quoting wants it ({error}); close each quote, and "
-            "double those inside a field."
+            f"line {first}: not {DELIMITERS.get(mark, mark)}-separated as quoting wants it ({error}); close each quote, "
+            "and double those inside a field."
         )
     finally:
         csv.field_size_limit(before)

@@ -105,9 +105,9 @@ def read_set(place: Path, columns: Columns = USUAL) -> SentenceSet:
 def _read_folder(place: Path, columns: Columns) -> SentenceSet:
     layout, paths = find_layout(place)
     names = {layout.train: "train" if layout.test else "all", layout.dev: "dev", layout.test: "test"}
-    train = _open(paths[layout.train], columns)
-    if _find_pair(train, columns) is not None:
-        pairs = {names[name]: _read_pairs(_open(path, columns), columns) for name, path in paths.items()}
+    tables = {name: _open(path, columns) for name, path in paths.items()}
+    if _find_pair(tables[layout.train], columns) is not None:
+        pairs = {names[name]: _read_pairs(table, columns) for name, table in tables.items()}
         return SentenceSet("pairs", pairs, tuple(paths.values()))
     read = read_labeled(layout, paths, columns)
     return SentenceSet(
