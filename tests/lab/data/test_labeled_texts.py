@@ -110,7 +110,7 @@ def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_q
             "rating\tbody\n" + "".join(f"{'ab'[number % 2]}\tx {number}\n" for number in range(12)),
             r"a\.tsv, line 1: the label 'rating' is that of no other line; if the line names the columns",
         ),
-        ("a.csv", 'label,text\na,"x\nb,y\n', r"a\.csv, line 2: not comma-separated as quoting wants it"),
+        ("a.csv", 'label,text\na,"x\nb,y\n', r"a\.csv, line 2: not comma-separated as quotes want it"),
         ("a.csv", 'label,text\na,"x\ny"\nb,z,q\n', r"a\.csv, line 4: 3 fields; expected 2"),
         ("a.json", '[{"label": 1}]', r"a\.json, line 1: expected a JSON object in each line, as pandas writes them"),
         ("a.json", '{"label": 1', r"a\.json, line 1: expected a JSON object in each line, .* \(.*delimiter"),

@@ -78,7 +78,7 @@ def inspect_models(
     before = None if other is None else _measure(other, roles, console)
     sentences, repeated = _read_weights(inspected, shown)
     page = make_inspection_page(
-        replace(report, notes=(*report.notes, *filter(None, (LAST_PASS if repeated else "", describe_blank(lines))))),
+        replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
         sentences,
         title=f"The heads of {inspected.frozen.name}",
         before=before,
@@ -113,10 +113,11 @@ def _require_own(place: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Inspected:
-    """A frozen model, and a text as batches for it."""
+    """A frozen model, a text as batches for it, and how many of its lines were blank, as a sentence."""
 
     frozen: Frozen
     batches: tuple[Encoded, ...]
+    blank: str
 
 
 def _encode(
@@ -124,7 +125,7 @@ def _encode(
 ) -> tuple[Inspected, Sequence[Any]]:
     frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
     lines = frozen.read_text(text, columns)
-    return Inspected(frozen, tuple(frozen.read(lines))), lines
+    return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
 
 
 def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
@@ -141,7 +142,8 @@ def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, 
             roles=roles,
             advance=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, _describe_cut(inspected)))))
+    notes = filter(None, (frozen.note, _describe_cut(inspected), inspected.blank))
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def _describe_cut(inspected: Inspected) -> str:

@@ -153,7 +153,7 @@ def read_table(
         if rows and (wanted or is_header(first)):
             header, rows = first, rows[1:]
     if not rows:
-        raise DataError(f"{path} has {'a header and no lines' if header else 'no lines'}; expected some.")
+        raise DataError(f"{path} has {'a header and ' * bool(header)}no lines, so it holds no text; expected some.")
     table = Table(path, header, rows)
     for number, fields in rows if even else ():
         if len(fields) != table.width:
@@ -287,7 +287,7 @@ def _split_quoted(lines: Lines, mark: str) -> tuple[Sequence[Row], str]:
             first = reader.line_num + 1
     except csv.Error as error:
         return found, (
-            f"line {first}: not {DELIMITERS.get(mark, mark)}-separated as quoting wants it ({error}); close each quote, "
+            f"line {first}: not {DELIMITERS.get(mark, mark)}-separated as quotes want it ({error}); close each quote, "
             "and double those inside a field."
         )
     finally:
