@@ -13,6 +13,21 @@ from headwise.errors import DataError
 
 # Most bytes of a line, so that a file without line ends, or one packed small, does not fill the memory.
 LONGEST_LINE = 1 << 24
+# What files that hold no plain text begin with, and what to do with them.
+FORMATS = {
+    b"\xff\xfe": 'is not UTF-8 but UTF-16, as Excel\'s "Unicode Text"; save it as CSV UTF-8, or convert it',
+    b"\xfe\xff": "is not UTF-8 but UTF-16; convert it",
+    b"PK\x03\x04": "is an archive (.zip), perhaps a spreadsheet (.xlsx); unpack it, or save the sheet as CSV UTF-8",
+    b"\xd0\xcf\x11\xe0": "is a file of an old Office (.xls, .doc); save it as CSV UTF-8 or as text",
+    b"\x1f\x8b": "is packed by gzip; add .gz to its name",
+    b"BZh91AY&SY": "is packed by bzip2; unpack it, or pack it by gzip",
+    b"\xfd7zXZ": "is packed by xz; unpack it, or pack it by gzip",
+    b"\x28\xb5\x2f\xfd": "is packed by Zstandard; unpack it, or pack it by gzip",
+    b"PAR1": "is Parquet; write it as JSON Lines or CSV",
+    b"ARROW1": "is Arrow; write it as JSON Lines or CSV",
+    b"SQLite format 3": "is a database; export the table as CSV",
+    b"%PDF": "is a PDF; save its text",
+}
 SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -122,6 +137,7 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
                         f"{path}, line {number}: longer than {longest:,} bytes; expected a text file of shorter lines: "
                         "break the line, or name another file."
                     )
+                require_text(path, number, line)
                 # spreadsheets and some editors begin a file with a mark that is no text
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield number, text.rstrip("\r\n")
@@ -129,6 +145,22 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
         raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file.") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}, after line {number}: cannot be read ({error}); fetch the file again.") from error
+
+
+def require_text(path: Path, number: int, line: bytes, *, begins: bool = True) -> None:
+    """Refuse a line of a file that holds no text, by what the file is.
+
+    Raises:
+        DataError: The first line begins as files of another format do, or a line holds a NUL byte.
+    """
+    if number == 1 and begins and line.startswith(tuple(FORMATS)):
+        known = next(advice for begin, advice in FORMATS.items() if line.startswith(begin))
+        raise DataError(f"{path} {known}.")
+    if b"\0" in line:
+        raise DataError(
+            f"{path}, line {number}: a NUL byte, which no text has; the file is damaged, binary or UTF-16 without its "
+            "mark: convert it to UTF-8."
+        )
 
 
 def read_whole(path: Path) -> bytes:

@@ -33,7 +33,7 @@ DataFolder = Annotated[
     typer.Option(
         "--data",
         help="Folder of the task's files; logic generates its own without it. translation: also FOLDER:en-de, or two "
-        "files, my.en,my.de. classification and sentence: also one file with a label and a text per line, my.tsv. "
+        "files, my.en,my.de. classification and sentence: also one table with labels and texts, my.csv. "
         "pretraining and lm: text or JSON lines, my.txt or my.jsonl.gz. glue: the folder of one of its sets. probing: "
         "the file of one task, past_present.txt; for reproduce the folder of all. graph2text: AGENDA's folder, or a "
         "file of triples.",
@@ -69,6 +69,18 @@ TrustRemoteCode = Annotated[
 OutOfDomain = Annotated[
     Path | None,
     typer.Option("--out-of-domain", help="File of out-of-domain texts, for the figures of uncertainty."),
+]
+TextColumn = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text-column",
+        metavar="NAME",
+        help="Column of the texts in a table, or key in JSON Lines, where data.body is a key inside another; twice for "
+        "pairs.",
+    ),
+]
+LabelColumn = Annotated[
+    str | None, typer.Option("--label-column", metavar="NAME", help="Column of the labels, likewise.")
 ]
 Folds = Annotated[
     int | None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from headwise.errors import DataError
@@ -34,7 +35,8 @@ def read_conllu(path: str | Path) -> list[WordTable]:
         path: The file, UTF-8, plain or gzipped (.gz).
 
     Raises:
-        DataError: The file cannot be read or a line is malformed; the message names file and line.
+        DataError: The file cannot be read, a line is malformed, or heads do not make a tree with one root; the message
+            names file and line.
 
     Example:
         >>> import tempfile
@@ -114,6 +116,8 @@ def _build_table(path: Path, sentence: _Sentence) -> WordTable:
     for word, (head, number) in enumerate(zip(sentence.heads, sentence.lines, strict=True)):
         if head is not None and head > count:
             raise DataError(f"{path}:{number}: the head is {head}; expected at most {count}, the number of words.")
+        if head == word + 1:
+            raise DataError(f"{path}:{number}: the word is its own head; expected another word, or 0 at the root.")
         heads.append(word if head == 0 else None if head is None else head - 1)
     if sentence.tokens[-1][1] >= count:
         raise DataError(
@@ -127,7 +131,28 @@ def _build_table(path: Path, sentence: _Sentence) -> WordTable:
     if without:
         return WordTable(sentence.words, text=text, spans=spans)
     known = [head for head in heads if head is not None]
+    _require_tree(path, known, sentence.lines)
     return WordTable(sentence.words, known, sentence.relations, text=text, spans=spans)
+
+
+def _require_tree(path: Path, heads: list[int], lines: list[int]) -> None:
+    """Refuse heads without a root, with several roots or with a cycle; a root is its own head."""
+    roots = [word for word, head in enumerate(heads) if word == head]
+    if len(roots) > 1:
+        raise DataError(
+            f"{path}:{lines[roots[1]]}: a second root of the sentence, after that of line {lines[roots[0]]}; expected "
+            "one word with head 0."
+        )
+    if not roots:
+        raise DataError(f"{path}:{lines[0]}: the sentence has no root; expected one word with head 0.")
+    try:
+        TopologicalSorter({word: (head,) for word, head in enumerate(heads) if word != head}).prepare()
+    except CycleError as error:
+        number = min(lines[word] for word in error.args[1])
+        raise DataError(
+            f"{path}:{number}: the heads of the sentence go in a circle; expected a tree that leads from each word to "
+            "the root."
+        ) from None
 
 
 def _join_tokens(sentence: _Sentence) -> tuple[str, list[tuple[int, int]]]:

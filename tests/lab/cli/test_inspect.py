@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,32 @@ def test_lines_that_are_cut_are_counted(folders, tmp_path):
     assert report.tokens == 5 + 32 + 32
     assert report.notes[-1] == "1 of 3 lines are longer and were read to 32 tokens."
     assert "1 of 3 lines are longer" in (tmp_path / "out" / "heads.html").read_text()
+
+
+def test_a_column_of_a_table_is_inspected_as_its_texts_are_in_lines(folders, tmp_path, capsys):
+    lines = TEXT.split("\n")
+    table = "Kommentar;Klasse\n" + "".join(
+        f'"{line} ";{number}\n' for number, line in enumerate([*lines, "\t"]) if line
+    )
+    (tmp_path / "export.csv").write_text(table)
+    rows = (json.dumps({"data": {"body": line or None}, "label": None}) for line in [*lines[:-1], " "])
+    (tmp_path / "export.jsonl").write_text("\n".join(rows))
+    found = []
+    for name, column, blank in (
+        ("text.txt", None, 0),
+        ("export.csv", "kommentar", 1),
+        ("export.jsonl", "data.body", 2),
+    ):
+        place = tmp_path / name if column else folders / name
+        asked = [] if column is None else ["--text-column", column]
+        assert inspect(folders / "bert-0", "--text", place, *asked, "--out", tmp_path / "out") == 0
+        report = hw.load_report(tmp_path / "out" / "report.json")
+        assert (f"Texts without a word that were left out: {blank}." in report.notes) == (blank > 0)
+        assert all(word in (tmp_path / "out" / "heads.html").read_text() for word in asked)
+        found.append(replace(report, notes=()))
+    assert found[0] == found[1] == found[2]
+    assert inspect(folders / "bert-0", "--text", tmp_path / "export.jsonl", "--text-column", "body") == 2
+    assert "has no column 'body'; its columns are data.body, label" in capsys.readouterr().err
 
 
 def test_a_model_of_another_shape_is_refused_before_anything_is_measured(folders, tmp_path, capsys):

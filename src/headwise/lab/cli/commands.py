@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from headwise.atomic import hold
+from headwise.lab.data.tables import Columns
 from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.options import (
     DataFolder,
     Embeddings,
     Folds,
+    LabelColumn,
     Lora,
     OutOfDomain,
     Pipeline,
@@ -24,6 +26,7 @@ from headwise.lab.options import (
     ScaleName,
     Sizes,
     TaskName,
+    TextColumn,
     TrustRemoteCode,
     TunedFolder,
     Workers,
@@ -52,6 +55,8 @@ def tune(
     pretrained: Pretrained = None,
     lora: Lora = None,
     trust_remote_code: TrustRemoteCode = False,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
     sizes: Sizes = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the draws (default: runs/tune-TASK-SCALE).")] = None,
     workers: Workers = None,
@@ -70,6 +75,7 @@ def tune(
         sizes=(*(sizes or ()), *parse_lora(task, lora)),
         pretrained=pretrained,
         trust_remote_code=trust_remote_code,
+        columns=Columns(tuple(text_column or ()), label_column),
     )
     chosen = choose_scale(task, options)
     if getattr(chosen, "folds", None) is not None:
@@ -102,6 +108,8 @@ def data(
     embeddings: Embeddings = None,
     pretrained: Pretrained = None,
     trust_remote_code: TrustRemoteCode = False,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
     sizes: Sizes = None,
 ) -> None:
     """Show the statistics of a task's data: splits, labels, vocabulary, and what was left out; nothing is trained."""
@@ -113,6 +121,7 @@ def data(
         sizes=tuple(sizes or ()),
         pretrained=pretrained,
         trust_remote_code=trust_remote_code,
+        columns=Columns(tuple(text_column or ()), label_column),
     )
     chosen = choose_scale(task, options)
     with stoppable("stopped."), TemporaryDirectory() as cache:
@@ -255,11 +264,14 @@ def roles(
 @printing_record
 def inspect(
     model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of any task.")],
-    text: Annotated[Path, typer.Option(help="File, one sentence per line (logic: formula, graph2text: graph).")],
+    text: Annotated[
+        Path, typer.Option(help="File, one sentence per line (logic: formula, graph2text: graph), or a table.")
+    ],
     against: Annotated[Path | None, typer.Option(help="Another model of the same shape to compare with.")] = None,
     pipeline: Annotated[
         str | None, typer.Option(help="spaCy pipeline with a parser; also finds the roles of each head.")
     ] = None,
+    text_column: TextColumn = None,
     shown: Annotated[int, typer.Option("--shown", help="Number of sentences on the page.", min=0)] = 12,
     trust_remote_code: TrustRemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report and page (default: runs/inspect/...).")] = None,
@@ -267,16 +279,19 @@ def inspect(
     """Show what the heads of a model do on a text and what each contributes: in the terminal and as a page."""
     from headwise.lab.cli.head_reports import inspect_models
 
+    columns = Columns(tuple(text_column or ()))
     options = {"--text": text, "--against": against, "--pipeline": pipeline, "--shown": shown, "--out": out}
     command = shlex.join(
         ["headwise", "inspect", str(model)]
         + [part for name, value in options.items() if value is not None for part in (name, str(value))]
+        + columns.words()
         + (["--trust-remote-code"] if trust_remote_code else [])
     )
     with stoppable("stopped; nothing was written.", [out or RUNS]):
         report = inspect_models(
             model,
             text,
+            columns,
             against,
             pipeline,
             shown,
@@ -363,6 +378,7 @@ def prepare(
         Path | None, typer.Option(help="A tokenizer.json to use instead of learning subwords.")
     ] = None,
     pretrained: Pretrained = None,
+    text_column: TextColumn = None,
     sizes: Sizes = None,
 ) -> None:
     """Prepare the data of a task once, in a folder that can be moved to another machine."""
@@ -372,7 +388,9 @@ def prepare(
         raise typer.BadParameter(f"{task} needs no preparation; give its data to headwise compare {task} --data.")
     if data is None:
         raise typer.BadParameter("prepare needs --data.")
-    options = ScaleOptions(scale, pretrained=pretrained, sizes=tuple(sizes or ()))
+    options = ScaleOptions(
+        scale, pretrained=pretrained, sizes=tuple(sizes or ()), columns=Columns(tuple(text_column or ()))
+    )
     with stoppable("stopped; nothing was written.", [out]):
         prepared = chosen.prepare(data, choose_scale(task, options), out, tokenizer=tokenizer, progress=True)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

@@ -9,18 +9,21 @@ import typer
 
 from headwise.atomic import hold
 from headwise.lab.cli.configs import format_config, merge_sizes, use_config
+from headwise.lab.data.tables import Columns
 from headwise.lab.experiment.scale_options import ScaleOptions
 from headwise.lab.importing import importing
 from headwise.lab.options import (
     DataFolder,
     Embeddings,
     Folds,
+    LabelColumn,
     Lora,
     Pipeline,
     Pretrained,
     ScaleName,
     Sizes,
     TaskName,
+    TextColumn,
     TrustRemoteCode,
     TunedFolder,
     Workers,
@@ -64,6 +67,8 @@ def compare(
     lora: Lora = None,
     trust_remote_code: TrustRemoteCode = False,
     folds: Folds = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
     sizes: Sizes = None,
     tuned: TunedFolder = None,
     out: Annotated[
@@ -104,7 +109,8 @@ def compare(
     if seeds < 1:
         raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
     changed = merge_sizes(config, (*(sizes or ()), *parse_lora(task, lora)))
-    options = ScaleOptions(scale, pipeline, embeddings, folds, changed, None, pretrained, trust_remote_code)
+    columns = Columns(tuple(text_column or ()), label_column)
+    options = ScaleOptions(scale, pipeline, embeddings, folds, changed, None, pretrained, trust_remote_code, columns)
     chosen = choose_scale(task, options)
     asked = tuple(parse_arms(arms))
     missing = find_missing_controls(asked)
@@ -139,6 +145,8 @@ def compare(
         "pretrained": pretrained,
         "trust-remote-code": trust_remote_code,
         "folds": folds,
+        "text-column": columns.texts,
+        "label-column": label_column,
         "tuned": tuned,
         "out": out,
         "launcher": launcher,

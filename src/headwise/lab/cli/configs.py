@@ -14,7 +14,7 @@ from headwise.input_files import read_whole
 from headwise.strict_json import encode_json
 
 # Options that may be given several times.
-LISTS = ("set", "launch")
+LISTS = ("set", "launch", "text-column")
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:

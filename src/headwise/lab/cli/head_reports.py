@@ -17,7 +17,9 @@ from headwise.atomic import new_folder
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.labeled_texts import describe_blank
 from headwise.lab.data.progress import make_bars
+from headwise.lab.data.tables import Columns
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
@@ -35,6 +37,7 @@ REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
 def inspect_models(
     folder: Path,
     text: Path,
+    columns: Columns,
     against: Path | None,
     pipeline: str | None,
     shown: int,
@@ -48,7 +51,8 @@ def inspect_models(
 
     Args:
         folder: A folder of Hugging Face, or a finished run of the laboratory.
-        text: A file with one sentence per line.
+        text: A file with one sentence per line, or a table.
+        columns: The column of the sentences in the table.
         against: The folder of another model of the same shape, or None.
         pipeline: Folder or package of a spaCy pipeline, for roles; None for no roles.
         shown: Number of sentences on the page.
@@ -62,7 +66,7 @@ def inspect_models(
             another model.
         SettingError: The other model has another shape.
     """
-    read = partial(_encode, text=text, pipeline=pipeline, trust_remote_code=trust_remote_code)
+    read = partial(_encode, text=text, columns=columns, pipeline=pipeline, trust_remote_code=trust_remote_code)
     inspected, lines = read(folder)
     other = None if against is None else read(against)[0]
     if other is not None:
@@ -106,18 +110,19 @@ def _require_own(place: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Inspected:
-    """A frozen model, and a text as batches for it."""
+    """A frozen model, a text as batches for it, and how many of its lines were blank, as a sentence."""
 
     frozen: Frozen
     batches: tuple[Encoded, ...]
+    blank: str
 
 
 def _encode(
-    folder: Path, text: Path, pipeline: str | None, *, trust_remote_code: bool = False
+    folder: Path, text: Path, columns: Columns, pipeline: str | None, *, trust_remote_code: bool = False
 ) -> tuple[Inspected, Sequence[Any]]:
     frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
-    lines = frozen.lines(text)
-    return Inspected(frozen, tuple(frozen.read(lines))), lines
+    lines = frozen.read_text(text, columns)
+    return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
 
 
 def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
@@ -134,7 +139,8 @@ def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, 
             roles=roles,
             advance=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, _describe_cut(inspected)))))
+    notes = filter(None, (frozen.note, _describe_cut(inspected), inspected.blank))
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def _describe_cut(inspected: Inspected) -> str:

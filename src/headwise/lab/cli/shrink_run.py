@@ -17,6 +17,7 @@ from headwise.lab.cli.shrink_page import Shrunk
 from headwise.lab.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
 from headwise.lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.lab.data.progress import make_bars
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.models.pretrained import quietly
 from headwise.routing.save import save
 from headwise.shrinking.merge import merge
@@ -43,6 +44,7 @@ class Request:
         rate: Their first learning rate.
         command: The command as typed.
         trust_remote_code: Whether code that the folder names may run.
+        columns: The column of the texts, where the file is a table.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class Request:
     rate: float
     command: str
     trust_remote_code: bool = False
+    columns: Columns = USUAL
 
 
 def prune_model(request: Request, keep: float, by: str, console: Console) -> Shrunk:
@@ -104,7 +107,9 @@ def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
 
 def _open(request: Request) -> Subject:
     with quietly():
-        return open_subject(request.folder, request.text, request.lines, trust_remote_code=request.trust_remote_code)
+        return open_subject(
+            request.folder, request.text, request.lines, request.columns, trust_remote_code=request.trust_remote_code
+        )
 
 
 class _Before:
@@ -144,10 +149,11 @@ def _compare(
 
 
 def _tell(subject: Subject, stock: str | None) -> str:
+    blank = f" {subject.blank}" if subject.blank else ""
     if stock is None:
         kind = "AutoModelForCausalLM" if subject.causal else type(subject.model).__name__
-        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder)."
-    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
+        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder).{blank}"
+    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}.{blank}"
 
 
 def _write(subject: Subject, shrunk: Shrunk, place: Path, out: Path) -> None:

@@ -18,6 +18,8 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.labeled_texts import describe_blank
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import SETTINGS
 from headwise.lab.frozen.open import open_folder
@@ -47,6 +49,7 @@ class Subject:
         trained: Batches to train on.
         held_out: Batches for the scores.
         states: What the whole model puts out on the held-out batches, by number; empty where it is causal.
+        blank: How many texts were blank, as a sentence; "" for none.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Subject:
     trained: tuple[Encoded, ...]
     held_out: tuple[Encoded, ...]
     states: dict[int, Tensor]
+    blank: str = ""
 
     @property
     def heads(self) -> Heads:
@@ -191,7 +195,9 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: bool = False) -> Subject:
+def open_subject(
+    folder: Path, text: Path, lines: int, columns: Columns = USUAL, *, trust_remote_code: bool = False
+) -> Subject:
     """Return the model of a folder of Hugging Face with a text.
 
     Args:
@@ -199,6 +205,7 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
         text: A file with one text per line.
         lines: How many lines are read to choose heads by; of all others it is trained where that is wanted. A fifth of
             as many is held out.
+        columns: The column of the texts, where the file is a table.
         trust_remote_code: Whether code that the folder names may run.
 
     Raises:
@@ -215,7 +222,8 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
         )
     causal = _is_causal(type(model).__name__)
     model = model.to(next(frozen.model.parameters()).device).eval()
-    sentences = list(frozen.lines(text))
+    read = frozen.read_text(text, columns)
+    sentences = list(read)
     held_out = sentences[::HELD_OUT][: max(1, lines // (HELD_OUT - 1))]
     others = [line for place, line in enumerate(sentences) if place % HELD_OUT]
     if not others:
@@ -229,6 +237,7 @@ def open_subject(folder: Path, text: Path, lines: int, *, trust_remote_code: boo
         tuple(_trim(frozen.read(others), causal=causal)),
         tuple(_trim(frozen.read(held_out), causal=causal)),
         {},
+        describe_blank(read),
     )
     if not subject.chosen or not subject.held_out:
         raise DataError(f"the lines of {text} have one token each; expected text.")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input, read_numbered_lines
+from headwise.input_files import is_file, open_input, read_numbered_lines, require_text
+from headwise.lab.data.tables import flatten
 from headwise.strict_json import parse_json
 
 FORMS = (
@@ -20,6 +21,8 @@ LONGEST, LONGEST_LINE = 100_000, 1 << 20
 # Bytes of a line of .jsonl, which is read whole: any book fits.
 LONGEST_OBJECT = 1 << 26
 BOM = "\ufeff"
+# The usual key of a document.
+KEY = "text"
 
 
 class Piece(NamedTuple):
@@ -59,30 +62,42 @@ def find_files(place: Path) -> tuple[Path, ...]:
     raise DataError(f"{place} {state}; expected {FORMS}.")
 
 
-def read_pieces(path: Path) -> Iterator[Piece]:
-    """Yield the documents of a file in pieces of at most 100,000 characters, cut at blanks; empty ones are left out.
+def read_pieces(path: Path, column: str = KEY) -> Iterator[Piece]:
+    """Yield the documents of a file in pieces of at most 100,000 characters, cut at blanks; a blank one is "".
+
+    Args:
+        path: The file.
+        column: The key of the documents in a .jsonl file; "data.body" is a key of an object inside another.
 
     Raises:
         DataError: The file cannot be read, or a line of a .jsonl file is no object with a text.
     """
-    found = _read_objects(path) if path.name.endswith(LINES) else _read_paragraphs(path)
-    for document in found:
+    has_keys = path.name.endswith(LINES)
+    if column != KEY and not has_keys:
+        raise DataError(f"{path} has documents without keys; expected JSON Lines, .jsonl, or omit --text-column.")
+    for document in _read_objects(path, column) if has_keys else _read_paragraphs(path):
         yield from _cut(document)
 
 
-def _read_objects(path: Path) -> Iterator[Iterator[str]]:
+def _read_objects(path: Path, column: str) -> Iterator[Iterator[str]]:
     for number, line in read_numbered_lines(path, LONGEST_OBJECT):
         if not line.strip():
             continue
-        fault = 'expected a JSON object with a document under "text"'
+        fault = f'expected a JSON object with a document under "{column}"'
         try:
-            text = parse_json(line.removeprefix(BOM))["text"]
-        except (ValueError, KeyError, TypeError) as error:
-            why = f" ({error})" if isinstance(error, ValueError) else ""
-            raise DataError(f"{path}, line {number}: {fault}{why}; correct or drop the line.") from None
-        if not isinstance(text, str):
+            value = parse_json(line.removeprefix(BOM))
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: {fault} ({error}); correct or drop the line.") from None
+        keys = flatten(value) if isinstance(value, dict) else {}
+        if column not in keys:
+            known = f"its keys are {', '.join(keys)}"[:300] if keys else f"{str(value)[:60]} has no keys"
+            raise DataError(
+                f"{path}, line {number}: {fault} ({known}); name the key, --text-column, or correct or drop the line."
+            )
+        text = keys[column]
+        if not isinstance(text, str | None):
             raise DataError(f"{path}, line {number}: {fault} ({str(text)[:60]} is no text); correct or drop the line.")
-        yield iter((text,))
+        yield iter((text or "",))
 
 
 def _read_paragraphs(path: Path) -> Iterator[Iterator[str]]:
@@ -121,6 +136,8 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
         held = held[start:]
     if held.strip() or not begins:
         yield Piece(held, begins, ends=True)
+    else:
+        yield Piece("", begins=True, ends=True)
 
 
 def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
@@ -138,6 +155,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
         with open_input(path) as stream:
             while raw := stream.readline(longest):
                 ends = raw.endswith(b"\n")
+                require_text(path, number, raw, begins=begins)
                 text = decoder.decode(raw)
                 yield Piece(text.rstrip("\r\n") if ends else text, begins, ends)
                 begins, number = ends, number + ends

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.errors import DataError
-from headwise.input_files import read_numbered_lines
 from headwise.lab.data.batching import batch_by_length
+from headwise.lab.data.labeled_texts import Texts, read_texts
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.roles.word_table import WordTable
 
 BATCH = 32
@@ -117,13 +117,10 @@ def collate_rows(rows: Sequence[Row], device: torch.device, *, padding: int = 0)
         )
 
 
-def read_sentences(path: Path) -> list[str]:
-    """Return the nonempty lines of a file.
+def read_sentences(path: Path, columns: Columns = USUAL) -> Texts:
+    """Return the texts of a file with one a line, or of a table; see `read_texts`.
 
     Raises:
         DataError: The file cannot be read, or holds no text.
     """
-    found = [text for _, line in read_numbered_lines(path, LONGEST) if (text := line.strip())]
-    if not found:
-        raise DataError(f"{path} holds no text; expected one sentence per line.")
-    return found
+    return read_texts(path, columns, LONGEST)

@@ -1,20 +1,19 @@
-"""Reading labeled texts: tab- or comma-separated files with a label and a text per line."""
+"""Reading labeled texts: tables with a label and a text in each row."""
 
-import csv
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.input_files import LONGEST_LINE, is_file, read_numbered_lines
+from headwise.input_files import LONGEST_LINE, is_file
+from headwise.lab.data.tables import SUFFIXES, USUAL, Columns, Table, count_fields, read_table
 
-DELIMITERS = {".tsv": "\t", ".txt": "\t", ".csv": ","}
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
 TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "content", "question"}
+SURE_NAMES = {"text", "texts", "sentence"}
 # A column with a larger share of different values holds texts, not labels.
 MOST_LABELS = 0.5
-QUOTE = '"'
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,16 @@ class LabeledText:
     label: str
     text: str
     line: int
+
+
+class Texts(list[str]):
+    """The texts of a file, without blank ones.
+
+    Attributes:
+        blank: How many those are.
+    """
+
+    blank: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,132 +85,91 @@ def find_layout(place: Path) -> tuple[Layout, dict[str, Path]]:
     wanted = "; or ".join(" and ".join(layout.names) for layout in LAYOUTS)
     below = sorted(child.name for child in place.iterdir() if child.is_dir() and _fits_some(child))
     advice = f" There are such files in {place / below[0]}: name that folder." if below else ""
-    raise DataError(f"{place} holds no set of texts; expected files {wanted}, as .tsv or .csv, plain or .gz.{advice}")
+    raise DataError(
+        f"{place} holds no set of texts; expected files {wanted}, as .tsv, .csv or .jsonl, plain or .gz.{advice}"
+    )
 
 
-def read_labeled(layout: Layout, paths: Mapping[str, Path]) -> dict[str, list[LabeledText]]:
-    """Return the lines of each file of a layout.
+def read_labeled(
+    layout: Layout,
+    paths: Mapping[str, Path],
+    columns: Columns = USUAL,
+) -> dict[str, list[LabeledText]]:
+    """Return the lines of each file of a layout, tables as `read_table` reads them.
 
-    A first line that names both columns ("label" and "text", or a similar word) is a header; there may then be other
-    columns. Without a header there are two columns, and labels are in the one with fewer different values in the
-    training file. Fields of a .csv file are quoted as usual; in a .tsv file a field is unquoted if it begins and ends
-    with a quote and doubles each one inside. Empty texts are kept as "": the published sets have some.
+    A first line that names both columns ("label" and "text", or a similar word, or those of `columns`) is a header;
+    there may then be other columns. Without a header there are two columns, and labels are in the one with fewer
+    different values in the training file. Blank texts are kept as "", whatever their label.
 
     Raises:
         DataError: A line has another number of fields or an empty label, there are fewer than two labels, or no column
             holds labels. The message names the file, the line and the fault.
     """
-    files = {name: _File(path, list(read_rows(path))) for name, path in paths.items()}
+    files = {name: open_labeled(path, columns) for name, path in paths.items()}
     train = files[layout.train]
-    columns = train.header or _find_columns(train.path, [fields for _, fields in train.body])
+    guessed = find_columns(train, columns) or _guess_columns(train)
     if train.header is None:
-        _require_no_header(train, columns[0])
-    if len({fields[columns[0]].strip() for _, fields in train.body}) < 2:
-        raise DataError(f"{train.path} has one label in {len(train.body)} lines; expected at least two different ones.")
-    return {name: file.read_labeled(file.header or columns) for name, file in files.items()}
+        _require_no_header(train, guessed[0])
+    read = {name: _read_lines(file, find_columns(file, columns) or guessed) for name, file in files.items()}
+    if len({one.label for one in read[layout.train] if one.text}) < 2:
+        raise DataError(f"{train.path} has one label in {len(train.rows)} lines; expected at least two different ones.")
+    return read
 
 
-def read_texts(path: Path) -> list[str]:
-    """Return the texts of a file, ignoring its labels if it has any.
+def read_texts(path: Path, columns: Columns = USUAL, longest: int = LONGEST_LINE) -> Texts:
+    """Return the texts of a table, ignoring its labels if it has any, or of a file with one a line, but blank ones.
 
-    Without a header, texts are in the column with more different values. Empty texts are left out.
+    Without a header, texts are in the column with more different values.
 
     Raises:
-        DataError: A line has another number of fields, the columns are ambiguous, or there is no text.
+        DataError: A row has another number of fields, no column can hold texts, or there is no text.
     """
-    file = _File(path, list(read_rows(path)), fewest=1)
-    counts = [len(set(column)) for column in zip(*(fields for _, fields in file.body), strict=True)]
-    column = counts.index(max(counts)) if file.header is None else file.header[1]
-    texts = [" ".join(fields[column].split()) for _, fields in file.body if fields[column].strip()]
+
+    def is_header(fields: Sequence[str]) -> bool:
+        # there may be no labels, and other names of texts may be labels
+        return find_names(fields) is not None or not SURE_NAMES.isdisjoint(field.lower() for field in fields)
+
+    table = read_table(path, is_header, columns=columns, fewest=1, longest=longest)
+    if table.header is None:
+        counts = [len(set(column)) for column in zip(*(fields for _, fields in table.rows), strict=True)]
+        column = counts.index(max(counts))
+    else:
+        column = _find_column(table, columns.texts[0] if columns.texts else None, TEXT_NAMES, "text")
+    every = [fields[column].strip() for _, fields in table.rows]
+    texts = Texts(text if table.width == 1 and "\n" not in text else " ".join(text.split()) for text in every if text)
     if not texts:
         raise DataError(f"{path} holds no text; expected one a line, perhaps with a label.")
+    texts.blank = len(every) - len(texts)
     return texts
 
 
-class _File:
-    """The rows of a file, all with the same number of fields."""
+def describe_blank(texts: Sequence[object]) -> str:
+    """Return how many texts of a file were blank, as a sentence; "" for none.
 
-    def __init__(self, path: Path, rows: list[tuple[int, list[str]]], *, fewest: int = 2) -> None:
-        if not rows:
-            raise DataError(f"{path} has no lines; expected a label and a text in each.")
-        self.path = path
-        self.header = find_header(rows[0][1])
-        self.body = rows if self.header is None else rows[1:]
-        width = len(rows[0][1])
-        if self.header is None and not fewest <= width <= 2:
-            raise DataError(
-                f"{path}, line {rows[0][0]}: {_count_fields(width)}; expected 2, a label and a text, or "
-                "a header that names them."
-            )
-        for number, fields in self.body:
-            if len(fields) != width:
-                raise DataError(
-                    f"{path}, line {number}: {_count_fields(len(fields))}; expected {width} as in the first line."
-                )
-        if not self.body:
-            raise DataError(f"{path} has a header and no lines; expected a label and a text in each.")
-
-    def read_labeled(self, columns: tuple[int, int]) -> list[LabeledText]:
-        """Return the labels and texts of the rows."""
-        label, text = columns
-        empty = next((number for number, fields in self.body if not fields[label].strip()), None)
-        if empty is not None:
-            raise DataError(f"{self.path}, line {empty}: the label is empty; fill it in or drop the line.")
-        return [LabeledText(fields[label].strip(), " ".join(fields[text].split()), n) for n, fields in self.body]
+    >>> describe_blank(["a"])
+    ''
+    """
+    blank = texts.blank if isinstance(texts, Texts) else 0
+    return f"Texts without a word that were left out: {blank:,}." if blank else ""
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number from 1, its fields) of a tab- or comma-separated file; empty lines are skipped.
+def open_labeled(path: Path, columns: Columns = USUAL) -> Table:
+    """Return the table of a file, whose columns may be named or, if there are two, guessed.
 
     Raises:
-        DataError: The file cannot be read, or its suffix is not that of a table.
+        DataError: See `read_table`; or there are more columns, without names.
     """
-    suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
-    if suffix not in DELIMITERS:
-        raise DataError(f"{path} is no {', '.join(DELIMITERS)}; rename it after what separates its columns.")
-    if suffix == ".csv":
-        yield from _read_csv(path)
-        return
-    for number, line in read_numbered_lines(path):
-        fields = line.split("\t")
-        if fields != [""]:
-            yield number, [_unquote(field) for field in fields]
-
-
-def _read_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    lines = (f"{line}\n" for _, line in read_numbered_lines(path))
-    reader = csv.reader(lines, strict=True)
-    first = 1
-    try:
-        while (fields := _read_fields(reader)) is not None:
-            if fields:
-                yield first, fields
-            first = reader.line_num + 1
-    except csv.Error as error:
+    table = read_table(path, lambda fields: find_names(fields) is not None, columns=columns)
+    if table.header is None and table.width != 2:
+        number, fields = table.rows[0]
         raise DataError(
-            f"{path}, line {first}: not comma-separated as quoting wants it ({error}); close each quote, and double "
-            "those inside a field."
-        ) from None
+            f"{path}, line {number}: {count_fields(len(fields))}; expected 2, a label and a text, or a header that "
+            "names them: label and text, or what --label-column and --text-column say."
+        )
+    return table
 
 
-def _read_fields(reader: Iterator[list[str]]) -> list[str] | None:
-    """Return the next row; None at the end. Fields may be as long as lines, where Python allows 131,072 characters."""
-    before = csv.field_size_limit(LONGEST_LINE)
-    try:
-        return next(reader, None)
-    finally:
-        csv.field_size_limit(before)
-
-
-def _unquote(field: str) -> str:
-    inside = field[1:-1]
-    quoted = len(field) > 1 and field[0] == field[-1] == QUOTE
-    if quoted and QUOTE * 2 in inside and QUOTE not in inside.replace(QUOTE * 2, ""):
-        return inside.replace(QUOTE * 2, QUOTE)
-    return field
-
-
-def find_header(fields: Sequence[str]) -> tuple[int, int] | None:
+def find_names(fields: Sequence[str]) -> tuple[int, int] | None:
     """Return the columns of labels and texts if the fields are a header."""
     names = [field.strip().lower() for field in fields]
     label = next((i for i, name in enumerate(names) if name in LABEL_NAMES), None)
@@ -209,37 +177,72 @@ def find_header(fields: Sequence[str]) -> tuple[int, int] | None:
     return None if label is None or text is None else (label, text)
 
 
-def _require_no_header(file: _File, label: int) -> None:
+def find_columns(table: Table, columns: Columns) -> tuple[int, int] | None:
+    """Return the columns of labels and texts that a header names; None without a header.
+
+    Raises:
+        DataError: The header does not name them, or names two columns alike.
+    """
+    if table.header is None:
+        return None
+    for name in columns.names:
+        table.find(name)
+    text = columns.texts[0] if columns.texts else None
+    return _find_column(table, columns.label, LABEL_NAMES, "label"), _find_column(table, text, TEXT_NAMES, "text")
+
+
+def _find_column(table: Table, given: str | None, usual: Collection[str], kind: str) -> int:
+    if given is not None:
+        return table.find(given)
+    found = table.find_any(usual)
+    if found is None:
+        raise DataError(
+            f"{table.path}: none of its columns {table.names} is known to hold {kind}s; name it: --{kind}-column."
+        )
+    return found
+
+
+def _read_lines(table: Table, columns: tuple[int, int]) -> list[LabeledText]:
+    rows = ((fields[columns[0]].strip(), " ".join(fields[columns[1]].split()), number) for number, fields in table.rows)
+    found = [LabeledText(*row) for row in rows]
+    empty = next((one.line for one in found if one.text and not one.label), None)
+    if empty is not None:
+        raise DataError(f"{table.path}, line {empty}: the label is empty; fill it in or drop the line.")
+    return found
+
+
+def _require_no_header(file: Table, label: int) -> None:
     """Refuse a first line that looks like a header: its label is the only one that occurs once."""
-    counts = Counter(fields[label].strip() for _, fields in file.body)
-    number, first = file.body[0]
+    counts = Counter(fields[label].strip() for _, fields in file.rows)
+    number, first = file.rows[0]
     lone = [name for name, count in counts.items() if count == 1]
     if lone == [first[label].strip()] and len(counts) > 2:
         raise DataError(
             f"{file.path}, line {number}: the label {lone[0]!r:.60} is that of no other line; if the line names the "
-            "columns, call them label and text, else give that class more lines."
+            "columns, name them with --label-column and --text-column, else give that class more lines."
         )
 
 
-def _find_columns(path: Path, rows: Sequence[Sequence[str]]) -> tuple[int, int]:
-    counts = [len({row[column] for row in rows}) for column in (0, 1)]
+def _guess_columns(table: Table) -> tuple[int, int]:
+    counts = [len({fields[column] for _, fields in table.rows}) for column in (0, 1)]
     label = 0 if counts[0] <= counts[1] else 1
-    if counts[0] == counts[1] or min(counts) > max(2, MOST_LABELS * len(rows)):
+    if counts[0] == counts[1] or min(counts) > max(2, MOST_LABELS * len(table.rows)):
         raise DataError(
-            f"{path} has {counts[0]} and {counts[1]} different values in its columns of {len(rows)} lines, so it "
-            "cannot be told which holds labels; put a first line that names them: label and text."
+            f"{table.path} has {counts[0]} and {counts[1]} different values in its columns of {len(table.rows)} lines, "
+            "so it cannot be told which holds labels; put a first line that names them: label and text."
         )
     return label, 1 - label
 
 
+def has_splits(folder: Path) -> bool:
+    """Return whether a folder has files of training and test."""
+    return bool(_find_forms(folder, "train") and _find_forms(folder, "test"))
+
+
 def _find_forms(folder: Path, name: str) -> list[Path]:
-    forms = (f"{name}{suffix}{packed}" for suffix in DELIMITERS for packed in ("", ".gz"))
+    forms = (f"{name}{suffix}{packed}" for suffix in SUFFIXES for packed in ("", ".gz"))
     return [folder / form for form in forms if is_file(folder / form)]
 
 
 def _fits_some(folder: Path) -> bool:
     return any(all(_find_forms(folder, name) for name in layout.names) for layout in LAYOUTS)
-
-
-def _count_fields(count: int) -> str:
-    return f"{count} field{'s' * (count != 1)}"

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.input_files import is_file, read_numbered_lines
+from headwise.input_files import is_file
 from headwise.lab.data.labeled_texts import LabeledText, Layout
+from headwise.lab.data.tables import count_fields, read_table
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class Distinct:
         lines: What is left of each partition.
         repeated: Lines left out because their text is repeated in a later partition or in their own.
         contradicted: Lines left out because their text occurs with two labels.
+        blank: Lines left out because they have no text.
     """
 
     lines: Mapping[str, list[LabeledText]]
     repeated: int
     contradicted: int
+    blank: int
 
 
 def find_probing_file(place: Path) -> Path:
@@ -78,30 +81,27 @@ def find_probing_file(place: Path) -> Path:
 def read_probing(path: Path) -> dict[str, list[LabeledText]]:
     """Return the lines of each partition of a file, in the order "tr", "va", "te".
 
-    A line is `partition<TAB>label<TAB>...<TAB>sentence`; fields between label and sentence are ignored.
+    A row is partition, label, ..., sentence, in the published files separated by tabs; fields between label and
+    sentence are ignored. Blank sentences are kept as "".
 
     Raises:
-        DataError: A line has fewer than three fields, another partition, or an empty label or sentence, or there is one
-            label alone. The message names the file and the line.
+        DataError: A row has fewer than three fields, another partition, or an empty label, or there is one label alone.
+            The message names the file and the line.
     """
     found: dict[str, list[LabeledText]] = {name: [] for name in PARTITIONS}
-    for number, line in read_numbered_lines(path):
-        fields = line.split("\t")
-        if fields == [""]:
-            continue
+    for number, fields in read_table(path, lambda _fields: False, fewest=3, even=False).rows:
         if len(fields) < 3:
             raise DataError(
-                f"{path}, line {number}: {len(fields)} field{'s' * (len(fields) != 1)}; expected at least 3: "
-                "partition (tr, va or te), label and, last, the sentence, separated by tabs."
+                f"{path}, line {number}: {count_fields(len(fields))}; expected at least 3: partition (tr, va or te), "
+                "label and, last, the sentence, separated by tabs."
             )
         partition, label, text = fields[0].strip(), fields[1].strip(), " ".join(fields[-1].split())
         if partition not in found:
             raise DataError(f"{path}, line {number}: the partition is {partition!r:.60}; expected tr, va or te.")
-        for name, field in (("label", label), ("sentence", text)):
-            if not field:
-                raise DataError(f"{path}, line {number}: the {name} is empty; fill it in or drop the line.")
+        if text and not label:
+            raise DataError(f"{path}, line {number}: the label is empty; fill it in or drop the line.")
         found[partition].append(LabeledText(label, text, number))
-    labels = {one.label for lines in found.values() for one in lines}
+    labels = {one.label for lines in found.values() for one in lines if one.text}
     if len(labels) < 2:
         raise DataError(f"{path} has {len(labels)} labels in its lines; expected at least two different ones.")
     return {name: lines for name, lines in found.items() if lines}
@@ -124,7 +124,7 @@ def choose_layout(partitions: Sequence[str]) -> Layout:
 
 
 def drop_repeats(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
-    """Return the lines without texts that occur with two labels, and with every other text once.
+    """Return the lines with a text, without texts that occur with two labels, and with every other text once.
 
     Texts that differ in capitals alone are equal. A text of several partitions is kept in the last of them, so that a
     test set stays as published except for its own repeats.
@@ -134,6 +134,8 @@ def drop_repeats(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
     >>> [one.text for one in found.lines["tr"]], len(found.lines["te"]), found.repeated
     (['c'], 1, 2)
     """
+    every = sum(len(lines) for lines in read.values())
+    read = {name: [one for one in lines if one.text] for name, lines in read.items()}
     labels: dict[str, set[str]] = {}
     for lines in read.values():
         for one in lines:
@@ -150,6 +152,5 @@ def drop_repeats(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
             elif text not in seen:
                 seen.add(text)
                 kept[name].append(one)
-    left = sum(map(len, kept.values()))
-    every = sum(len(lines) for lines in read.values())
-    return Distinct({name: kept[name] for name in read}, every - left - contradicted, contradicted)
+    left, written = (sum(map(len, lines.values())) for lines in (kept, read))
+    return Distinct({name: kept[name] for name in read}, written - left - contradicted, contradicted, every - written)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.errors import SettingError
 from headwise.heads.heads import Heads
 from headwise.lab.data.encoded import Encoded, read_sentences
+from headwise.lab.data.tables import USUAL, Columns
 
 
 class _Moved(ABC):
@@ -87,6 +89,18 @@ class Frozen:
     score: Callable[[], Fidelity | Agreement] = Fidelity
     note: str = ""
     longest: str = ""
+
+    def read_text(self, path: Path, columns: Columns = USUAL) -> Sequence[Any]:
+        """Return the lines of a file, or the sentences in the columns of a table.
+
+        Raises:
+            DataError: The file cannot be read.
+            SettingError: Columns are named, and its lines are not sentences.
+        """
+        columns.require(1)
+        if columns.names and not self.reads_sentences:
+            raise SettingError(f"the lines of {self.name} are no sentences in columns; omit --text-column.")
+        return read_sentences(path, columns) if self.reads_sentences else self.lines(path)
 
     @property
     def reads_sentences(self) -> bool:

@@ -114,6 +114,7 @@ class Scale:
         test_examples: Maximum number of test examples; None for all.
         pipeline: spaCy pipeline that parses the texts, a folder or an installed package; None for no parses.
         embeddings: File of word vectors to start from; None for random ones.
+        columns: The columns of tables that hold texts and labels.
         compile_routing: Whether routing is compiled: seconds per process, repaid where a run takes minutes.
         training: Settings of the recipe that are the same in all presets.
 

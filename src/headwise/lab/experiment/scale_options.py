@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import SettingError
+from headwise.lab.data.tables import USUAL, Columns
 
 if typing.TYPE_CHECKING:
     from headwise.lab.experiment.scale import Scale
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Not settable with --set.
-APART = {"name", "pipeline", "embeddings", "out_of_domain", "pretrained", "trust_remote_code", "folds", "fold"}
+APART = {
+    "name",
+    "pipeline",
+    "embeddings",
+    "out_of_domain",
+    "pretrained",
+    "trust_remote_code",
+    "folds",
+    "fold",
+    "columns",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +43,7 @@ class ScaleOptions:
         out_of_domain: File of texts from another domain, for tasks that measure uncertainty.
         pretrained: Folder of a model or of runs, for tasks that fine-tune.
         trust_remote_code: Whether code that this folder names may run.
+        columns: Columns of the texts and labels, for tasks that read tables.
     """
 
     scale: str
@@ -42,6 +54,7 @@ class ScaleOptions:
     out_of_domain: Path | None = None
     pretrained: Path | None = None
     trust_remote_code: bool = False
+    columns: Columns = USUAL
 
     def words(self, *, for_others: bool = False) -> list[str]:
         """Return the options as typed; `for_others` with DIR or FILE instead of paths."""
@@ -52,6 +65,7 @@ class ScaleOptions:
             found += [] if place is None else [f"--{name.replace('_', '-')}", kind if for_others else str(place)]
         found += ["--trust-remote-code"] if self.trust_remote_code else []
         found += [] if self.folds is None else ["--folds", str(self.folds)]
+        found += self.columns.words()
         return found + [word for size in self.sizes for word in ("--set", size)]
 
 
@@ -73,12 +87,13 @@ def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     found = typing.get_type_hints(type(scale))
     hints = {field.name: found[field.name] for field in dataclasses.fields(typing.cast(Any, scale))}
     changes: dict[str, Any] = {}
-    for name in ("pipeline", "embeddings", "out_of_domain", "pretrained", "trust_remote_code", "folds"):
+    for name in ("pipeline", "embeddings", "out_of_domain", "pretrained", "trust_remote_code", "folds", "columns"):
         value = getattr(options, name)
-        if value is None or value is False:
+        if value is None or value is False or value == USUAL:
             continue
         if name not in hints:
-            raise SettingError(f"task {task} takes no --{name.replace('_', '-')}; omit it.")
+            given = (options.columns.words() if name == "columns" else [f"--{name.replace('_', '-')}"])[0]
+            raise SettingError(f"task {task} takes no {given}; omit it.")
         # one fold means no cross-validation
         changes[name] = None if name == "folds" and value == 1 else value
     sizes: dict[str, Any] = {}

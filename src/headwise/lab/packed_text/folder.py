@@ -116,6 +116,7 @@ def open_packed(packing: Packing[Words], folder: Path) -> tuple[dict[str, Any], 
         sound = all(isinstance(text, str) for text in texts) and sum(record["shards"]) == record["rows"]["train"]
         for number in (*sizes, *(record[name] for name in ("length", "vocabulary_size", "documents"))):
             require_integer("a size", number, low=1, high=MOST)
+        require_integer("a size", record.get("blank", 0), high=MOST)
     except (KeyError, TypeError, SettingError) as error:
         raise DataError(
             f"{folder / RECORD} is not the record of prepared text ({error}); name another folder."

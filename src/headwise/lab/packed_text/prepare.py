@@ -18,14 +18,14 @@ from headwise.atomic import hold, name_write_errors, new_file, put, sweep
 from headwise.digests import is_sealed, require_unchanged, seal
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, read_arrays, stable_key
-from headwise.lab.data.documents import Piece, read_pieces
+from headwise.lab.data.documents import KEY, Piece, read_pieces
 from headwise.lab.data.progress import make_bars
 from headwise.lab.data.subwords import TextEncoder, describe_tokenizer
 from headwise.lab.experiment import run_folder
 
 RECORD, TOKENIZER, STATE, HELD = "record.json", "tokenizer.json", "state.json", "held-{}.npz"
 SPLITS = ("train", "dev", "test")
-# A hash of a document's first piece puts it into dev or test with this chance each.
+# A hash of a document's first piece puts it into dev or test with this chance each; of rows it is their share.
 HELD_OUT = 0.02
 DRAWS = 1 << 64
 # Pieces encoded together.
@@ -92,6 +92,7 @@ class TextPreparation:
         tokenizer: A `tokenizer.json` to use instead; None learns one.
         shard_bytes: Maximum size of a shard.
         held_out_rows: Maximum number of rows of dev, and of test; the rest of what is held out is not used.
+        column: Key of the documents in JSON Lines; see `read_pieces`.
         learned_from: Maximum number of pieces to learn a tokenizer from, evenly spaced: memory and time grow with the
             number of different words.
     """
@@ -102,6 +103,7 @@ class TextPreparation:
     shard_bytes: int = 14_000_000
     held_out_rows: int = 2_000
     learned_from: int = 50_000
+    column: str = KEY
 
 
 def compute_fingerprint(packing: Packing, files: Sequence[Path], preparation: TextPreparation) -> str:
@@ -114,7 +116,8 @@ def compute_fingerprint(packing: Packing, files: Sequence[Path], preparation: Te
     sizes = preparation.length, preparation.shard_bytes, preparation.held_out_rows
     # the endings choose the reader
     endings = [path.name.removesuffix(".gz").rpartition(".")[2] for path in files]
-    return digest(f"{packing.format} {endings} {how} {sizes} {HELD_OUT}", files)
+    column = "" if preparation.column == KEY else f" {preparation.column}"
+    return digest(f"{packing.format} {endings} {how} {sizes} {HELD_OUT}{column}", files)
 
 
 def name_shard(number: int) -> str:
@@ -173,24 +176,27 @@ def _write(
 ) -> dict[str, Any]:
     state = _read_state(folder) if (folder / STATE).exists() else {}
     # read everything once before writing: bad text is refused before an hour of work
-    total = state.get("total") or sum(1 for _ in _read_all(files, bars, "reading", None))
-    words = _make_tokenizer(packing, files, preparation, folder, bars, total, progress=progress)
-    writer = _Writer(packing, folder, preparation, words)
+    text = _Text(files, preparation.column, bars)
+    found = {"blank": 0, "by_rows": False, **state} if state else text.count()
+    found = {name: found[name] for name in ("total", "blank", "by_rows")}
+    words = _make_tokenizer(packing, text, preparation, folder, found["total"], progress=progress)
+    writer = _Writer(packing, folder, preparation, words, by_rows=found["by_rows"])
     if "pieces" in state:
         writer.restore(state)
-    stream = islice(_read_all(files, bars, "packing", total), writer.pieces, None)
+    stream = islice(text.read("packing", found["total"]), writer.pieces, None)
     while batch := list(islice(stream, BATCH)):
         writer.add(batch)
         if writer.is_due:
             writer.write_shards()
-            writer.save({"total": total})
+            writer.save(found)
     writer.write_shards(everything=True)
     for split in SPLITS:
         if not writer.counts[split]:
             more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+            counted = f"{writer.documents:,} document{'s' * (writer.documents != 1)}"
             raise DataError(
-                f"{files[0]}{more}: of {writer.documents:,} documents the {split} split came out empty, at "
-                f"{preparation.length} tokens a row; give more text, or mark where documents end."
+                f"{files[0]}{more}: of {counted} the {split} split came out empty, at {preparation.length} tokens a "
+                "row; give more text, or mark where documents end: in a .txt file by a blank line."
             )
     return {
         "format": packing.format,
@@ -200,6 +206,8 @@ def _write(
         "files": [path.name for path in files],
         "documents": writer.documents,
         "rows": writer.counts,
+        **({"blank": found["blank"]} if found["blank"] else {}),
+        **({"by_rows": True} if found["by_rows"] else {}),
         "shards": writer.shards,
     }
 
@@ -216,8 +224,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
 class _Writer:
     """The rows of each split not yet written, and the position in the text."""
 
-    def __init__(self, packing: Packing, folder: Path, preparation: TextPreparation, words: TextEncoder) -> None:
-        self.folder, self.words, self.most = folder, words, preparation.held_out_rows
+    def __init__(
+        self, packing: Packing, folder: Path, preparation: TextPreparation, words: TextEncoder, *, by_rows: bool
+    ) -> None:
+        self.folder, self.words, self.most, self.by_rows = folder, words, preparation.held_out_rows, by_rows
         self.rows_per_shard = max(1, preparation.shard_bytes // (preparation.length * words.dtype.itemsize))
         self.packers = {split: packing.pack(preparation.length, words) for split in SPLITS}
         empty = np.zeros((0, preparation.length), dtype=words.dtype)
@@ -228,8 +238,8 @@ class _Writer:
 
     @property
     def is_due(self) -> bool:
-        """Whether a shard of the training split is full."""
-        return self._waiting("train") >= self.rows_per_shard
+        """Whether a shard of the training split is full, and no row of it can be one of dev or test."""
+        return self._waiting("train") >= self.rows_per_shard + 2 * self.most * self.by_rows
 
     @property
     def counts(self) -> dict[str, int]:
@@ -241,7 +251,7 @@ class _Writer:
         """Encode and pack pieces of text."""
         for piece, ids in zip(batch, self.words.encode_batch([piece.text for piece in batch]), strict=True):
             if piece.begins:
-                self.split = _choose_split(piece.text)
+                self.split = "train" if self.by_rows else _choose_split(piece.text)
                 self.documents += 1
             made = self.packers[self.split].add(ids, ends=piece.ends)
             if self.split == "train" or self._waiting(self.split) < self.most:
@@ -251,7 +261,12 @@ class _Writer:
     def write_shards(self, *, everything: bool = False) -> None:
         """Write the full shards, or with `everything` all rows, dev and test included."""
         rows = np.concatenate(self.waiting["train"])
-        while len(rows) >= self.rows_per_shard or (everything and len(rows)):
+        if self.by_rows and everything:
+            held = min(self.most, max(1, round(HELD_OUT * (sum(self.shards) + len(rows)))), len(rows) // 3)
+            rows, dev, test = np.split(rows, [len(rows) - 2 * held, len(rows) - held])
+            self.waiting |= {"dev": [dev], "test": [test]}
+        reserved = 0 if everything else 2 * self.most * self.by_rows
+        while len(rows) >= self.rows_per_shard + reserved or (everything and len(rows)):
             shard, rows = rows[: self.rows_per_shard], rows[self.rows_per_shard :]
             _write_array(self.folder / name_shard(len(self.shards)), shard)
             self.shards.append(len(shard))
@@ -284,12 +299,41 @@ class _Writer:
         return sum(map(len, self.waiting[split]))
 
 
+class _Text:
+    """The documents of files, piece by piece, with a bar for each reading."""
+
+    def __init__(self, files: Sequence[Path], column: str, bars: Progress) -> None:
+        self.files, self.column, self.bars = files, column, bars
+
+    def count(self) -> dict[str, int]:
+        """Return the numbers of pieces and blank documents, and whether documents are too few to split by them."""
+        found = {"total": 0, "blank": 0}
+        splits = set()
+        for piece in self._read("reading", None):
+            found["blank" if piece.is_blank else "total"] += 1
+            if piece.begins and not piece.is_blank:
+                splits.add(_choose_split(piece.text))
+        return found | {"by_rows": len(splits) < len(SPLITS)}
+
+    def read(self, title: str, total: int) -> Iterator[Piece]:
+        """Yield the pieces, without blank documents."""
+        return (piece for piece in self._read(title, total) if not piece.is_blank)
+
+    def _read(self, title: str, total: int | None) -> Iterator[Piece]:
+        task = self.bars.add_task(title, total=total)
+        found = chain.from_iterable(read_pieces(path, self.column) for path in self.files)
+        for number, piece in enumerate(found, start=1):
+            yield piece
+            if number % BATCH == 0:
+                self.bars.update(task, completed=number)
+        self.bars.remove_task(task)
+
+
 def _make_tokenizer(
     packing: Packing[TextEncoder],
-    files: Sequence[Path],
+    text: _Text,
     preparation: TextPreparation,
     folder: Path,
-    bars: Progress,
     total: int,
     *,
     progress: bool,
@@ -301,7 +345,7 @@ def _make_tokenizer(
         every = max(1, -(-total // preparation.learned_from))
 
         def texts() -> Iterator[str]:
-            kept = islice(_read_all(files, bars, "reading for a tokenizer", total), 0, None, every)
+            kept = islice(text.read("reading for a tokenizer", total), 0, None, every)
             return (piece.text for piece in kept)
 
         words = packing.learn(texts, preparation.vocabulary_size, progress=progress)
@@ -309,15 +353,6 @@ def _make_tokenizer(
         words = packing.read(preparation.tokenizer)
     run_folder.write_text(path, words.to_json())
     return words
-
-
-def _read_all(files: Sequence[Path], bars: Progress, title: str, total: int | None) -> Iterator[Piece]:
-    task = bars.add_task(title, total=total)
-    for number, piece in enumerate(chain.from_iterable(map(read_pieces, files)), start=1):
-        yield piece
-        if number % BATCH == 0:
-            bars.update(task, completed=number)
-    bars.remove_task(task)
 
 
 def _choose_split(text: str) -> str:

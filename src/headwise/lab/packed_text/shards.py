@@ -124,8 +124,13 @@ class PackedText:
         rows, record = self.record["rows"], self.record
         dev, test = (len(self.read_split(split)) for split in ("dev", "test"))
         shards = f"{len(self.shards)} shard{'s' * (len(self.shards) != 1)}"
+        documents = f"{record['documents']:,} document{'s' * (record['documents'] != 1)}"
+        if record.get("blank"):
+            documents += f", {record['blank']:,} blank ones left out"
+        if record.get("by_rows"):
+            documents += ", too few to split by: the last rows are test, those before them dev"
         return (
-            f"{record['corpus']}: {record['documents']:,} documents; {rows['train']:,} rows of {record['length']} "
+            f"{record['corpus']}: {documents}; {rows['train']:,} rows of {record['length']} "
             f"tokens to train on in {shards}, {dev:,} dev, {test:,} test; "
             f"a vocabulary of {record['vocabulary_size']:,}, {record['tokenizer']}"
         )

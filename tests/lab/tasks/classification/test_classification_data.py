@@ -174,7 +174,6 @@ def test_prepared_texts_are_kept_and_follow_from_the_contents_alone(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["pos\tx", "neg\ty", "pos\t"], r"a\.tsv, line 3: the text is empty; fill it in or drop the line"),
         (["pos\tx", "neg\ty", "pos\tz"], r"3 different texts cannot be cut into 10 parts"),
         ([f"{'odd' if i == TESTED else i % 2}\tt{i}" for i in range(40)], r"no training text has the label 'odd'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwise.errors import DataError, SettingError
+from headwise.lab.data import documents as reading
 from headwise.lab.data.subwords import describe_tokenizer
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.packed_text import prepare as preparing
 from headwise.lab.packed_text.prepare import TextPreparation, prepare_text
 from headwise.lab.tasks.lm.cloze import find_items, find_last_words
-from headwise.lab.tasks.lm.data import PACKING, TextRow
+from headwise.lab.tasks.lm.data import PACKING, LmData, TextRow
 from headwise.lab.tasks.lm.model import keeps_documents_apart
 from headwise.lab.tasks.lm.rows import Packer, make_labels, number_positions
 from headwise.lab.tasks.lm.task import LmTask
@@ -152,9 +154,34 @@ def test_what_starts_and_ends_documents_is_found_in_the_users_tokenizer(tmp_path
         read_tokens(save_words(tmp_path / "none", ["[a]"], None))
 
 
-def test_a_preparation_stopped_in_the_middle_goes_on_to_the_same_shards(tmp_path, monkeypatch):
+@pytest.mark.parametrize("most", [1, 2_000])
+def test_one_document_is_split_by_its_rows_which_add_up_to_it(most, tmp_path):
+    text = "\n".join(json.loads(line)["text"] for line in write_documents(tmp_path / "a", 60).read_text().splitlines())
+    (tmp_path / "one.txt").write_text(re.sub(r"\n\s*", "\n", text))
+    sizes = TextPreparation(330, 32, shard_bytes=20 * 64, held_out_rows=most)
+    prepare_text(PACKING, (tmp_path / "one.txt",), sizes, "f" * 16, tmp_path / "made")
+    folder = tmp_path / "made"
+    shards = [np.load(path) for path in sorted(folder.glob("train-*.npy"))]
+    dev, test = (np.load(folder / f"{split}.npy") for split in ("dev", "test"))
+    assert {len(shard) for shard in shards[:-1]} == {20}
+    rows = np.concatenate([*shards, dev, test])
+    assert len(dev) == len(test) == min(most, round(0.02 * len(rows)))
+    words = read_tokens(folder / "tokenizer.json")
+    packer = Packer(32, words.start, words.end)
+    (ids,) = words.encode_batch([(tmp_path / "one.txt").read_text()])
+    assert rows.tolist() == packer.add(ids, ends=True).tolist()
+    record = json.loads((folder / "record.json").read_text())
+    assert "1 document, too few to split by" in LmData(folder, record, words, None, None).summary()
+
+
+@pytest.mark.parametrize("documents", [1, 250])
+def test_a_preparation_stopped_in_the_middle_goes_on_to_the_same_shards(documents, tmp_path, monkeypatch):
     files = (write_documents(tmp_path / "docs.jsonl", 250),)
-    sizes = TextPreparation(330, 32, shard_bytes=20 * 64)
+    if documents == 1:
+        text = " ".join(json.loads(line)["text"] for line in files[0].read_text().splitlines())
+        files[0].write_text(json.dumps({"text": text}))
+        monkeypatch.setattr(reading, "LONGEST", 500)
+    sizes = TextPreparation(330, 32, shard_bytes=20 * 64, held_out_rows=9)
     prepare_text(PACKING, files, sizes, "f" * 16, tmp_path / "whole")
     write = preparing._write_array
 

@@ -41,7 +41,11 @@ def test_documents_of_both_forms_come_in_pieces_that_add_up(tmp_path, monkeypatc
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
         stream.write("\n".join(json.dumps({"text": text}) for text in [*texts, "  "]) + "\n\n")
     for path in find_files(tmp_path):
-        found = list(read_pieces(path))
+        *found, last = read_pieces(path)
+        if path.name == "b.jsonl.gz":
+            assert last.is_blank
+        else:
+            found.append(last)
         assert max(len(piece.text) for piece in found) <= 100
         assert [piece.begins for piece in found].count(True) == [piece.ends for piece in found].count(True) == 3
         joined = "".join("\0" * piece.begins + piece.text for piece in found).split("\0")[1:]
@@ -305,8 +309,9 @@ def test_the_users_tokenizer_is_taken_and_one_without_masks_is_refused(prepared,
 
 
 def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared, tmp_path):
-    with pytest.raises(DataError, match=r"few\.jsonl\.gz: of 3 documents the dev split came out empty"):
-        prepare_text(PACKING, (write_jsonl(tmp_path / "few.jsonl.gz", 3),), small(), "f" * 16, tmp_path / "few")
+    (tmp_path / "few.txt").write_text("a few words.\n\nand a few more.\n")
+    with pytest.raises(DataError, match=r"few\.txt: of 2 documents the dev split came out empty, .* by a blank line"):
+        prepare_text(PACKING, (tmp_path / "few.txt",), small(), "f" * 16, tmp_path / "few")
     data = load_text(prepared.parent / "docs.jsonl.gz", small(), tmp_path / "cache", 3)
     assert len(data.dev) == 3
     shard = data.folder / "train-00001.npy"

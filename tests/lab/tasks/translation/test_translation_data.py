@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -109,12 +110,39 @@ def test_only_training_is_cleaned_and_what_was_dropped_is_counted(copy, tmp_path
     assert "2 blank, 1 ratio" in data.summary()
 
 
-def test_a_blank_line_of_a_dev_or_test_split_is_refused(copy, tmp_path):
+def test_pairs_of_dev_and_test_with_a_blank_side_are_left_out_and_counted(copy, tmp_path):
+    whole = load(copy, tmp_path / "whole")
     text = read(copy / "dev.en")
     write(copy / "dev.en", [*text[:6], "  ", *text[7:]])
-    with pytest.raises(DataError, match=r"dev\.en, line 7: blank; .* take the line out of both files"):
+    data = load(copy, tmp_path / "cache")
+    assert "dev: 19 of 20 pairs, " in data.summary()
+    assert data.summary().count("; dropped 1 blank") == 1
+    for found, kept in ((data.sources, whole.sources("dev")), (data.references, whole.references("dev"))):
+        assert found("dev") == [*kept[:6], *kept[7:]]
+    assert data.sources("test") == whole.sources("test")
+
+
+@pytest.mark.parametrize(
+    ("mark", "cut"),
+    [
+        ("@@", lambda text: re.sub(r"(\w)(\w+)", r"\1@@ \2", text)),
+        ("▁", lambda text: re.sub(r"(^|\s)(\w)", r" ▁\2", text).strip()),
+        ("##", lambda text: re.sub(r"(\w)(\w+)", r"\1 ##\2", text)),
+        ("￭", lambda text: re.sub(r"(\w)(\w+)", r"\1￭ \2", text)),
+    ],
+)
+@pytest.mark.parametrize("name", ["train.de", "dev.en", "test.de"])
+def test_text_that_was_cut_into_subwords_is_refused_with_what_joins_it(mark, cut, name, copy, tmp_path):
+    raw = read(copy / name)
+    write(copy / name, [cut(line) for line in raw])
+    with pytest.raises(DataError, match=rf"{name}, line 1: {mark} marks pieces of words, .* with sed ") as refusal:
         load(copy, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    command = str(refusal.value).rpartition(" with ")[2].removesuffix(".")
+    joined = subprocess.run(f"{command} {copy / name}", shell=True, check=True, capture_output=True, text=True)
+    assert [line.strip() for line in joined.stdout.splitlines()] == raw
+    write(copy / name, raw)
+    write(copy / "train.de", [cut("some words"), *read(copy / "train.de")[1:]])
+    assert load(copy, tmp_path / "cache").train, "one such line is text about something else"
 
 
 def test_bad_text_is_refused_before_anything_is_made(copy, tmp_path, monkeypatch):

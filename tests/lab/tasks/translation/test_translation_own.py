@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import os
 import shutil
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,35 @@ def test_a_folder_of_ones_own_is_read_in_the_direction_asked_for(tmp_path):
         assert title.endswith(" subwords")
         assert [line.partition(" pairs")[0] for line in splits] == ["train: 300 of 300", "dev: 20", "test: 30"]
         assert cut == "scale demo takes the first 250 of train"
+
+
+def test_dev_and_test_may_be_segments_and_none_is_passed_over(tmp_path):
+    folder = write_corpus(tmp_path / "own")
+    whole = load(f"{folder}:de-en", tmp_path / "whole")
+
+    def write_segments(name: str, text: list[str], *, times: int = 1) -> Path:
+        segments = [f'<seg id="{number}"> {escape(line)} </seg>' for number, line in enumerate(text, start=1)]
+        return write(folder / name, ['<refset trglang="any">', *['<doc docid="a">', *segments, "</doc>"] * times])
+
+    for name, ending in (("dev.de", ".sgm"), ("dev.en", ".sgm.gz"), ("test.de", ".xml"), ("test.en", ".sgm")):
+        write_segments(name + ending, (folder / name).read_text().splitlines())
+        (folder / name).unlink()
+    data = load(f"{folder}:de-en", tmp_path / "cache")
+    for split in ("dev", "test"):
+        assert (data.sources(split), data.references(split)) == (whole.sources(split), whole.references(split))
+    corpus, _ = find_corpus(Path(f"{folder / 'dev.de.sgm'},{folder / 'dev.en.sgm.gz'}"))
+    assert (corpus.source_language, corpus.target_language) == ("de", "en")
+    write_segments("test.en.sgm", whole.references("test"), times=2)
+    with pytest.raises(DataError, match=r"has 30 lines .* has 60; .* Where a file holds several references, or source"):
+        load(f"{folder}:de-en", tmp_path / "cache")
+    (folder / "test.en.sgm").rename(folder / "newstest2014-ende-ref.en.sgm")
+    with pytest.raises(DataError, match=r"own has test\.de\.xml but no test\.en"):
+        load(f"{folder}:de-en", tmp_path / "cache")
+    (folder / "test.de.xml").unlink()
+    with pytest.raises(
+        DataError, match=r"newstest2014-ende-ref\.en\.sgm and no test split, .*; call .* test\.de\.sgm and"
+    ):
+        load(f"{folder}:de-en", tmp_path / "cache")
 
 
 def test_a_language_may_have_a_hyphen(tmp_path):

@@ -1,6 +1,6 @@
 """The data of the probing task: one probing file as words in splits, each sentence once."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +96,7 @@ def load_probing(place: Path, scale: ClassificationScale, cache: Path | None, *,
     texts = prepare_texts(
         layout, dict.fromkeys(lines, path), lines, scale, cache, form=KEPT, labels=labels, progress=progress
     )
-    data = encode_splits(texts, scale, path, every_label=False)
+    data = encode_splits(replace(texts, left_out=kept.blank), scale, path, every_label=False)
     if len(np.unique(data.train.labels)) < 2:
         label = labels[data.train.labels[0]]
         raise DataError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, presets
 
 
@@ -40,10 +41,12 @@ class ClassificationScale(Scale):
     fold: int | None = None
     pipeline: Path | None = field(default=None, metadata=UNRECORDED)
     embeddings: Path | None = field(default=None, metadata=UNRECORDED)
+    columns: Columns = field(default=USUAL, metadata=UNRECORDED)
     compile_routing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.columns.require(1)
         if self.width % 2:
             raise SettingError(f"width is {self.width}; expected an even number, half for each kind of sinusoid.")
         if self.fold is not None:

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.input_files import is_file
 from headwise.lab.data.arrays import Ragged, cache_arrays, digest, pack_words, stable_key, unpack_words
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
 from headwise.lab.data.spacy_pipelines import list_pipeline_files
@@ -89,15 +88,11 @@ def load_texts(place: Path, scale: ClassificationScale, cache: Path | None, *, p
         progress: Whether parsing shows a bar.
 
     Raises:
-        DataError: A file is missing or malformed, a single file lacks a text, or a class has no training text.
+        DataError: A file is missing or malformed, or a class has no training text.
     """
     layout, paths = find_layout(place)
-    read = read_labeled(layout, paths)
-    if is_file(place):
-        empty = next((one.line for one in read["all"] if not one.text), None)
-        if empty is not None:
-            raise DataError(f"{place}, line {empty}: the text is empty; fill it in or drop the line.")
-    return prepare_texts(layout, paths, read, scale, cache, progress=progress)
+    read = read_labeled(layout, paths, scale.columns)
+    return prepare_texts(layout, paths, read, scale, cache, form=" ".join(scale.columns.words()), progress=progress)
 
 
 def prepare_texts(

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.input_files import describe_place, read_numbered_lines
+from headwise.input_files import describe_place
 from headwise.lab.data.arrays import find_plain_or_gz
+from headwise.lab.data.tables import read_table
 from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")
@@ -115,7 +116,8 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
     """Return the examples of "train", "dev", or a file of the test split by its name, and how many lines were left out.
 
     Raises:
-        DataError: The file is missing, or a line lacks a field, or has an empty text or an unknown label.
+        DataError: The file is missing, or a line lacks a field or has an unknown label; or one of a test file, which
+            is answered line by line, has a blank text. Others with a blank text are left out.
     """
     found, examples, left_out = find_set(folder), [], 0
     names = found.dev if split == "dev" else (split,)
@@ -127,7 +129,8 @@ def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
         for number, fields in _read_rows(found, path, labeled=labeled):
             texts = tuple(" ".join(fields.get(column, "").split()) for column in found.texts)
             label = fields.get(found.label, "").strip() if labeled else ""
-            if found.gaps and labeled and not (all(texts) and label):
+            whole = found.gaps or fields.keys() >= {*found.texts}
+            if labeled and whole and not (all(texts) and (label or not found.gaps)):
                 left_out += 1
                 continue
             # the server expects an answer to every line of a test file, gaps included
@@ -149,17 +152,14 @@ def format_submission(found: GlueSet, examples: Sequence[GlueExample], answers: 
 
 
 def _read_rows(found: GlueSet, path: Path, *, labeled: bool) -> Iterator[tuple[int, dict[str, str]]]:
-    lines = read_numbered_lines(path)
-    header: Sequence[str] = found.bare if labeled and found.bare else ()
-    if not header:
-        number, first = next(lines, (0, ""))
-        header = first.split("\t")
-        wanted = (*found.texts, *((found.label,) if labeled else ()))
-        missing = [column for column in wanted if column not in header]
-        if missing:
-            raise DataError(f"{path}, line {number}: the header lacks {missing[0]!r}; expected GLUE's own file.")
-    for number, line in lines:
-        fields = line.split("\t")
+    bare = found.bare if labeled else ()
+    wanted = (*found.texts, *((found.label,) if labeled else ()))
+    table = read_table(path, lambda names: not bare and set(wanted) <= set(names), fewest=len(wanted), even=False)
+    header = bare or table.header or table.rows[0][1]
+    missing = next((name for name in wanted if name not in header), None)
+    if missing is not None:
+        raise DataError(f"{path}, line 1: the header lacks {missing!r}; expected GLUE's own file.")
+    for number, fields in table.rows:
         if len(fields) > len(header):
             if found.gaps:
                 yield number, {}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from headwise.errors import SettingError, require_integer
+from headwise.lab.data.documents import KEY
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.experiment.scale import (
     UNRECORDED,
     Count,
@@ -80,10 +82,12 @@ class LmScale(Scale):
     lora_alpha: Natural = 0
     pretrained: Path | None = field(default=None, metadata=UNRECORDED)
     trust_remote_code: bool = field(default=False, metadata=UNRECORDED)
+    columns: Columns = field(default=USUAL, metadata=UNRECORDED)
     compile_routing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.columns.require(1, labels=False)
         if self.steps % self.rounds:
             raise SettingError(f"{self.steps} steps cannot be cut into {self.rounds} rounds of one length; change one.")
         if self.width % (2 * self.heads):
@@ -115,7 +119,8 @@ class LmScale(Scale):
     def preparation(self) -> TextPreparation:
         """How text is prepared: with the tokenizer of the model's folder, if there is one."""
         given = None if self.pretrained is None else self.pretrained / "tokenizer.json"
-        return TextPreparation(self.vocabulary_size, self.length, tokenizer=given)
+        column = next(iter(self.columns.texts), KEY)
+        return TextPreparation(self.vocabulary_size, self.length, tokenizer=given, column=column)
 
 
 # cpu: as large as a run of plain takes five minutes of one core (279 s of it, on English prose of 27 MB). Chosen on dev

@@ -7,11 +7,13 @@ initialization, short rows, many small steps.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
-from headwise.lab.experiment.scale import Count, Natural, NonNegative, Positive, Scale, Share, presets
+from headwise.lab.data.documents import KEY
+from headwise.lab.data.tables import USUAL, Columns
+from headwise.lab.experiment.scale import UNRECORDED, Count, Natural, NonNegative, Positive, Scale, Share, presets
 from headwise.lab.models.electra import DEVIATION, ElectraSizes
 from headwise.lab.packed_text.prepare import TextPreparation
 
@@ -64,10 +66,12 @@ class PretrainingScale(Scale):
     all_layers: bool = False
     dev_rows: Count | None = None
     test_rows: Count | None = None
+    columns: Columns = field(default=USUAL, metadata=UNRECORDED)
     compile_routing: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.columns.require(1, labels=False)
         if self.steps % self.rounds:
             raise SettingError(f"{self.steps} steps cannot be cut into {self.rounds} rounds of one length; change one.")
         assert self.sizes(self.vocabulary_size).heads == self.heads  # what the sizes refuse is refused here
@@ -80,7 +84,7 @@ class PretrainingScale(Scale):
     @property
     def preparation(self) -> TextPreparation:
         """How text is prepared."""
-        return TextPreparation(self.vocabulary_size, self.length)
+        return TextPreparation(self.vocabulary_size, self.length, column=next(iter(self.columns.texts), KEY))
 
     def sizes(self, vocabulary: int) -> ElectraSizes:
         """Return the sizes of the model with `vocabulary` token ids."""

@@ -11,11 +11,12 @@ from headwise.lab.data.labeled_texts import (
     LABEL_NAMES,
     LabeledText,
     Layout,
-    find_header,
     find_layout,
+    find_names,
+    has_splits,
     read_labeled,
-    read_rows,
 )
+from headwise.lab.data.tables import USUAL, Columns, Table, read_table
 from headwise.lab.tasks.sentence.author_profiles import find_truth, read_profiles
 from headwise.strict_json import parse_json
 
@@ -62,19 +63,24 @@ class SentenceSet:
     paths: tuple[Path, ...]
 
 
-def read_set(place: Path) -> SentenceSet:
+def read_set(place: Path, columns: Columns = USUAL) -> SentenceSet:
     """Return the set that a file or folder holds.
 
     Recognized in this order: Yelp's reviews (`review.json`, or files `part*.tsv` of stars and review); PAN's author
-    profiles (`truth.txt` and one XML file per author); pairs (`train`, `dev` and `test` with a label, a premise and a
-    hypothesis in each line); SICK, in the folder or in its subfolder `sick` if SNLI's training file is absent; and
-    labeled texts as in `labeled_texts`. A single file holds texts or pairs.
+    profiles (`truth.txt` and one XML file per author); SICK, in the folder or in its subfolder `sick`, if there are no
+    files `train` and `test`; and labeled texts as in `labeled_texts`, or pairs: a label, a premise and a hypothesis in
+    each row. A single file holds texts or pairs. Blank texts are kept as "".
+
+    Args:
+        place: The file or folder.
+        columns: The columns of its tables, if they have no usual names.
 
     Raises:
         DataError: The place does not exist or holds no such set, or a line is malformed; the message names it.
     """
     if is_file(place):
-        return _read_file(place)
+        description, examples = _read_table(place, columns)
+        return SentenceSet(description, {"all": examples}, (place,))
     if not place.is_dir():
         raise DataError(f"{place} does not exist; expected a set's folder, or a file of labels and texts.")
     reviews = next((found for name in YELP for found in _find_forms(place, name)), None)
@@ -82,7 +88,8 @@ def read_set(place: Path) -> SentenceSet:
         return SentenceSet("Yelp reviews by stars", {"all": _read_reviews(reviews)}, (reviews,))
     parts = tuple(sorted([*place.glob("part*.tsv"), *place.glob("part*.tsv.gz")]))
     if parts:
-        return SentenceSet("reviews by stars", {"all": [one for path in parts for one in _read_texts(path)]}, parts)
+        found = [one for path in parts for one in _read_table(path, columns)[1]]
+        return SentenceSet("reviews by stars", {"all": found}, parts)
     if find_truth(place) is not None:
         profiles = read_profiles(place)
         examples = [Example(one.age, (one.text,), one.author, one.number) for one in profiles.tweets]
@@ -92,98 +99,89 @@ def read_set(place: Path) -> SentenceSet:
             {"all": examples},
             tuple(dict.fromkeys(one.path for one in profiles.tweets)),
         )
-    return _read_pair_folder(place) or _read_sick(place) or _read_folder(place)
+    return (None if has_splits(place) else _read_sick(place)) or _read_folder(place, columns)
 
 
-def _read_file(path: Path) -> SentenceSet:
-    first = next(read_rows(path), None)
-    if first is not None and _find_columns(first[1]) is not None:
-        return SentenceSet("pairs of texts", {"all": _read_pairs(path)}, (path,))
-    return SentenceSet("texts", {"all": _read_texts(path, keep_empty=False)}, (path,))
-
-
-def _read_folder(place: Path) -> SentenceSet:
+def _read_folder(place: Path, columns: Columns) -> SentenceSet:
     layout, paths = find_layout(place)
-    read = read_labeled(layout, paths)
-    names = {layout.train: "train", layout.dev: "dev", layout.test: "test"}
-    if layout.test is None:
-        names[layout.train] = "all"
-    splits = {names[name]: _make_examples(lines) for name, lines in read.items()}
-    return SentenceSet("texts", splits, tuple(paths.values()))
+    names = {layout.train: "train" if layout.test else "all", layout.dev: "dev", layout.test: "test"}
+    tables = {name: _open(path, columns) for name, path in paths.items()}
+    if _find_pair(tables[layout.train], columns) is not None:
+        pairs = {names[name]: _read_pairs(table, columns) for name, table in tables.items()}
+        return SentenceSet("pairs", pairs, tuple(paths.values()))
+    read = read_labeled(layout, paths, columns)
+    return SentenceSet(
+        "texts", {names[name]: _make_examples(lines) for name, lines in read.items()}, (*paths.values(),)
+    )
 
 
-def _read_pair_folder(place: Path) -> SentenceSet | None:
-    paths = {name: found[0] for name in ("train", "dev", "test") if (found := _find_forms(place, f"{name}.tsv"))}
-    if "train" not in paths or "test" not in paths:
-        return None
-    first = next(read_rows(paths["train"]), None)
-    if first is None or _find_columns(first[1]) is None:
-        return None
-    return SentenceSet("pairs", {name: _read_pairs(path) for name, path in paths.items()}, tuple(paths.values()))
+def _read_table(path: Path, columns: Columns) -> tuple[str, list[Example]]:
+    """Return what a file holds, and its examples."""
+    table = _open(path, columns)
+    if _find_pair(table, columns) is not None:
+        return "pairs of texts", _read_pairs(table, columns)
+    return "texts", _make_examples(read_labeled(Layout("all"), {"all": path}, columns)["all"])
+
+
+def _open(path: Path, columns: Columns) -> Table:
+    return read_table(path, lambda names: bool(_find_named(names) or find_names(names)), columns=columns)
 
 
 def _read_sick(place: Path) -> SentenceSet | None:
     for folder, name in ((place, "SICK"), (place / "sick", "SICK, since SNLI's training file is absent")):
         paths = {split: folder / file for split, file in SICK.items()}
         if all(is_file(path) for path in paths.values()):
-            return SentenceSet(name, {split: _read_pairs(path) for split, path in paths.items()}, tuple(paths.values()))
+            splits = {split: _read_pairs(_open(path, USUAL), USUAL) for split, path in paths.items()}
+            return SentenceSet(name, splits, tuple(paths.values()))
     return None
-
-
-def _read_texts(path: Path, *, keep_empty: bool = True) -> list[Example]:
-    layout = Layout("all")
-    lines = read_labeled(layout, {"all": path})["all"]
-    empty = next((one.line for one in lines if not one.text), None)
-    if empty is not None and not keep_empty:
-        raise DataError(f"{path}, line {empty}: the text is empty; fill it in or drop the line.")
-    return _make_examples(lines)
 
 
 def _make_examples(lines: Sequence[LabeledText]) -> list[Example]:
     return [Example(one.label, (one.text,), one.text.lower(), one.line) for one in lines]
 
 
-def _read_pairs(path: Path) -> list[Example]:
-    rows = read_rows(path)
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"{path} has no lines; expected a label and two texts in each.")
-    columns = _find_columns(first[1])
-    if columns is None:
+def _read_pairs(table: Table, columns: Columns) -> list[Example]:
+    chosen = _find_pair(table, columns)
+    if chosen is None:
         raise DataError(
-            f"{path}, line {first[0]}: expected a label and two texts, or a header that names them (label, premise, "
-            "hypothesis)."
+            f"{table.path}, line {table.rows[0][0]}: expected a label and two texts, or a header that names them "
+            "(label, premise, hypothesis)."
         )
-    width, found = len(first[1]), []
-    for number, fields in [*([] if _find_named(first[1]) else [first]), *rows]:
-        if len(fields) != width:
-            raise DataError(f"{path}, line {number}: {len(fields)} fields; expected {width} as in the first line.")
-        label, one, other = (" ".join(fields[column].split()) for column in columns)
-        if not label or not one or not other:
-            raise DataError(f"{path}, line {number}: a label or a text is empty; fill it in or drop the line.")
+    found = []
+    for number, fields in table.rows:
+        label, one, other = (" ".join(fields[column].split()) for column in chosen)
+        if one and other and not label:
+            raise DataError(f"{table.path}, line {number}: the label is empty; fill it in or drop the line.")
         if label != UNDECIDED:
             found.append(Example(label.lower(), (one, other), one.lower(), number))
     return found
 
 
-def _find_columns(fields: Sequence[str]) -> tuple[int, int, int] | None:
-    """Return the columns of the label and of both texts, from a first line; None where it is none of pairs."""
-    if named := _find_named(fields):
-        return named
-    # without names a pair has the label first, as in the published files
-    names = {field.strip().lower() for field in fields}
-    headed = find_header(fields) is not None or not names.isdisjoint(("label", "gold_label"))
-    return (0, 1, 2) if len(fields) == 3 and not headed else None
+def _find_pair(table: Table, columns: Columns) -> tuple[int, int, int] | None:
+    """Return the columns of the label and of both texts; None for a table of single texts."""
+    if len(columns.texts) == 1:
+        return None
+    if table.header is None:
+        # without names a pair has the label first, as in the published files
+        names = {field.strip().lower() for field in table.rows[0][1]}
+        return (0, 1, 2) if table.width == 3 and names.isdisjoint(("label", "gold_label")) else None
+    for name in columns.names:
+        table.find(name)
+    named = _find_named(table.header, columns)
+    if named is None and columns.texts:
+        raise DataError(
+            f"{table.path}: none of its columns {table.names} is known to hold labels; name it: --label-column."
+        )
+    return None if named is None else (table.find(named[0]), table.find(named[1]), table.find(named[2]))
 
 
-def _find_named(fields: Sequence[str]) -> tuple[int, int, int] | None:
-    """Return the columns of the label and of both texts that a header names; None where the fields are no header."""
+def _find_named(fields: Sequence[str], columns: Columns = USUAL) -> tuple[str, str, str] | None:
+    """Return the names of the label and of both texts in a header; None where the fields are no header of pairs."""
     names = [field.strip().lower() for field in fields]
-    label = next((names.index(name) for name in PAIR_LABELS if name in names), None)
-    for one, other in PAIR_TEXTS:
-        if label is not None and one in names and other in names:
-            return label, names.index(one), names.index(other)
-    return None
+    label = columns.label or next((name for name in PAIR_LABELS if name in names), None)
+    pairs = (columns.texts,) if columns.texts else PAIR_TEXTS
+    one, other = next((pair for pair in pairs if columns.texts or set(pair) <= set(names)), (None, None))
+    return None if label is None or one is None or other is None else (label, one, other)
 
 
 def _read_reviews(path: Path) -> list[Example]:

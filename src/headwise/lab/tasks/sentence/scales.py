@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, Share, presets
 
 
@@ -38,8 +39,13 @@ class SentenceScale(Scale):
     train_examples: Count | None = None
     positive: Share | None = None
     embeddings: Path | None = field(default=None, metadata=UNRECORDED)
+    columns: Columns = field(default=USUAL, metadata=UNRECORDED)
     out_of_domain: Path | None = field(default=None, metadata=UNRECORDED)
     compile_routing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.columns.require(2)
 
     @property
     def layers(self) -> int:

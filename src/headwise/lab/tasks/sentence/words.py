@@ -79,12 +79,13 @@ def load_words(place: Path, scale: SentenceScale, cache: Path | None, *, progres
         DataError: See `read_set`; or an example of dev or test has a label that training does not.
         HeadwiseError: spaCy is not installed.
     """
-    found = read_set(place)
+    found = read_set(place, scale.columns)
     splits = {name: found.splits[name] for name in ("all", "train", "dev", "test") if name in found.splits}
     labels = _list_labels(splits, place)
     described = f"{ENCODING} {scale.max_words} {found.description} {[*splits]} {_find_version()}"
     extra = [] if scale.embeddings is None else [scale.embeddings]
     described += f" vectors {scale.width}" if extra else ""
+    described = " ".join([described, *scale.columns.words()])
     fingerprint = digest(described, [*found.paths, *extra])
     stored = cache_arrays(cache, f"sentence-{fingerprint}", lambda: _encode(splits, labels, scale, progress=progress))
     return _decode(stored, found.description, tuple(splits), labels, fingerprint)
@@ -153,6 +154,8 @@ def _find_version() -> str:
 
 
 def _list_labels(splits: Mapping[str, Sequence[Example]], place: Path) -> tuple[str, ...]:
+    # an example without a text is left out, whatever its label
+    splits = {name: [one for one in examples if all(one.texts)] for name, examples in splits.items()}
     train = splits["all"] if "all" in splits else splits["train"]
     labels = tuple(sorted({one.label for one in train}))
     if len(labels) < 2:

@@ -5,6 +5,7 @@ from pathlib import Path
 from headwise.errors import DataError, SettingError
 from headwise.input_files import describe_place, is_file
 from headwise.lab.tasks.translation.corpora import CORPORA, Corpus, Layout, Part, find_files, find_present
+from headwise.lab.tasks.translation.files import SEGMENTED
 
 DEV_NAMES = "dev", "valid", "val"
 FORMS = (
@@ -77,10 +78,14 @@ def make_folder_corpus(folder: Path, source_language: str, target_language: str)
         raise SettingError(f"source and target language are both {source_language!r}; expected two.")
 
     def part(name: str) -> Part | None:
-        there = [side for side in sides if find_present(folder, f"{name}.{side}")]
-        if len(there) == 1:
-            raise DataError(f"{folder} has {name}.{there[0]} but no {name}.{(set(sides) - set(there)).pop()}.")
-        return Part(f"{name}.{sides[0]}", f"{name}.{sides[1]}") if there else None
+        there = {side: _find_side(folder, f"{name}.{side}") for side in sides}
+        source, target = there.values()
+        if source and target:
+            return Part(source, target)
+        for side, found in there.items():
+            if found:
+                raise DataError(f"{folder} has {found} but no {name}.{(set(sides) - {side}).pop()}.")
+        return None
 
     train, test = part("train"), part("test")
     if train is None:
@@ -90,6 +95,15 @@ def make_folder_corpus(folder: Path, source_language: str, target_language: str)
         both = " and ".join(f"{name}.{sides[0]}" for name in devs)
         raise DataError(f"{folder} has both {both}; expected one of them.")
     found = {"dev": next(iter(devs.values()), None), "test": test}
+    used = {name for kept in (train, *found.values()) if kept for name in (kept.source, kept.target)}
+    absent = [name for name, kept in found.items() if kept is None]
+    others = {path.name.removesuffix(".gz") for path in folder.iterdir()} - used
+    idle = sorted(name for name in others if name.endswith(SEGMENTED))
+    if absent and idle:
+        raise DataError(
+            f"{folder} has {idle[0]} and no {' and '.join(absent)} split, which would be cut from training; call the "
+            f"segments {absent[0]}.{sides[0]}.sgm and {absent[0]}.{sides[1]}.sgm, or take them away."
+        )
     return make_custom_corpus(train, *sides, **{name: kept for name, kept in found.items() if kept})
 
 
@@ -124,11 +138,20 @@ def _two_files(files: list[Path]) -> tuple[Corpus, Path]:
                 f"{path} {describe_place(path)}; expected a text file, plain or with .gz, one sentence a line."
             )
     names = [path.name.removesuffix(".gz") for path in files]
+    names = [next((name.removesuffix(end) for end in SEGMENTED if name.endswith(end)), name) for name in names]
     endings = [name.rpartition(".")[2] for name in names]
     # a.txt and b.txt differ in what comes before the ending
     languages = endings if endings[0] != endings[1] else names
     part = Part(*(str(path.absolute()) for path in files))
     return make_custom_corpus(part, *languages), files[0].parent
+
+
+def _find_side(folder: Path, name: str) -> str | None:
+    """Return the name of a side that is there, as lines or as segments."""
+    forms = [form for form in (name, *(f"{name}{ending}" for ending in SEGMENTED)) if find_present(folder, form)]
+    if len(forms) > 1:
+        raise DataError(f"{folder} has both {' and '.join(forms)}; expected one of them.")
+    return forms[0] if forms else None
 
 
 def _sides(folder: Path, direction: str) -> tuple[str, str]:

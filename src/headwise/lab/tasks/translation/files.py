@@ -22,6 +22,15 @@ TITLE = re.compile(r"</?(?:title|description)>", re.IGNORECASE)
 ENTITY = re.compile(r"&(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6});")
 NAMED = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&apos;": "'"}
 
+SEGMENTED = (".sgm", ".sgml", ".xml")
+# How BPE, SentencePiece, WordPiece and OpenNMT's joiner mark pieces of words, and how these are joined again.
+MARKS = {
+    "@@": (re.compile(r"\S@@(?:\s|$)"), r"sed -E 's/@@( |$)//g'"),
+    "▁": (re.compile("▁"), "sed 's/ //g; s/▁/ /g'"),
+    "##": (re.compile(r"\s##\w"), "sed 's/ ##//g'"),
+    "￭": (re.compile("￭"), "sed -E 's/ ?￭ ?//g'"),
+}
+
 
 class Line(NamedTuple):
     """A line of one side: its number in the file, its text, and the segment's id where the file has them."""
@@ -52,9 +61,11 @@ def read_pairs(source: Path, target: Path) -> Iterator[TextPair]:
                 pairs + (line is not None) + sum(1 for _ in rest)
                 for line, rest in zip((first, second), sides, strict=True)
             )
+            repeated = max(left, right) % max(1, min(left, right)) == 0 and _has_segments(source, target)
+            advice = " Where a file holds several references, or sources too, keep one of them." if repeated else ""
             raise DataError(
                 f"{source} has {left:,} lines of text and {target} has {right:,}; expected as many: line n of one "
-                "translates line n of the other."
+                f"translates line n of the other.{advice}"
             )
         if first.segment != second.segment and first.segment and second.segment:
             raise DataError(
@@ -70,12 +81,24 @@ def read_side(path: Path) -> Iterator[Line]:
     Raises:
         DataError: A line is malformed or not UTF-8, or the file cannot be read.
     """
-    name = path.name.removesuffix(".gz")
-    if name.endswith((".sgm", ".sgml", ".xml")):
+    if _has_segments(path):
         return _segments(path)
-    if name.startswith("train.tags."):
+    if path.name.startswith("train.tags."):
         return _talks(path)
     return _plain(path)
+
+
+def find_mark(text: str) -> str:
+    """Return the mark by which a line is seen to be cut into subwords; "" for none.
+
+    >>> find_mark("ein klei@@ ner hund"), find_mark("▁ein ▁hund"), find_mark("me@@home or C# ##")
+    ('@@', '▁', '')
+    """
+    return next((mark for mark, (shape, _) in MARKS.items() if mark in text and shape.search(text)), "")
+
+
+def _has_segments(*paths: Path) -> bool:
+    return all(path.name.removesuffix(".gz").endswith(SEGMENTED) for path in paths)
 
 
 def _plain(path: Path) -> Iterator[Line]:

@@ -20,13 +20,15 @@ from headwise.lab.data.subwords import END, Subwords, describe_tokenizer, learn_
 from headwise.lab.experiment.run_folder import as_record, write_json
 from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
 from headwise.lab.tasks.translation.corpora import Corpus, Files, Layout
-from headwise.lab.tasks.translation.files import TextPair, read_pairs
+from headwise.lab.tasks.translation.files import MARKS, TextPair, find_mark, read_pairs
 
 FORMAT = "translation-1"  # changes with anything below that changes what is written
 RECORD, TOKENIZER = "record.json", "tokenizer.json"
 SIDES = "source", "target"
 BATCH = 4096
 CUT_SHARE, CUT_PAIRS = 0.05, 2000
+# Of lines with a mark of subwords: a raw text has fewer, a text that was cut has far more.
+MARKED_SHARE = 0.01
 DRAWS = 1 << 64
 
 
@@ -106,7 +108,7 @@ class _Text:
         self.dev_every = layout.dev_every if "dev" in self.cut else 0
         self.splits = ["train", "dev", "test", *(split for split in files if split not in ("train", "dev", "test"))]
         # everything is read once before anything is made: bad text is refused within seconds
-        self.read = {split: sum(1 for _ in self._all(split, f"checking {split}")) for split in files}
+        self.read = {split: self._check(split) for split in files}
 
     def pairs(self, split: str, title: str) -> Iterator[TextPair]:
         """Yield the pairs of a split."""
@@ -127,14 +129,31 @@ class _Text:
         draw = stable_key("cut", pair.source.text) / DRAWS / min(CUT_SHARE, CUT_PAIRS / self.read["train"])
         return self.cut[int(draw)] if draw < len(self.cut) else "train"
 
+    def _check(self, split: str) -> int:
+        """Return the number of pairs of a split; refuse text that was cut into subwords before."""
+        count, marked = 0, [0, 0]
+        first: list[tuple[int, str]] = [(0, ""), (0, "")]
+        for pair in self._all(split, f"checking {split}"):
+            count += 1
+            for side, line in enumerate(pair):
+                if mark := find_mark(line.text):
+                    first[side] = first[side] if marked[side] else (line.number, mark)
+                    marked[side] += 1
+        for side, (number, mark) in enumerate(first):
+            if marked[side] > MARKED_SHARE * count:
+                raise DataError(
+                    f"{self.files[split][0][side]}, line {number}: {mark} marks pieces of words, as in "
+                    f"{marked[side]:,} lines of {count:,}; expected raw text, since subwords are made here: join the "
+                    f"pieces with {MARKS[mark][1]}."
+                )
+        return count
+
     def _all(self, split: str, title: str) -> Iterator[TextPair]:
         known = getattr(self, "read", {})
         task = self.bars.add_task(title, total=known.get(split))
         for source, target in self.files[split]:
             pairs = read_pairs(source, target)
             while batch := list(islice(pairs, BATCH)):
-                if split != "train":
-                    _require_text(batch, source, target)
                 yield from batch
                 self.bars.advance(task, len(batch))
         self.bars.remove_task(task)
@@ -165,8 +184,12 @@ def _write_split(text: _Text, split: str, subwords: Subwords, sieve: Sieve | Non
     pairs = text.pairs(split, f"encoding {split}")
     source, target = (RaggedWriter(folder, f"{split}.{side}", subwords.dtype) for side in SIDES)
     lines = [(folder / f"{split}.{side}.txt").open("wb") for side in SIDES] if sieve is None else []
+    read = 0
     with source, target:
         while batch := list(islice(pairs, BATCH)):
+            read += len(batch)
+            if sieve is None:
+                batch = [pair for pair in batch if pair.source.text and pair.target.text]
             texts = [[pair[side].text for pair in batch] for side in (0, 1)]
             encoded = [subwords.encode_batch(side) for side in texts]
             if sieve is not None:
@@ -184,17 +207,9 @@ def _write_split(text: _Text, split: str, subwords: Subwords, sieve: Sieve | Non
         cut = f", cut from {text.read['train']:,} training pairs," if split in text.cut else ""
         raise DataError(f"the {split} split{cut} holds no pair{reasons}; expected at least one.")
     counts: dict[str, Any] = {"pairs": source.sequences, "source_tokens": source.tokens, "target_tokens": target.tokens}
-    return counts | ({} if sieve is None else {"read": sieve.read, "dropped": dict(sorted(sieve.dropped.items()))})
-
-
-def _require_text(batch: list[TextPair], source: Path, target: Path) -> None:
-    for pair in batch:
-        for line, path in zip(pair, (source, target), strict=True):
-            if not line.text:
-                raise DataError(
-                    f"{path}, line {line.number}: blank; a dev or test pair needs text on both sides: take the line "
-                    "out of both files."
-                )
+    dropped = {"blank": read - source.sequences} if sieve is None else dict(sorted(sieve.dropped.items()))
+    # of dev and test, every pair with text is kept
+    return counts | ({"read": read, "dropped": dropped} if sieve is not None or dropped["blank"] else {})
 
 
 def _names(files: Files) -> dict[str, list[list[str]]]:
