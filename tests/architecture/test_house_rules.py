@@ -11,7 +11,7 @@ import pytest
 import headwise
 from architecture.source import FILES, ROOT, module_name
 
-LONGEST = 400
+LONGEST = 800
 SHAPELESS = {"base", "common", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
 MACHINE = re.compile(r"(?<![\w.:/-])/(?:work|home|root|Users|tmp|opt)/|\.\./shared\b")
 PUBLIC = [name for name in getattr(headwise, "__all__", dir(headwise)) if not name.startswith("_")]

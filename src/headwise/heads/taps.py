@@ -26,7 +26,7 @@ from headwise.heads.capture import (
 )
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, Hook, read_first_argument
+from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
 
@@ -36,23 +36,40 @@ UNREAD_CALLS = 64
 READS = ("outputs", "values", "weights", "mean_weights")
 
 
+class _Calls(PerThread):
+    """The calls of one site since the last read, and the parts of its values that arrived in the running one."""
+
+    def __init__(self) -> None:
+        self.calls: list[OpenCapture] = []
+        self.arrived: dict[int, Tensor] = {}
+
+
 @dataclass(eq=False)
 class _SiteCalls:
-    """The calls of one site since the last read.
+    """A site, its calls, and whether there was one.
 
     Each site has an object of its own, and nothing is looked up by name: layers that torch.compile compiles one by one
     then differ in nothing it guards on, and share a graph.
     """
 
     site: Site
-    calls: list[OpenCapture] = field(default_factory=list)
+    here: _Calls = field(default_factory=_Calls)
+    reached: bool = False
 
 
-@dataclass(eq=False)
-class _QueryPadding:
+class _QueryPadding(PerThread):
     """The padding of the queries of a layer's cross-attention, as its self-attention received it."""
 
-    padding: Padding = field(default_factory=Padding)
+    padding = Padding()
+
+
+class _Forward(PerThread):
+    """The forward of the model that runs, or ran last, and whether captures are kept until they are read."""
+
+    running = transient = paused = False
+
+    def __init__(self) -> None:
+        self.token = ForwardToken()
 
 
 class Taps(Handle):
@@ -63,7 +80,7 @@ class Taps(Handle):
     Otherwise each forward of the model drops the captures of the previous one, and a part called without the model (the
     encoder, while generating) keeps its newest call. A module shared between layers gives one capture per call, in
     order. Recomputation by activation checkpointing is not captured again. Copies and pickles of the model are not
-    tapped.
+    tapped. Each thread that runs the model reads its own calls.
 
     Args:
         heads: The sites to read.
@@ -118,15 +135,9 @@ class Taps(Handle):
         self.beside, self.training_only, self.newest = beside, training_only, newest
         self._records = [_SiteCalls(site) for site in heads.sites]
         self._queries: list[_QueryPadding] = []
-        self._paused = False
-        self._transient = False
-        self._forward, self._running = ForwardToken(), False
-        try:
-            with walk_once(heads.model):
-                self._attach()
-        except BaseException:
-            self.remove()
-            raise
+        self._forward = _Forward()
+        with self._attaching(), walk_once(heads.model):
+            self._attach()
 
     def read(self) -> list[Capture]:
         """Return the captures since the last read, and forget them.
@@ -149,8 +160,8 @@ class Taps(Handle):
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
                 f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
-                "not tapped (find_heads in the copy); and calls without gradients, as of a checkpoint with "
-                "use_reentrant=True, are dropped when training continues."
+                "not tapped (find_heads in the copy); calls without gradients, as of a checkpoint with "
+                "use_reentrant=True, are dropped when training continues; and each thread reads its own calls."
             )
         return [self._finish(call) for call in _interleave(taken)]
 
@@ -164,30 +175,39 @@ class Taps(Handle):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Capture nothing inside the block; the model computes what it would without taps."""
-        before, self._paused = self._paused, True
+        """Capture nothing of this thread inside the block; the model computes what it would without taps."""
+        before, self._forward.paused = self._forward.paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._forward.paused = before
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless a tapped site was called."""
+        if not any(record.reached for record in self._records):
+            raise NotFired(
+                f"none of the {len(self._records)} tapped sites was called; run a forward pass of the model that the "
+                "heads were found in (a copy of it is not tapped)."
+            )
 
     def remove(self) -> None:
         """Detach from the model."""
         super().remove()
-        self._forget()
+        for record in self._records:
+            record.here = _Calls()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_records": [], "_queries": []}
 
     def _describe(self) -> str:
         read = [name for name in READS if getattr(self, name)]
-        unread = sum(len(record.calls) for record in self._records)
+        unread = sum(len(record.here.calls) for record in self._records)
         return f"{', '.join(read)} of {len(self.heads)} sites, {unread} calls to read"
 
     def _take(self) -> list[list[OpenCapture]]:
-        taken = [record.calls for record in self._records]
+        taken = [record.here.calls for record in self._records]
         for record in self._records:
-            record.calls = []
+            record.here.calls = []
         return taken
 
     def _finish(self, call: OpenCapture) -> Capture:
@@ -208,7 +228,8 @@ class Taps(Handle):
             queries = crossed[site.stack, site.layer] if site.kind == "cross" else None
             within = self._list_within(site)
             needed = self.outputs and "outputs" not in within
-            projection = site.expose() if needed or site.prepare is not None else None
+            expose = needed or site.prepare is not None
+            projection = site.expose(self._removers.append) if expose else None
             self._hook_before(site.module, self._make_site_hook(record, queries))
             if self.outputs and projection is not None:
                 self._hook_before(projection.module, self._make_outputs_hook(record))
@@ -220,7 +241,7 @@ class Taps(Handle):
             if self.weights or self.mean_weights or within:
                 observe = self._make_observer(record, within)
                 listener = Observer(observe, self.weights, self.mean_weights, self.beside, self._is_active)
-                self._removers.append(site.reach_scores().listen(listener))
+                self._removers.append(site.reach_scores(self._removers.append).listen(listener))
             if self.values and "values" not in within:
                 modules = site.value_modules
                 if not modules:
@@ -228,9 +249,8 @@ class Taps(Handle):
                         f"{site.label} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
                     )
-                arrived: dict[int, Tensor] = {}
                 for index, module in enumerate(modules):
-                    self._hook_after(module, self._make_values_hook(record, index, arrived))
+                    self._hook_after(module, self._make_values_hook(record, index))
 
     def _list_within(self, site: Site) -> tuple[str, ...]:
         """Return what is read where the scores are computed, as no module call returns or takes it."""
@@ -241,7 +261,7 @@ class Taps(Handle):
         return tuple(what for what in apart if getattr(self, what) and not apart[what] and site.gives(what))
 
     def _is_active(self) -> bool:
-        return not self._paused and (not self.training_only or self._accumulates())
+        return not self._forward.paused and (not self.training_only or self._accumulates())
 
     def _is_silent(self) -> bool:
         # the first run of a checkpoint was captured
@@ -252,7 +272,7 @@ class Taps(Handle):
 
     def _forget(self) -> None:
         for record in self._records:
-            record.calls = []
+            record.here.calls = []
         for queries in self._queries:
             queries.padding = Padding()
 
@@ -261,17 +281,18 @@ class Taps(Handle):
             return
         if not self._accumulates():
             for record in self._records:
-                record.calls = [call for call in record.calls if call.forward is None]
+                record.here.calls = [call for call in record.here.calls if call.forward is None]
             for queries in self._queries:
                 queries.padding = Padding()
-        self._forward, self._running = ForwardToken(), True
+        self._forward.token, self._forward.running = ForwardToken(), True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        self._running = False
+        self._forward.running = False
         if output is None and sys.exc_info()[1] is not None:
             # the forward failed: what it captured must not enter the next penalty
+            failed = self._forward.token
             for record in self._records:
-                record.calls = [call for call in record.calls if call.forward is not self._forward]
+                record.here.calls = [call for call in record.here.calls if call.forward is not failed]
 
     def _make_site_hook(
         self, record: _SiteCalls, queries: _QueryPadding | None
@@ -281,23 +302,23 @@ class Taps(Handle):
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._is_silent():
                 return
-            accumulates = self._accumulates()
-            if accumulates and self._transient:
+            accumulates, forward, here = self._accumulates(), self._forward, record.here
+            if accumulates and forward.transient:
                 # what an evaluation left unread must not enter the next penalty
                 self._forget()
             if not accumulates:
-                record.calls = [call for call in record.calls if self._running and call.forward is not None]
-            self._transient = not accumulates
+                here.calls = [call for call in here.calls if forward.running and call.forward is not None]
+            forward.transient, record.reached = not accumulates, True
             own = read_padding(module, name_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
             asked = own if queries is None else queries.padding
             capture = Capture(record.site, key_keep=own.keep)
-            record.calls.append(OpenCapture(capture, own, asked, self._forward if self._running else None))
+            here.calls.append(OpenCapture(capture, own, asked, forward.token if forward.running else None))
             if self.newest is not None:
-                del record.calls[: -self.newest]
-            elif len(record.calls) > UNREAD_CALLS:
+                del here.calls[: -self.newest]
+            elif len(here.calls) > UNREAD_CALLS:
                 raise NotFired(
-                    f"{len(record.calls)} captures of {record.site.label} were kept and never read; call the penalty "
+                    f"{len(here.calls)} captures of {record.site.label} were kept and never read; call the penalty "
                     "(or read the taps) after each forward, or remove() it."
                 )
 
@@ -313,7 +334,8 @@ class Taps(Handle):
         return called
 
     def _find_newest(self, record: _SiteCalls) -> Capture | None:
-        return record.calls[-1].capture if record.calls and not self._is_silent() else None
+        calls = record.here.calls
+        return calls[-1].capture if calls and not self._is_silent() else None
 
     def _make_outputs_hook(self, record: _SiteCalls) -> Callable[[nn.Module, tuple, dict], None]:
         site = record.site
@@ -329,10 +351,8 @@ class Taps(Handle):
 
         return called
 
-    def _make_values_hook(
-        self, record: _SiteCalls, index: int, arrived: dict[int, Tensor]
-    ) -> Callable[[nn.Module, tuple, Tensor], None]:
-        """Return a hook on one of the modules that project values; `arrived` holds what the others returned."""
+    def _make_values_hook(self, record: _SiteCalls, index: int) -> Callable[[nn.Module, tuple, Tensor], None]:
+        """Return a hook on one of the modules that project values."""
         site = record.site
         value = next(head_slice for head_slice in site.slices if head_slice.projection == "value")
         parts = (value,) if value.module is not None else value.parts
@@ -348,6 +368,7 @@ class Taps(Handle):
                 values = values.squeeze(1) if values.dim() == 5 else values
                 capture.values = values if bias is None else values + bias
                 return
+            arrived = record.here.arrived
             if index in arrived:
                 # the heads of an earlier call did not all run
                 arrived.clear()
