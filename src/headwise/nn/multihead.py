@@ -330,7 +330,7 @@ class _Holders:
 
 
 class _NoNested(int):
-    """What stands for False in the place of an encoder's `use_nested_tensor`; in a copy that needs none, what was there.
+    """What stands for False as the `use_nested_tensor` of an encoder; in a copy that needs it no more, what was there.
 
     Attributes:
         encoder: The encoder.
