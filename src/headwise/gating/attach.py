@@ -26,7 +26,8 @@ from headwise.nn.placement import match_placement
 class _Running(PerThread):
     """Whether a forward of the model runs."""
 
-    value = False
+    def __init__(self) -> None:
+        self.value = False
 
 
 class Gating(Handle):

@@ -38,10 +38,9 @@ class Call(PerThread):
         balances: The balance of each call since they were taken.
     """
 
-    x: Tensor | None = None
-    padding = Padding()
-
     def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.padding = Padding()
         self.balances: list[Tensor] = []
 
 

@@ -43,7 +43,8 @@ def is_partial() -> bool:
 class _Forward(PerThread):
     """Whether a forward runs, and whether the last one was given a cache."""
 
-    inside = generating = False
+    def __init__(self) -> None:
+        self.inside = self.generating = False
 
 
 class ForwardScope:

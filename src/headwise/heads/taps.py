@@ -60,15 +60,15 @@ class _SiteCalls:
 class _QueryPadding(PerThread):
     """The padding of the queries of a layer's cross-attention, as its self-attention received it."""
 
-    padding = Padding()
+    def __init__(self) -> None:
+        self.padding = Padding()
 
 
 class _Forward(PerThread):
     """The forward of the model that runs, or ran last, and whether captures are kept until they are read."""
 
-    running = transient = paused = False
-
     def __init__(self) -> None:
+        self.running = self.transient = self.paused = False
         self.token = ForwardToken()
 
 

@@ -17,13 +17,15 @@ from headwise.nn.compiled import guard_hooks
 class PerThread(threading.local):
     """What the hooks of a running forward leave for one another: each thread has its own.
 
-    Threads may run one model on different inputs. A copy or a pickle begins anew.
+    Threads may run one model on different inputs. A copy or a pickle begins anew. Attributes are set in `__init__`,
+    which runs in each thread: of a class's own defaults torch.compile would not see that they were set since.
 
     Example:
         >>> class Call(PerThread):
-        ...     inputs = None
+        ...     def __init__(self):
+        ...         self.inputs = None
         >>> call = Call()
-        >>> call.inputs = "those of this thread"
+        >>> call.inputs = "what this thread gave"
     """
 
     def __reduce__(self) -> tuple:

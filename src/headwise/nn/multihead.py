@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import Request, resolve_request
+from headwise.nn.checkpointing import Request, find_frame, resolve_request
 from headwise.nn.difference import CHILD, HeadDifference, find_difference
 from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
 from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
@@ -84,6 +85,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "MultiheadAttention was given a nested tensor, which only torch's C++ fast path takes; "
                 "pass padded tensors with key_padding_mask (enable_nested_tensor=False on TransformerEncoder)."
             )
+        if HOLDERS in vars(self):
+            _stay_until_recomputed(self)
         batched = _is_batched(query, key, value, key_padding_mask)
         if not batched:
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
@@ -296,8 +299,13 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
             f"{type(attention).__name__} is not torch.nn.MultiheadAttention itself; its own forward would be lost. "
             "Derive it from headwise.nn.MultiheadAttention, or pass a layout row for it to find_heads."
         )
+    return _hold(attention, _find_around(model, attention))
+
+
+def _hold(attention: nn.Module, encoders: list[nn.TransformerEncoder]) -> Callable[[], None]:
     holders: _Holders | None = vars(attention).get(HOLDERS)
-    encoders = _find_around(model, attention)
+    if holders is not None:
+        holders.encoders += [encoder for encoder in encoders if all(encoder is not own for own in holders.encoders)]
     held = [*([] if holders is None else [holders]), *(_refuse_nested(encoder).holders for encoder in encoders)]
     for one in held:
         one.count += 1
@@ -313,6 +321,13 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
     return release
 
 
+def _stay_until_recomputed(attention: nn.Module) -> None:
+    """Stay adopted until an activation checkpoint was computed again: it must save the tensors that it saved before."""
+    frame = find_frame()
+    if frame is not None:
+        weakref.finalize(frame, _hold(attention, vars(attention)[HOLDERS].encoders)).atexit = False
+
+
 @dataclass
 class _Holders:
     """How many handles need something changed; a copy or a pickle is needed by none.
@@ -320,10 +335,12 @@ class _Holders:
     Attributes:
         parts: What an attention held before: the types of its modules by name, and the width of its heads.
         count: The number.
+        encoders: The encoders that the attention is in.
     """
 
     parts: dict[str, object] = field(default_factory=dict)
     count: int = 0
+    encoders: list[nn.TransformerEncoder] = field(default_factory=list)
 
     def __reduce__(self) -> tuple:
         return _Holders, (self.parts,)
@@ -370,7 +387,8 @@ def _refuse_nested(encoder: Any) -> _NoNested:
 
 def _allow_nested(encoder: Any) -> None:
     own = encoder.use_nested_tensor
-    if isinstance(own, _NoNested) and own.holders.count == 0 and not own.is_needed():
+    adopted = any(HOLDERS in vars(module) for module in encoder.modules())
+    if isinstance(own, _NoNested) and own.holders.count == 0 and not own.for_good and not adopted:
         encoder.use_nested_tensor = own.before
 
 

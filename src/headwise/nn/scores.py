@@ -148,7 +148,8 @@ class Scores(Protocol):
 class CachePosition(PerThread):
     """How many tokens were in the cache that the running call was given, and whether it was given one."""
 
-    first, cached = 0, False
+    def __init__(self) -> None:
+        self.first, self.cached = 0, False
 
 
 class Listeners:

@@ -42,8 +42,9 @@ class _SiteUse(PerThread):
         causal: The is_causal of the latest one that was given it.
     """
 
-    fired = False
-    causal: bool | None = None
+    def __init__(self) -> None:
+        self.fired = False
+        self.causal: bool | None = None
 
 
 class _Use(PerThread):
@@ -59,11 +60,10 @@ class _Use(PerThread):
         prompts: Number of prompts that the model generates from.
     """
 
-    excused = used = over = paused = False
-    prompts: int | None = None
-
     def __init__(self, mask: HeadMask | None) -> None:
         self.mask = mask
+        self.excused = self.used = self.over = self.paused = False
+        self.prompts: int | None = None
         self.biases: dict[tuple, Tensor] = {}
 
     def __reduce__(self) -> tuple:
@@ -163,7 +163,9 @@ class Guidance(Handle):
         """Raise `NotFired` unless masks guided calls, and the latest of this thread every attention in its forward."""
         self._verify_latest()
         if not any(guided.calls for guided in self._guided):
-            raise NotFired("no mask guided a call: none was given, or no forward ran with it; give each forward one.")
+            raise NotFired(
+                "no mask was given, or no forward ran with it, so nothing was guided; give each forward one."
+            )
 
     def _verify_latest(self) -> None:
         silent = [guided.site.label for guided in self._guided if not guided.here.fired]
