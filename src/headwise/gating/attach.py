@@ -23,7 +23,7 @@ from headwise.nn.hooks import Handle, PerThread
 from headwise.nn.placement import match_placement
 
 
-class _Running(PerThread):
+class _Running:
     """Whether a forward of the model runs."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Gating(Handle):
     def __init__(self, heads: Heads, setting: GateSetting) -> None:
         super().__init__()
         self.heads, self.setting = heads, setting
-        self._running = _Running()
+        self._running = PerThread(_Running)
         balanced = isinstance(setting, MixtureOfHeads) and setting.balance > 0.0
         with self._attaching():
             # all are found and built before the first is attached
@@ -101,14 +101,14 @@ class Gating(Handle):
     def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if is_recomputing():
             return
-        if self._running.value:
+        if self._running.own.value:
             # the previous forward failed: what it counted must not enter the next loss
             for link, _ in self._links:
                 link.take_balances()
-        self._running.value = True
+        self._running.own.value = True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        self._running.value = False
+        self._running.own.value = False
 
     def _watch_padding(self) -> None:
         """Have each link told the padding of its queries: in cross-attention that of the decoder's self-attention."""
@@ -124,7 +124,7 @@ class Gating(Handle):
         names = list_parameters(attention)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            link.here.padding = read_padding(module, name_arguments(names, args, kwargs))
+            link.here.own.padding = read_padding(module, name_arguments(names, args, kwargs))
 
         self._hook_before(attention, called, prepend=True)
 

@@ -29,7 +29,7 @@ NAME = "head_gates"
 UNREAD_CALLS = 64
 
 
-class Call(PerThread):
+class Call:
     """What is known of the running call of an attention, and the balance of those before it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Link:
         self.label, self.num_heads, self.head_size = site.label, site.num_heads, site.head_size
         self.stack, self.layer, self.crosses = site.stack, site.layer, site.kind == "cross"
         self.queries = next(iter(list_parameters(site.module)), "")
-        self.here, self.acted = Call(), False
+        self.here, self.acted = PerThread(Call), False
 
     def attach(self, gates: nn.Module) -> list[Callable[[], object]]:
         """Put the gates and the hooks in place, and return what removes them."""
@@ -78,7 +78,7 @@ class Link:
 
     def take_balances(self) -> list[Tensor]:
         """Return the balance of each call since the last time, and forget them."""
-        taken, self.here.balances = self.here.balances, []
+        taken, self.here.own.balances = self.here.own.balances, []
         return taken
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -90,25 +90,25 @@ class Link:
                 f"{self.label}: its output projection is now a {type(held).__name__}, set after hw.gate_heads, which "
                 "would get the heads without their gates; call remove() on the gates, and gate the heads again."
             )
-        self.here.x = None
+        self.here.own.x = None
         if module is self.source:
             # queries come first in a signature, and anywhere in a call by name
             given = kwargs[self.queries] if self.queries in kwargs else args[0] if args else None
             x = read_first_argument(module, (given,), {})
             if isinstance(module, nn.MultiheadAttention):
                 x = x.unsqueeze(0) if x.dim() == 2 else x if module.batch_first else x.transpose(0, 1)
-            self.here.x = x
+            self.here.own.x = x
 
     def take_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep x, [..., d], until the heads of the call arrive; the hook before the queries."""
         require_original(module)
         # DeBERTa-v3 projects positions with the same module, after its tokens
-        if self.here.x is None:
-            self.here.x = read_first_argument(module, args, kwargs)
+        if self.here.own.x is None:
+            self.here.own.x = read_first_argument(module, args, kwargs)
 
     def gate(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of W_O with gated heads, [..., H * e]; the hook before it."""
-        x, self.here.x = self.here.x, None
+        x, self.here.own.x = self.here.own.x, None
         if x is None:
             raise NotFired(
                 f"{self.label} is gated and computed no queries before its output projection was called: the call "
@@ -141,17 +141,18 @@ class Link:
     def _count(self, shares: Tensor, chosen: Tensor) -> None:
         if not (self.attention.training and torch.is_grad_enabled()):
             return
-        keep = self.here.padding.select_queries(shares.shape[1]) if shares.dim() == 3 else None
+        keep = self.here.own.padding.select_queries(shares.shape[1]) if shares.dim() == 3 else None
         if keep is not None:
             keep = keep.expand(shares.shape[:2])
         # a checkpoint that is computed again must save the same tensors
         term = balance(shares, chosen, keep)
         if is_recomputing():
             return
-        self.here.balances.append(term)
-        if len(self.here.balances) > UNREAD_CALLS:
+        self.here.own.balances.append(term)
+        unread = len(self.here.own.balances)
+        if unread > UNREAD_CALLS:
             raise NotFired(
-                f"{len(self.here.balances)} calls of {self.label} were counted and their balance was never read; call "
+                f"{unread} calls of {self.label} were counted and their balance was never read; call "
                 "gating.add_to(loss) after each forward, or set balance=0 in MixtureOfHeads."
             )
 
@@ -170,7 +171,7 @@ def tell_queries(attention: nn.Module, x: Tensor) -> None:
     for hook in attention._forward_pre_hooks.values():
         link = getattr(hook, "__self__", None)
         if isinstance(link, Link) and link.source is link.attention:
-            link.here.x = x
+            link.here.own.x = x
 
 
 # A compiled module calls its own hooks outside its graph; see `headwise.nn.hooks`.

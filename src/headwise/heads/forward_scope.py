@@ -40,7 +40,7 @@ def is_partial() -> bool:
     return not torch.compiler.is_compiling() and _partial.get()
 
 
-class _Forward(PerThread):
+class _Forward:
     """Whether a forward runs, and whether the last one was given a cache."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ForwardScope:
     """
 
     def __init__(self, model: nn.Module, at_edge: Callable[[], object], failed: Callable[[], object]) -> None:
-        self._here = _Forward()
+        self._here = PerThread(_Forward)
         self._at_edge, self._failed = at_edge, failed
         entered, left = Hook(model, self._on_call), Hook(model, self._on_return)
         # after a forward that raised, too
@@ -72,12 +72,12 @@ class ForwardScope:
     @property
     def inside(self) -> bool:
         """Whether a forward of this thread is running; False while a part of the model is called alone."""
-        return self._here.inside
+        return self._here.own.inside
 
     @property
     def generating(self) -> bool:
         """Whether the last one was given a cache, as `generate()` gives it."""
-        return self._here.generating
+        return self._here.own.generating
 
     def remove(self) -> None:
         """Stop watching."""
@@ -87,13 +87,13 @@ class ForwardScope:
 
     def _on_call(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
-            self._here.inside = True
-            self._here.generating = any(kwargs.get(name) is not None for name in CACHES)
+            self._here.own.inside = True
+            self._here.own.generating = any(kwargs.get(name) is not None for name in CACHES)
             self._at_edge()
 
     def _on_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
         if not is_recomputing():
-            self._here.inside = False
+            self._here.own.inside = False
             self._at_edge()
             # torch passes None to this hook after an error
             if output is None:

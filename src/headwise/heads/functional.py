@@ -18,7 +18,7 @@ from headwise.nn.hooks import Hook, PerThread
 WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
 
 
-class _Entered(PerThread):
+class _Entered:
     """The modes of the calls that are running."""
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ def call_projections(_model: nn.Module, module: nn.Module) -> Callable[[], None]
 
 
 def _hook(module: nn.Module) -> list[RemovableHandle]:
-    entered = _Entered()
+    entered = PerThread(_Entered)
 
     def enter(module: nn.Module, _args: tuple) -> None:
-        entered.modes.append(_Calls(module))
-        entered.modes[-1].__enter__()
+        entered.own.modes.append(_Calls(module))
+        entered.own.modes[-1].__enter__()
 
     def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
-        entered.modes.pop().__exit__(None, None, None)
+        entered.own.modes.pop().__exit__(None, None, None)
 
     return [
         module.register_forward_pre_hook(Hook(module, enter)),

@@ -127,7 +127,7 @@ def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _require_reached(module)
     listeners: Listeners = module.__dict__[LISTENERS]
     first = count_cached(module, (*args, *kwargs.values()))
-    listeners.position.first, listeners.position.cached = first or 0, first is not None
+    listeners.position.own.first, listeners.position.own.cached = first or 0, first is not None
 
 
 def _attend_over_sdpa(
@@ -248,8 +248,8 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
         query.shape[1],
         query.shape[2],
         key.shape[2],
-        first=listeners.position.first,
-        cached=listeners.position.cached,
+        first=listeners.position.own.first,
+        cached=listeners.position.own.cached,
         dtype=query.dtype,
         device=query.device,
     )

@@ -36,7 +36,7 @@ UNREAD_CALLS = 64
 READS = ("outputs", "values", "weights", "mean_weights")
 
 
-class _Calls(PerThread):
+class _Calls:
     """The calls of one site since the last read, and the parts of its values that arrived in the running one."""
 
     def __init__(self) -> None:
@@ -53,18 +53,18 @@ class _SiteCalls:
     """
 
     site: Site
-    here: _Calls = field(default_factory=_Calls)
+    here: PerThread[_Calls] = field(default_factory=lambda: PerThread(_Calls))
     reached: bool = False
 
 
-class _QueryPadding(PerThread):
+class _QueryPadding:
     """The padding of the queries of a layer's cross-attention, as its self-attention received it."""
 
     def __init__(self) -> None:
         self.padding = Padding()
 
 
-class _Forward(PerThread):
+class _Forward:
     """The forward of the model that runs, or ran last, and whether captures are kept until they are read."""
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ class Taps(Handle):
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
         self.beside, self.training_only, self.newest = beside, training_only, newest
         self._records = [_SiteCalls(site) for site in heads.sites]
-        self._queries: list[_QueryPadding] = []
-        self._forward = _Forward()
+        self._queries: list[PerThread[_QueryPadding]] = []
+        self._forward = PerThread(_Forward)
         with self._attaching(), walk_once(heads.model):
             self._attach()
 
@@ -176,11 +176,11 @@ class Taps(Handle):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Capture nothing of this thread inside the block; the model computes what it would without taps."""
-        before, self._forward.paused = self._forward.paused, True
+        before, self._forward.own.paused = self._forward.own.paused, True
         try:
             yield
         finally:
-            self._forward.paused = before
+            self._forward.own.paused = before
 
     def verify(self) -> None:
         """Raise `NotFired` unless a tapped site was called."""
@@ -194,20 +194,20 @@ class Taps(Handle):
         """Detach from the model."""
         super().remove()
         for record in self._records:
-            record.here = _Calls()
+            record.here = PerThread(_Calls)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_records": [], "_queries": []}
 
     def _describe(self) -> str:
         read = [name for name in READS if getattr(self, name)]
-        unread = sum(len(record.here.calls) for record in self._records)
+        unread = sum(len(record.here.own.calls) for record in self._records)
         return f"{', '.join(read)} of {len(self.heads)} sites, {unread} calls to read"
 
     def _take(self) -> list[list[OpenCapture]]:
-        taken = [record.here.calls for record in self._records]
+        taken = [record.here.own.calls for record in self._records]
         for record in self._records:
-            record.here.calls = []
+            record.here.own.calls = []
         return taken
 
     def _finish(self, call: OpenCapture) -> Capture:
@@ -219,7 +219,9 @@ class Taps(Handle):
         # after a forward that raised, too
         left = model.register_forward_hook(Hook(model, self._on_model_return), always_call=True)
         self._removers.append(left.remove)
-        crossed = {(site.stack, site.layer): _QueryPadding() for site in self.heads.sites if site.kind == "cross"}
+        crossed = {
+            (site.stack, site.layer): PerThread(_QueryPadding) for site in self.heads.sites if site.kind == "cross"
+        }
         self._queries = list(crossed.values())
         for site in self.heads.found:
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
@@ -261,7 +263,7 @@ class Taps(Handle):
         return tuple(what for what in apart if getattr(self, what) and not apart[what] and site.gives(what))
 
     def _is_active(self) -> bool:
-        return not self._forward.paused and (not self.training_only or self._accumulates())
+        return not self._forward.own.paused and (not self.training_only or self._accumulates())
 
     def _is_silent(self) -> bool:
         # the first run of a checkpoint was captured
@@ -272,37 +274,37 @@ class Taps(Handle):
 
     def _forget(self) -> None:
         for record in self._records:
-            record.here.calls = []
+            record.here.own.calls = []
         for queries in self._queries:
-            queries.padding = Padding()
+            queries.own.padding = Padding()
 
     def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if self._is_silent():
             return
         if not self._accumulates():
             for record in self._records:
-                record.here.calls = [call for call in record.here.calls if call.forward is None]
+                record.here.own.calls = [call for call in record.here.own.calls if call.forward is None]
             for queries in self._queries:
-                queries.padding = Padding()
-        self._forward.token, self._forward.running = ForwardToken(), True
+                queries.own.padding = Padding()
+        self._forward.own.token, self._forward.own.running = ForwardToken(), True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        self._forward.running = False
+        self._forward.own.running = False
         if output is None and sys.exc_info()[1] is not None:
             # the forward failed: what it captured must not enter the next penalty
-            failed = self._forward.token
+            failed = self._forward.own.token
             for record in self._records:
-                record.here.calls = [call for call in record.here.calls if call.forward is not failed]
+                record.here.own.calls = [call for call in record.here.own.calls if call.forward is not failed]
 
     def _make_site_hook(
-        self, record: _SiteCalls, queries: _QueryPadding | None
+        self, record: _SiteCalls, queries: PerThread[_QueryPadding] | None
     ) -> Callable[[nn.Module, tuple, dict], None]:
         names = list_parameters(record.site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._is_silent():
                 return
-            accumulates, forward, here = self._accumulates(), self._forward, record.here
+            accumulates, forward, here = self._accumulates(), self._forward.own, record.here.own
             if accumulates and forward.transient:
                 # what an evaluation left unread must not enter the next penalty
                 self._forget()
@@ -311,7 +313,7 @@ class Taps(Handle):
             forward.transient, record.reached = not accumulates, True
             own = read_padding(module, name_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
-            asked = own if queries is None else queries.padding
+            asked = own if queries is None else queries.own.padding
             capture = Capture(record.site, key_keep=own.keep)
             here.calls.append(OpenCapture(capture, own, asked, forward.token if forward.running else None))
             if self.newest is not None:
@@ -324,17 +326,19 @@ class Taps(Handle):
 
         return called
 
-    def _make_queries_hook(self, site: Site, queries: _QueryPadding) -> Callable[[nn.Module, tuple, dict], None]:
+    def _make_queries_hook(
+        self, site: Site, queries: PerThread[_QueryPadding]
+    ) -> Callable[[nn.Module, tuple, dict], None]:
         names = list_parameters(site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not self._is_silent():
-                queries.padding = read_padding(module, name_arguments(names, args, kwargs))
+                queries.own.padding = read_padding(module, name_arguments(names, args, kwargs))
 
         return called
 
     def _find_newest(self, record: _SiteCalls) -> Capture | None:
-        calls = record.here.calls
+        calls = record.here.own.calls
         return calls[-1].capture if calls and not self._is_silent() else None
 
     def _make_outputs_hook(self, record: _SiteCalls) -> Callable[[nn.Module, tuple, dict], None]:
@@ -368,7 +372,7 @@ class Taps(Handle):
                 values = values.squeeze(1) if values.dim() == 5 else values
                 capture.values = values if bias is None else values + bias
                 return
-            arrived = record.here.arrived
+            arrived = record.here.own.arrived
             if index in arrived:
                 # the heads of an earlier call did not all run
                 arrived.clear()

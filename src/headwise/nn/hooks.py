@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +13,32 @@ from torch import Tensor, nn
 from headwise.errors import NotFired, ShapeError
 from headwise.nn.compiled import guard_hooks
 
+T = TypeVar("T")
 
-class PerThread(threading.local):
+
+class PerThread(threading.local, Generic[T]):
     """What the hooks of a running forward leave for one another: each thread has its own.
 
-    Threads may run one model on different inputs. A copy or a pickle begins anew. Attributes are set in `__init__`,
-    which runs in each thread: of a class's own defaults torch.compile would not see that they were set since.
+    Threads may run one model on different inputs. A copy or a pickle begins anew.
+
+    Args:
+        make: Makes what a thread begins with. Its attributes are set, and not those of this object, which torch.compile
+            would forget at the end of a graph.
+
+    Attributes:
+        own: What the running thread has.
 
     Example:
-        >>> class Call(PerThread):
-        ...     def __init__(self):
-        ...         self.inputs = None
-        >>> call = Call()
-        >>> call.inputs = "what this thread gave"
+        >>> inputs = PerThread(list)
+        >>> inputs.own.append("what this thread gave")
     """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.make, self.own = make, make()
 
     def __reduce__(self) -> tuple:
         # for copy and pickle
-        return type(self), ()
+        return type(self), (self.make,)
 
 
 class Hook:

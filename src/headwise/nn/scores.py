@@ -145,7 +145,7 @@ class Scores(Protocol):
         ...
 
 
-class CachePosition(PerThread):
+class CachePosition:
     """How many tokens were in the cache that the running call was given, and whether it was given one."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Listeners:
     biases: tuple[Bias, ...] = ()
 
     def __init__(self) -> None:
-        self.position = CachePosition()
+        self.position = PerThread(CachePosition)
 
     def __bool__(self) -> bool:
         return bool(self.observers or self.biases)

@@ -34,7 +34,7 @@ from headwise.roles.word_table import WordTable
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
 
 
-class _SiteUse(PerThread):
+class _SiteUse:
     """What is known of the calls of an attention.
 
     Attributes:
@@ -47,7 +47,7 @@ class _SiteUse(PerThread):
         self.causal: bool | None = None
 
 
-class _Use(PerThread):
+class _Use:
     """The mask of the next forward, and what became of it.
 
     Attributes:
@@ -60,14 +60,11 @@ class _Use(PerThread):
         prompts: Number of prompts that the model generates from.
     """
 
-    def __init__(self, mask: HeadMask | None) -> None:
+    def __init__(self, mask: HeadMask | None = None) -> None:
         self.mask = mask
         self.excused = self.used = self.over = self.paused = False
         self.prompts: int | None = None
         self.biases: dict[tuple, Tensor] = {}
-
-    def __reduce__(self) -> tuple:
-        return _Use, (None,)
 
 
 @dataclass(eq=False)
@@ -84,12 +81,12 @@ class _GuidedSite:
 
     site: Site
     calls: int = 0
-    here: _SiteUse = field(default_factory=_SiteUse)
+    here: PerThread[_SiteUse] = field(default_factory=lambda: PerThread(_SiteUse))
 
     def note_causality(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the is_causal that a call is given."""
         if isinstance(kwargs.get("is_causal"), bool):
-            self.here.causal = kwargs["is_causal"]
+            self.here.own.causal = kwargs["is_causal"]
 
 
 class Guidance(Handle):
@@ -105,7 +102,7 @@ class Guidance(Handle):
         earlier = _find_earlier(heads)
         self.heads, self.every_forward = heads, every_forward
         self._guided = [_GuidedSite(site) for site in heads.sites]
-        self._use = _Use(None)
+        self._use = PerThread(_Use)
         for guidance in earlier:
             guidance.remove()
         self._copied = False
@@ -116,7 +113,7 @@ class Guidance(Handle):
                 self(mask)
         if every_forward:
             # threads begin with it
-            self._use = _Use(mask)
+            self._use = PerThread(partial(_Use, mask))
 
     @property
     def calls(self) -> dict[str, int]:
@@ -168,8 +165,8 @@ class Guidance(Handle):
             )
 
     def _verify_latest(self) -> None:
-        silent = [guided.site.label for guided in self._guided if not guided.here.fired]
-        if self._use.mask is not None and silent and not self._use.excused:
+        silent = [guided.site.label for guided in self._guided if not guided.here.own.fired]
+        if self._use.own.mask is not None and silent and not self._use.own.excused:
             raise NotFired(
                 f"the mask guided no call of {len(silent)} of {len(self.heads)} attentions: {', '.join(silent[:6])}. "
                 "Run a forward pass after setting it; if you did, the call bypassed the module."
@@ -204,11 +201,11 @@ class Guidance(Handle):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend guidance of this thread inside the block: all heads are regular."""
-        before, self._use.paused = self._use.paused, True
+        before, self._use.own.paused = self._use.own.paused, True
         try:
             yield
         finally:
-            self._use.paused = before
+            self._use.own.paused = before
 
     def remove(self) -> None:
         """Stop guiding; all heads are regular again."""
@@ -218,10 +215,10 @@ class Guidance(Handle):
                 del _guided[site.module]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_copied": True, "_forward": None}
+        return {**super().__getstate__(), "_copied": True, "_forward": None, "_use": PerThread(_Use)}
 
     def __repr__(self) -> str:
-        state = "no mask yet" if self._use.mask is None else str(self._use.mask)
+        state = "no mask yet" if self._use.own.mask is None else str(self._use.own.mask)
         if not self.attached and not self._copied:
             state = "removed"
         return f"Guidance({len(self.heads)} attentions, {state})"
@@ -239,31 +236,31 @@ class Guidance(Handle):
             _guided[module] = weakref.ref(self)
 
     def _set_mask(self, mask: HeadMask | None, *, excused: bool = False) -> None:
-        use = self._use
+        use = self._use.own
         use.mask, use.excused, use.biases = mask, excused, {}
         use.used = use.over = False
         for guided in self._guided:
-            guided.here.fired = False
+            guided.here.own.fired = False
 
     def _forget_failed(self) -> None:
         """Drop the mask of a forward that raised: it belongs to no later forward."""
-        if not all(guided.here.fired for guided in self._guided):
-            self._set_mask(self._use.mask if self.every_forward else None, excused=True)
+        if not all(guided.here.own.fired for guided in self._guided):
+            self._set_mask(self._use.own.mask if self.every_forward else None, excused=True)
 
     @contextmanager
     def _generating(self, prompts: int | None) -> Iterator[None]:
-        self._use.prompts = prompts
+        self._use.own.prompts = prompts
         try:
             yield
         except BaseException:
             self._forget_failed()
             raise
         finally:
-            self._use.prompts = None
+            self._use.own.prompts = None
 
     def _end_use(self) -> None:
         """Note at the start and the end of a forward that the mask of what ran before is over."""
-        self._use.over = self._use.used
+        self._use.own.over = self._use.own.used
 
     def _take_mask(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:
@@ -274,7 +271,7 @@ class Guidance(Handle):
 
     # traced by torch.compile, for which only tensors change from one mask to the next
     def _compute_bias(self, guided: _GuidedSite, site: Site, call: ScoreCall) -> Tensor | None:
-        use = self._use
+        use = self._use.own
         if use.paused:
             return None
         mask = use.mask
@@ -287,7 +284,7 @@ class Guidance(Handle):
         if call.cached and call.first >= mask.tokens:
             return None
         # part of the model called on its own: each attention may be called once
-        again = not self._forward.inside and guided.here.fired
+        again = not self._forward.inside and guided.here.own.fired
         if (again or use.over) and not self.every_forward:
             raise MaskError(
                 f"{site.label}: the latest mask belongs to the previous forward; give each forward a mask "
@@ -295,10 +292,10 @@ class Guidance(Handle):
                 "generate(), set use_cache=True."
             )
         require_fit(site, call, mask, self._forward.generating, use.prompts)
-        use.used, guided.here.fired = True, True
+        use.used, guided.here.own.fired = True, True
         # a number that grows would be compiled again at every call
         guided.calls = 1 if torch.compiler.is_compiling() else guided.calls + 1
-        own = getattr(site.module, "is_causal", False) if guided.here.causal is None else guided.here.causal
+        own = getattr(site.module, "is_causal", False) if guided.here.own.causal is None else guided.here.own.causal
         causal = mask.causal or site.kind == "decoder" or call.causal or bool(own)
         return select_keys(self._make_additive(mask, causal, call), call)
 
@@ -307,7 +304,7 @@ class Guidance(Handle):
             # kept from one graph to the next it would be another input, and one more thing to compile for
             return _build_bias(mask, causal, call)
         key = (causal, call.dtype, call.device)
-        biases = self._use.biases
+        biases = self._use.own.biases
         if key not in biases:
             biases[key] = _build_bias(mask, causal, call)
         return biases[key]
