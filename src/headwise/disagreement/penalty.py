@@ -387,5 +387,6 @@ def _require_gradient(captures: list[Capture]) -> None:
             raise NotFired(
                 f"{capture.site.label}: what its heads computed carries no gradient although the model "
                 "is training; reentrant activation checkpointing does that (use use_reentrant=False), and so do a "
-                "frozen model and a forward without gradients before the penalty was read."
+                "frozen model, a cached loss (GradCache) that runs the model again in the backward pass, and a forward "
+                "without gradients before the penalty was read."
             )
