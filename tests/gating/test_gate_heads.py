@@ -147,6 +147,8 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_a_model_of_any_family_is_unchanged_until_its_gates_are_trained_and_after_they_are_removed(family: Family):
     model, batch = family.build(), family.inputs()
     heads = hw.find_heads(model)
+    # its local attention has the heads of one chunk after another
+    heads = heads.where("encoder.*") if family.name == "CANINE" else heads
     [site.expose() for site in heads]  # the fast path sums in another order
     plain, keys = call(model, batch), list(model.state_dict())
     gating = hw.gate_heads(heads, hw.SigmoidGate())

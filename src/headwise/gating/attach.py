@@ -152,9 +152,10 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
 
     Raises:
         SettingError: `heads` or `setting` is something else, or an attention has fewer heads than a mixture uses.
-        LayoutError: There is no attention; one has gates already, pools with a learned query, or has no output
-            projection that is a module; two share one; heads or weights are divided over processes; or the model is
-            wrapped already. Nothing is attached then.
+        LayoutError: There is no attention; one has gates already, pools with a learned query, pools its queries or
+            computes them of other tokens than W_O gets (Hiera, ProphetNet's decoder, local attention of CANINE), or has
+            no output projection that is a module; two share one; heads or weights are divided over processes; or the
+            model is wrapped already. Nothing is attached then.
         ShapeError: In a call, what the queries are made from has other tokens than what W_O gets.
         NotFired: In a call, the output projection is another module than when the gates were put before it.
 
@@ -202,6 +203,12 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool, 
             f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to torch's "
             "function instead of calling it, and so would a copy of the model, without its gates; leave it out."
         )
+    different = _find_other_tokens(site)
+    if different is not None:
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) {different}, so that its output projection gets other tokens "
+            "than its queries are made from, and gates need the same; leave it out (heads.where(...), heads.kind(...))."
+        )
     output_projection = site.expose(undo)
     projection = output_projection.module
     require_unwrapped(heads, site, projection, "gates", "hw.gate_heads")
@@ -227,6 +234,22 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool, 
     path = f"{site.name}.{NAME}" if site.name else NAME
     RequireTrained(path, "gate").watch(gates)
     return Link(site, output_projection, _find_source(site), balanced), gates
+
+
+def _find_other_tokens(site: Site) -> str | None:
+    """Return what makes the tokens of W_O others than those of the queries, as far as attributes tell."""
+    module: Any = site.module
+    for name in ("query_stride", "q_stride", "stride_q"):
+        stride = getattr(module, name, None)
+        steps = stride if isinstance(stride, tuple | list) else (stride,)
+        if any(isinstance(step, int) and step > 1 for step in steps):
+            return f"pools its queries ({name}={stride})"
+    if isinstance(getattr(module, "ngram", None), int):
+        return f"attends in several streams of tokens (ngram={module.ngram})"
+    around: Any = site.model.get_submodule(site.name.rpartition(".")[0])
+    if getattr(around, "local", False) is True and hasattr(around, "attend_from_chunk_width"):
+        return "is called for one chunk of a text after another (local=True)"
+    return None
 
 
 def _find_source(site: Site) -> nn.Module:
