@@ -25,7 +25,8 @@ settings.load_profile("integration" if os.environ.get("CI") else "development")
 # An optimizer that a test discards before its first step is not one that the next test replaces.
 @pytest.fixture(autouse=True)
 def no_watched_optimizers() -> None:
-    for watch in list(replaced_optimizers._watches):
+    replaced_optimizers._discarded.clear()
+    for watch in [*replaced_optimizers._watches, replaced_optimizers.Watch()]:
         watch.remove()
 
 

@@ -188,3 +188,43 @@ def test_heads_divided_by_tensor_parallel_are_refused(monkeypatch):
     monkeypatch.setattr(type(heads.sites[0]), "divided", property(lambda _site: True))
     with pytest.raises(hw.LayoutError, match="under tensor parallel"):
         hw.Disagreement(heads, RECOMPUTED)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("case", ["torch, padded", "bert, padded", "llama, causal"])
+def test_gradients_inside_torch_func_are_those_of_a_backward_pass(case: str):
+    make, forward = CASES[case]
+    model = make().train()
+    penalty = hw.Disagreement(hw.find_heads(model), RECOMPUTED)
+    own = dict(model.named_parameters())
+    forward(model)
+    expected = torch.autograd.grad(penalty(), list(own.values()), allow_unused=True, materialize_grads=True)
+
+    class Penalized(nn.Module):
+        def forward(self) -> Tensor:
+            forward(model)
+            return penalty()
+
+    held = Penalized()
+    held.add_module("model", model)
+    found = torch.func.grad(lambda given: torch.func.functional_call(held, given, ()))(
+        {f"model.{name}": parameter for name, parameter in own.items()}
+    )
+    for one, other in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_each_item_has_the_gradient_that_it_has_alone():
+    model = encoder().train()
+    penalty = hw.Disagreement(hw.find_heads(model), RECOMPUTED)
+    own = dict(model.named_parameters())
+
+    def measure(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        torch.func.functional_call(model, given, (x[None],))
+        return penalty()
+
+    found = torch.func.vmap(torch.func.grad(measure), (None, 0))(own, states())
+    alone = torch.func.grad(measure)(own, states()[1])
+    for name in own:
+        torch.testing.assert_close(found[name][1], alone[name])

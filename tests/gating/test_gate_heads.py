@@ -147,7 +147,9 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_a_model_of_any_family_is_unchanged_until_its_gates_are_trained_and_after_they_are_removed(family: Family):
     model, batch = family.build(), family.inputs()
     heads = hw.find_heads(model)
-    hw.Taps(heads, outputs=True).remove()  # the fast path sums in another order
+    # its local attention has the heads of one chunk after another
+    heads = heads.where("encoder.*") if family.name == "CANINE" else heads
+    [site.expose() for site in heads]  # the fast path sums in another order
     plain, keys = call(model, batch), list(model.state_dict())
     gating = hw.gate_heads(heads, hw.SigmoidGate())
     assert equal(call(model, batch), plain)
@@ -349,6 +351,7 @@ def test_gates_are_gone_at_the_end_of_a_block():
     heads = hw.find_heads(model)
     with hw.gate_heads(heads, hw.SigmoidGate()) as gating:
         assert repr(gating) == "Gating(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 52 parameters)"
+        model(x)
     assert repr(gating).endswith("; removed)")
     assert not [name for name, _ in model.named_modules() if NAME in name]
     hw.gate_heads(heads, hw.SigmoidGate())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import HieraConfig, HieraModel, ProphetNetConfig, ProphetNetModel
 
 import headwise as hw
 from heads.attentions import SeparateAttention
@@ -219,3 +220,27 @@ def test_peft_that_would_freeze_or_bypass_gates_is_told_of():
     model = under_peft(base, target_modules=["o_proj"], modules_to_save=[NAME])
     with pytest.raises(hw.NotFired, match="its output projection is now a Linear, set after"):
         states(model)
+
+
+def build_prophet() -> nn.Module:
+    counts = {f"num_{stack}_{what}": 2 for stack in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes = {
+        "hidden_size": 16,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+        "vocab_size": 9,
+        "max_position_embeddings": 8,
+    }
+    return ProphetNetModel(ProphetNetConfig(**sizes, **counts))
+
+
+def build_hiera() -> nn.Module:
+    return HieraModel(HieraConfig(embed_dim=16, image_size=[64, 64], depths=[1, 1], num_heads=[2, 4], num_query_pool=1))
+
+
+def test_attentions_whose_output_projection_gets_other_tokens_are_refused_when_gates_are_put_on():
+    canine = next(family for family in FAMILIES if family.name == "CANINE").build()
+    tokens = ".*other tokens than its queries are made from.*leave it out"
+    refused(build_prophet(), hw.LayoutError, rf"decoder\.layers\.0\.self_attn .*several streams .*\(ngram=2\){tokens}")
+    refused(build_hiera(), hw.LayoutError, rf"stages\.1\..*pools its queries \(query_stride=4\){tokens}")
+    refused(canine, hw.LayoutError, rf"initial_char_encoder\..*one chunk .* after another \(local=True\){tokens}")

@@ -106,7 +106,7 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
         model.set_attn_implementation(implementation)
     heads = hw.find_heads(model)
     # stock modules change class
-    hw.Taps(heads, outputs=True).remove()
+    [site.expose() for site in heads]
     before = results(model, inputs)
     with hw.Taps(heads, weights=True) as taps:
         results(model, inputs)
@@ -262,7 +262,7 @@ def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_a
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_compiled_before_talks_as_one_that_is_not():
     model = nn.TransformerEncoderLayer(12, 3, 8, 0.0, batch_first=True).double().eval()
-    hw.Taps(hw.find_heads(model), outputs=True).remove()
+    [site.expose() for site in hw.find_heads(model)]
     compiled = torch.compile(model, backend="aot_eager")
     plain = compiled(X)
     mixing = mixed(model)

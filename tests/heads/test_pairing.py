@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import headwise as hw
+from heads.families import BY_NAME
 from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
 from headwise.heads.pairing import pair_decoder_heads
@@ -237,8 +238,8 @@ def test_what_cannot_be_paired_is_refused_in_a_sentence(tmp_path):
     sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 31}
     refuse(BertModel(BertConfig(num_attention_heads=4, **sizes)), "in causal self-attention of transformers with")
     gemma = Gemma2ForCausalLM(Gemma2Config(num_attention_heads=4, num_key_value_heads=2, head_dim=6, **sizes)).double()
-    with pytest.raises(LayoutError, match="attends with softcap, which differential attention does not have"):
-        pair(gemma)(input_ids=IDS)
+    refuse(gemma, "attends with attn_logit_softcapping, .*which differential attention does not have")
+    refuse(BY_NAME["GPT-OSS"].build(), "attends with sinks, which differential attention does not have")
     scaled = pair(build())
     scaled.model.layers[0].self_attn.scaling = 0.3
     with pytest.raises(LayoutError, match=r"attends with scores times 0\.3 instead of 0\.408248"):

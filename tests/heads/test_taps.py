@@ -223,7 +223,7 @@ def test_paused_and_removed_taps_capture_nothing():
     model(x)
     with pytest.raises(hw.NotFired):
         taps.read()
-    assert model.layers[0].self_attn.observers == ()
+    assert not hasattr(model.layers[0].self_attn, "observers")
 
 
 def bert() -> BertModel:

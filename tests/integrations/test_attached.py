@@ -162,3 +162,53 @@ def test_aggregators_of_which_one_cannot_be_put_in_leave_the_model_as_it_was():
     with pytest.raises(hw.LayoutError, match="7"):
         attached.aggregate(model)
     assert [type(module) for module in model.modules()] == before
+
+
+def compute_cached(model, rows: list, size: int) -> torch.Tensor:
+    """The loss of a batch as GradCache computes it: its gradients wait for the backward pass, where the model runs."""
+
+    def embed(part: list) -> torch.Tensor:
+        return model.bert(**{k: v for k, v in collate(part).items() if k != "labels"}).pooler_output
+
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    with torch.no_grad():
+        embedded = [embed(part) for part in parts]
+    leaves = [one.detach().requires_grad_() for one in embedded]
+    joined = torch.cat(leaves)
+    whole = (joined @ joined.mT).logsumexp(-1).mean()
+    whole.backward()
+
+    def run_again(gradient: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for part, leaf in zip(parts, leaves, strict=True):
+                (embed(part) * leaf.grad * gradient).sum().backward()
+
+    loss = whole.detach().requires_grad_()
+    loss.register_hook(run_again)
+    return loss
+
+
+def test_a_penalty_on_what_a_cached_loss_computes_later_is_refused_and_one_on_parameters_counts_once():
+    rows = make_rows()[:4]
+    plain, _, _ = start()
+    compute_cached(plain, rows, 2).backward()
+    for term in (hw.CKA(), hw.Position(recompute=True), hw.Subspace()):
+        model, optimizer, attached = start(Penalize(term, weight=0.3))
+        attached.attach(model, optimizer)
+        for _ in range(2):
+            with pytest.raises(hw.NotFired, match=r"without gradients for this loss.*GradCache.*without a cache"):
+                attached.add_penalty(compute_cached(model, rows, 2))
+        # the next loss that is none is penalized as ever
+        loss = model(**collate(rows)).loss
+        assert attached.add_penalty(loss) > loss
+        alone = hw.Disagreement(hw.find_heads(model), term)
+        cached = compute_cached(model, rows, 2)
+        with pytest.raises(hw.NotFired, match="GradCache"):
+            alone.add_to(cached)
+    model, optimizer, attached = start(Penalize(hw.SpanOverlap(), weight=0.3))
+    attached.attach(model, optimizer)
+    attached.add_penalty(compute_cached(model, rows, 2)).backward()
+    (0.3 * hw.Disagreement(hw.find_heads(plain), hw.SpanOverlap())()).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, msg=name)

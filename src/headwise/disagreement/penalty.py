@@ -91,6 +91,7 @@ class Disagreement(Handle):
         every: int = 20,
     ) -> None:
         super().__init__()
+        self._acted = False
         require_boolean("training_only", training_only)
         self.across, self.training_only = across, training_only
         require_heads(heads)
@@ -180,6 +181,7 @@ class Disagreement(Handle):
         if not (self.heads.model.training and torch.is_grad_enabled()):
             if self.taps is not None and not self.training_only:
                 self.taps.read()
+            self._acted = self._acted or not self.training_only
             return loss
         if not loss.requires_grad:
             raise NotFired(
@@ -192,6 +194,16 @@ class Disagreement(Handle):
         values = self._measure_sites(captures, keep)
         self._add_up(values)
         return loss + self.relative.weigh(loss, _separate(values), self.across, captures, keep)
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless the penalty was computed, by a call or `add_to`."""
+        if self.taps is not None:
+            self.taps.verify()
+        if not self._acted:
+            raise NotFired(
+                f"the penalty {self.term} was never added to a loss; write loss = penalty.add_to(loss) after the "
+                "forward pass" + (", in training mode and with gradients." if self.training_only else ".")
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs for the same weights, as plain numbers; empty before the first `add_to`."""
@@ -259,7 +271,7 @@ class Disagreement(Handle):
             own = value.sum() if value.dim() else value
             total = own if index == 0 else total + own.to(total.device)
         if values:
-            self.last = total.detach()
+            self.last, self._acted = total.detach(), True
         return total
 
     def __str__(self) -> str:
@@ -375,5 +387,6 @@ def _require_gradient(captures: list[Capture]) -> None:
             raise NotFired(
                 f"{capture.site.label}: what its heads computed carries no gradient although the model "
                 "is training; reentrant activation checkpointing does that (use use_reentrant=False), and so do a "
-                "frozen model and a forward without gradients before the penalty was read."
+                "frozen model, a cached loss (GradCache) that runs the model again in the backward pass, and a forward "
+                "without gradients before the penalty was read."
             )

@@ -15,12 +15,19 @@ from headwise.heads.adapters import has_peft
 from headwise.heads.capture import list_parameters, name_arguments, read_padding
 from headwise.heads.functional import hands_output, is_handing
 from headwise.heads.head_slice import is_sharded
-from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.heads import Heads, Site, Undo, require_heads
 from headwise.heads.new_parameters import RequireTrained, require_unwrapped
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.compiled import guard_hooks
-from headwise.nn.hooks import Handle
+from headwise.nn.hooks import Handle, PerThread
 from headwise.nn.placement import match_placement
+
+
+class _Running:
+    """Whether a forward of the model runs."""
+
+    def __init__(self) -> None:
+        self.value = False
 
 
 class Gating(Handle):
@@ -34,16 +41,27 @@ class Gating(Handle):
     def __init__(self, heads: Heads, setting: GateSetting) -> None:
         super().__init__()
         self.heads, self.setting = heads, setting
-        self._running = False
+        self._running = PerThread(_Running)
         balanced = isinstance(setting, MixtureOfHeads) and setting.balance > 0.0
-        # all are found and built before the first is attached: an error leaves the model as it was
-        self._links = [_build_link(heads, site, setting, balanced) for site in heads.sites]
-        for link, gates in self._links:
-            self._removers += link.attach(gates)
-        if balanced:
-            self._hook_before(heads.model, self._on_model_call)
-            self._hook_after(heads.model, self._on_model_return)
-            self._watch_padding()
+        with self._attaching():
+            # all are found and built before the first is attached
+            keep = self._removers.append
+            self._links = [_build_link(heads, site, setting, balanced, keep) for site in heads.sites]
+            for link, gates in self._links:
+                self._removers += link.attach(gates)
+            if balanced:
+                self._hook_before(heads.model, self._on_model_call)
+                self._hook_after(heads.model, self._on_model_return)
+                self._watch_padding()
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless the heads of every attention were gated in some call."""
+        silent = [link.label for link, _ in self._links if not link.acted]
+        if silent:
+            raise NotFired(
+                f"no call of {len(silent)} of {len(self.heads)} attentions was gated: {', '.join(silent[:6])}. Run a "
+                "forward pass of the model that gates were put on; under DataParallel, peft or a copy, of that one."
+            )
 
     def balance(self) -> Tensor:
         """Return the balance term of a mixture of heads since the last call, and forget it.
@@ -83,14 +101,14 @@ class Gating(Handle):
     def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if is_recomputing():
             return
-        if self._running:
+        if self._running.own.value:
             # the previous forward failed: what it counted must not enter the next loss
             for link, _ in self._links:
                 link.take_balances()
-        self._running = True
+        self._running.own.value = True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        self._running = False
+        self._running.own.value = False
 
     def _watch_padding(self) -> None:
         """Have each link told the padding of its queries: in cross-attention that of the decoder's self-attention."""
@@ -106,7 +124,7 @@ class Gating(Handle):
         names = list_parameters(attention)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            link.padding = read_padding(module, name_arguments(names, args, kwargs))
+            link.here.own.padding = read_padding(module, name_arguments(names, args, kwargs))
 
         self._hook_before(attention, called, prepend=True)
 
@@ -134,9 +152,10 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
 
     Raises:
         SettingError: `heads` or `setting` is something else, or an attention has fewer heads than a mixture uses.
-        LayoutError: There is no attention; one has gates already, pools with a learned query, or has no output
-            projection that is a module; two share one; heads or weights are divided over processes; or the model is
-            wrapped already. Nothing is attached then.
+        LayoutError: There is no attention; one has gates already, pools with a learned query, pools its queries or
+            computes them of other tokens than W_O gets (Hiera, ProphetNet's decoder, local attention of CANINE), or has
+            no output projection that is a module; two share one; heads or weights are divided over processes; or the
+            model is wrapped already. Nothing is attached then.
         ShapeError: In a call, what the queries are made from has other tokens than what W_O gets.
         NotFired: In a call, the output projection is another module than when the gates were put before it.
 
@@ -163,7 +182,7 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
     return Gating(heads, setting)
 
 
-def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) -> tuple[Link, nn.Module]:
+def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool, undo: Undo) -> tuple[Link, nn.Module]:
     """Return what gates the heads of an attention, and its gates.
 
     Raises:
@@ -184,7 +203,13 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) 
             f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to a "
             "function instead of calling it, and so would a copy of the model, without its gates; leave it out."
         )
-    output_projection = site.expose()
+    different = _find_other_tokens(site)
+    if different is not None:
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) {different}, so that its output projection gets other tokens "
+            "than its queries are made from, and gates need the same; leave it out (heads.where(...), heads.kind(...))."
+        )
+    output_projection = site.expose(undo)
     projection = output_projection.module
     require_unwrapped(heads, site, projection, "gates", "hw.gate_heads")
     if site.divided or any(is_sharded(parameter) for parameter in projection.parameters()):
@@ -207,10 +232,24 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool) 
     gates = build_gates(setting, site.num_heads, site.head_size, width)
     gates = match_placement(gates, projection).train(site.module.training)
     path = f"{site.name}.{NAME}" if site.name else NAME
-    trained = RequireTrained(path, "gate")
-    gates.register_forward_pre_hook(trained)
-    gates.register_load_state_dict_post_hook(trained.note_loaded)
+    RequireTrained(path, "gate").watch(gates)
     return Link(site, output_projection, _find_source(site), balanced), gates
+
+
+def _find_other_tokens(site: Site) -> str | None:
+    """Return what makes the tokens of W_O others than those of the queries, as far as attributes tell."""
+    module: Any = site.module
+    for name in ("query_stride", "q_stride", "stride_q"):
+        stride = getattr(module, name, None)
+        steps = stride if isinstance(stride, tuple | list) else (stride,)
+        if any(isinstance(step, int) and step > 1 for step in steps):
+            return f"pools its queries ({name}={stride})"
+    if isinstance(getattr(module, "ngram", None), int):
+        return f"attends in several streams of tokens (ngram={module.ngram})"
+    around: Any = site.model.get_submodule(site.name.rpartition(".")[0])
+    if getattr(around, "local", False) is True and hasattr(around, "attend_from_chunk_width"):
+        return "is called for one chunk of a text after another (local=True)"
+    return None
 
 
 def _find_source(site: Site) -> nn.Module:

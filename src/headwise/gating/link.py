@@ -15,12 +15,33 @@ from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import Site
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.compiled import unwrap_compiled
-from headwise.nn.hooks import read_first_argument, replace_first_argument, require_original, run_uncompiled
+from headwise.nn.hooks import (
+    PerThread,
+    read_first_argument,
+    replace_first_argument,
+    require_original,
+    run_uncompiled,
+)
 
 # The attribute of an attention that holds its gates.
 NAME = "head_gates"
 # A loop that trains for this many calls without reading their balance holds every graph it has built.
 UNREAD_CALLS = 64
+
+
+class Call:
+    """What is known of the running call of an attention, and the balance of those before it.
+
+    Attributes:
+        x: What its queries are made from.
+        padding: The padding of its queries.
+        balances: The balance of each call since they were taken.
+    """
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.padding = Padding()
+        self.balances: list[Tensor] = []
 
 
 class Link:
@@ -32,7 +53,8 @@ class Link:
     Attributes:
         attention: The attention, whose gates are looked up at each call: what wraps them is called too.
         queries: Name of its first argument.
-        padding: The padding of the queries of the running call.
+        here: What is known of the running call.
+        acted: Whether it gated a call.
     """
 
     def __init__(self, site: Site, output_projection: OutputProjection, source: nn.Module, balanced: bool) -> None:
@@ -42,9 +64,7 @@ class Link:
         self.label, self.num_heads, self.head_size = site.label, site.num_heads, site.head_size
         self.stack, self.layer, self.crosses = site.stack, site.layer, site.kind == "cross"
         self.queries = next(iter(list_parameters(site.module)), "")
-        self.padding = Padding()
-        self._x: Tensor | None = None
-        self._balances: list[Tensor] = []
+        self.here, self.acted = PerThread(Call), False
 
     def attach(self, gates: nn.Module) -> list[Callable[[], object]]:
         """Put the gates and the hooks in place, and return what removes them."""
@@ -58,7 +78,7 @@ class Link:
 
     def take_balances(self) -> list[Tensor]:
         """Return the balance of each call since the last time, and forget them."""
-        taken, self._balances = self._balances, []
+        taken, self.here.own.balances = self.here.own.balances, []
         return taken
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -70,25 +90,25 @@ class Link:
                 f"{self.label}: its output projection is now a {type(held).__name__}, set after hw.gate_heads, which "
                 "would get the heads without their gates; call remove() on the gates, and gate the heads again."
             )
-        self._x = None
+        self.here.own.x = None
         if module is self.source:
             # queries come first in a signature, and anywhere in a call by name
             given = kwargs[self.queries] if self.queries in kwargs else args[0] if args else None
             x = read_first_argument(module, (given,), {})
             if isinstance(module, nn.MultiheadAttention):
                 x = x.unsqueeze(0) if x.dim() == 2 else x if module.batch_first else x.transpose(0, 1)
-            self._x = x
+            self.here.own.x = x
 
     def take_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep x, [..., d], until the heads of the call arrive; the hook before the queries."""
         require_original(module)
         # DeBERTa-v3 projects positions with the same module, after its tokens
-        if self._x is None:
-            self._x = read_first_argument(module, args, kwargs)
+        if self.here.own.x is None:
+            self.here.own.x = read_first_argument(module, args, kwargs)
 
     def gate(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of W_O with gated heads, [..., H * e]; the hook before it."""
-        x, self._x = self._x, None
+        x, self.here.own.x = self.here.own.x, None
         if x is None:
             raise NotFired(
                 f"{self.label} is gated and computed no queries before its output projection was called: the call "
@@ -106,6 +126,7 @@ class Link:
                 f"{self.label}: its queries are made from a tensor of shape {tuple(x.shape)} and its output projection "
                 f"gets {tuple(joined.shape)}; gates need the same tokens in both."
             )
+        self.acted = True
         gates: Any = getattr(self.attention, NAME)
         found: Gates = gates(x)
         if self.balanced and found.shares is not None and found.chosen is not None:
@@ -120,23 +141,24 @@ class Link:
     def _count(self, shares: Tensor, chosen: Tensor) -> None:
         if not (self.attention.training and torch.is_grad_enabled()):
             return
-        keep = self.padding.select_queries(shares.shape[1]) if shares.dim() == 3 else None
+        keep = self.here.own.padding.select_queries(shares.shape[1]) if shares.dim() == 3 else None
         if keep is not None:
             keep = keep.expand(shares.shape[:2])
         # a checkpoint that is computed again must save the same tensors
         term = balance(shares, chosen, keep)
         if is_recomputing():
             return
-        self._balances.append(term)
-        if len(self._balances) > UNREAD_CALLS:
+        self.here.own.balances.append(term)
+        unread = len(self.here.own.balances)
+        if unread > UNREAD_CALLS:
             raise NotFired(
-                f"{len(self._balances)} calls of {self.label} were counted and their balance was never read; call "
+                f"{unread} calls of {self.label} were counted and their balance was never read; call "
                 "gating.add_to(loss) after each forward, or set balance=0 in MixtureOfHeads."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # for copy and pickle: no tensor of a call, and no count that nobody would read
-        return {**vars(self), "_x": None, "_balances": [], "balanced": False, "padding": Padding()}
+        # for copy and pickle: no count that nobody would read
+        return {**vars(self), "balanced": False, "acted": False}
 
 
 def tell_queries(attention: nn.Module, x: Tensor) -> None:
@@ -149,7 +171,7 @@ def tell_queries(attention: nn.Module, x: Tensor) -> None:
     for hook in attention._forward_pre_hooks.values():
         link = getattr(hook, "__self__", None)
         if isinstance(link, Link) and link.source is link.attention:
-            link._x = x
+            link.here.own.x = x
 
 
 # A compiled module calls its own hooks outside its graph; see `headwise.nn.hooks`.

@@ -47,13 +47,14 @@ class Ablation(Handle):
         require_unshared(heads)
         # all output projections are found before the first is hooked: an error leaves the model as it was
         within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
-        with walk_once(heads.model):
-            projections = [None if own else site.expose() for site, own in zip(heads.sites, within, strict=True)]
         self._removals = [_Removal(site) for site in heads.sites]
+        with self._attaching(), walk_once(heads.model):
+            keep = self._removers.append
+            projections = [None if own else site.expose(keep) for site, own in zip(heads.sites, within, strict=True)]
         for removal, output_projection in zip(self._removals, projections, strict=True):
             if output_projection is None:
                 listener = Observer(ignore, edit=partial(self._zero_outputs, removal))
-                self._removers.append(removal.site.reach_scores().listen(listener))
+                self._removers.append(removal.site.reach_scores(keep).listen(listener))
                 continue
             projection = output_projection.module
             # before all other hooks, so that these read the input that W_O gets
@@ -77,9 +78,6 @@ class Ablation(Handle):
                 f"({', '.join(silent[:6])}); the score cannot show their removal."
                 + ("" if uncalled is None else f" In {uncalled.label}, {explain_uncalled(uncalled, 'outputs')}")
             )
-
-    def _on_exit(self) -> None:
-        self.verify()
 
     def _describe(self) -> str:
         return f"heads {', '.join(map(str, self.indices))} of each of {len(self.heads)} sites"

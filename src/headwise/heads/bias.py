@@ -50,13 +50,10 @@ class HeadBias(Handle):
         # a given tensor on another device, and its version there; not where it is trained
         self._moved: dict[torch.device, tuple[int, Tensor]] = {}
         self._counts = [_Count(site) for site in heads.sites]
-        try:
-            with walk_once(heads.model):
-                for count in self._counts:
-                    self._removers.append(count.site.reach_scores().listen(partial(self._compute, count)))
-        except BaseException:
-            self.remove()
-            raise
+        with self._attaching(), walk_once(heads.model):
+            for count in self._counts:
+                scores = count.site.reach_scores(self._removers.append)
+                self._removers.append(scores.listen(partial(self._compute, count)))
 
     @property
     def calls(self) -> dict[str, int]:
@@ -72,9 +69,6 @@ class HeadBias(Handle):
                 f"{', '.join(silent[:6])}. Run a forward pass inside the block; if you did, the call bypassed the "
                 "module, or the function gave None for it (select the sites it is for)."
             )
-
-    def _on_exit(self) -> None:
-        self.verify()
 
     def _describe(self) -> str:
         what = f"tensor {tuple(self.bias.shape)}" if isinstance(self.bias, Tensor) else "function"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headwise.errors import LayoutError, SettingError
+from headwise.errors import LayoutError, NotFired, SettingError
 from headwise.heads.head_slice import HeadSlice, is_sharded
 from headwise.heads.heads import PROJECTIONS, Heads, require_heads
 from headwise.nn.hooks import Handle
@@ -61,7 +61,7 @@ class HeadBlocks(Handle):
     def __init__(self, heads: Heads, *, per_head: bool = True) -> None:
         super().__init__()
         slices = _list_slices(heads)
-        self._per_head = per_head
+        self._per_head, self._acted = per_head, False
         _require_covered(slices)
         self.names, self.wholes, self._shares = [], [], []
         for part in slices:
@@ -78,6 +78,19 @@ class HeadBlocks(Handle):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._leaves)
+
+    @property
+    def attached(self) -> bool:
+        """Whether they are attached to an optimizer."""
+        return bool(self._removers)
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless blocks were given gradients for an optimizer."""
+        if not self._acted:
+            raise NotFired(
+                f"none of the {len(self)} blocks was given a gradient; call attach(optimizer), and then backward() and "
+                "step() in the loop."
+            )
 
     def attach(self, optimizer: Optimizer) -> None:
         """Give every block its gradient in each backward pass, and again before each step of the optimizer.
@@ -97,21 +110,19 @@ class HeadBlocks(Handle):
                 f"{type(optimizer).__name__} holds {len(own) or 'none'} of the {len(self)} blocks, and would not train "
                 "the others; build it from list(blocks)."
             )
-        if self.attached:
+        if self._removers:
             raise SettingError("the blocks are attached already; call remove() before attaching another optimizer.")
         before = optimizer.register_step_pre_hook(self._before_step)
-        zero_grad: Callable[..., None] = optimizer.zero_grad
+        self._removed, self._acted = False, False
 
-        def zero_all(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
+        def zero_wholes(set_to_none: bool) -> None:
             for _, parameter, _ in self._shares:
                 if set_to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
 
-        vars(optimizer)["zero_grad"] = zero_all
-        self._removers += [before.remove, lambda: vars(optimizer).pop("zero_grad", None)]
+        self._removers += [before.remove, _ZeroGrad(optimizer, zero_wholes).remove]
         hand_out = _make_handing_out(weakref.ref(self))
         for parameter in {id(parameter): parameter for parameter in self.wholes}.values():
             self._removers.append(parameter.register_post_accumulate_grad_hook(hand_out).remove)
@@ -150,6 +161,7 @@ class HeadBlocks(Handle):
                         "moved or cast since); call remove(), and hw.head_blocks again."
                     )
                 block.grad = gradient
+                self._acted = self._acted or gradient is not None
 
     def _divide(self, part: HeadSlice, tensor: Tensor) -> Sequence[Tensor]:
         """Return the blocks of a parameter or its gradient, as views."""
@@ -169,6 +181,35 @@ class HeadBlocks(Handle):
         kind = "heads" if self._per_head else "projections"
         attached = "" if self.attached else "; attached to no optimizer"
         return f"HeadBlocks({len(self)} {kind} of {len(set(map(id, self.wholes)))} parameters{attached})"
+
+
+class _ZeroGrad:
+    """A zero_grad of an optimizer that calls the one before and zeros more, until `remove()`."""
+
+    def __init__(self, optimizer: Optimizer, zero_more: Callable[[bool], None]) -> None:
+        self.optimizer, self.zero_more = weakref.ref(optimizer), zero_more
+        self.attached, self.before = True, vars(optimizer).get("zero_grad")
+        vars(optimizer)["zero_grad"] = self
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Zero the gradients."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return
+        earlier = type(optimizer).zero_grad.__get__(optimizer) if self.before is None else self.before
+        earlier(set_to_none)
+        if self.attached:
+            self.zero_more(set_to_none)
+
+    def remove(self) -> None:
+        """Put the one before back; where another one lies over this, with that."""
+        self.attached = False
+        optimizer = self.optimizer()
+        own = {} if optimizer is None else vars(optimizer)
+        while isinstance(held := own.get("zero_grad"), _ZeroGrad) and not held.attached:
+            del own["zero_grad"]
+            if held.before is not None:
+                own["zero_grad"] = held.before
 
 
 def _make_handing_out(own: weakref.ref[HeadBlocks]) -> Callable[[Tensor], None]:

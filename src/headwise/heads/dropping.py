@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from headwise.heads.capture import require_joined
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument
+
+
+@dataclass(eq=False)
+class _Dropped:
+    """An attention, and whether heads of it could be dropped; its own object, as in `ablate`."""
+
+    site: Site
+    acted: bool = False
 
 
 class HeadDropping(Handle):
@@ -38,10 +47,23 @@ class HeadDropping(Handle):
         for site in heads:
             if site.divided:
                 raise LayoutError(f"{site.label}: its heads are divided over processes, which would drop others each.")
-        # all output projections are found before the first is hooked: an error leaves the model as it was
-        for site, projection in [(site, site.expose()) for site in heads]:
-            self._hook_before(projection.module, self._make_hook(site))
-            self._hook_before(site.module, make_check(site, projection, "hw.drop_heads", training_only=True))
+        self._dropped = [_Dropped(site) for site in heads]
+        with self._attaching():
+            for dropped in self._dropped:
+                site = dropped.site
+                projection = site.expose(self._removers.append)
+                self._hook_before(projection.module, self._make_hook(dropped))
+                self._hook_before(site.module, make_check(site, projection, "hw.drop_heads", training_only=True))
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless heads of every attention could be dropped in some call in training mode."""
+        silent = [dropped.site.label for dropped in self._dropped if not dropped.acted]
+        if silent:
+            raise NotFired(
+                f"no call in training mode went through {len(silent)} of {len(self.heads)} attentions "
+                f"({', '.join(silent[:6])}), so none of their heads was dropped; call model.train(), and run a forward "
+                "pass."
+            )
 
     @property
     def rate(self) -> float:
@@ -53,10 +75,13 @@ class HeadDropping(Handle):
         require_range("rate", rate, low=0.0, high=0.99)
         self._rate = rate
 
-    def _make_hook(self, site: Site) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None]:
+    def _make_hook(self, dropped: _Dropped) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None]:
+        site = dropped.site
+
         def drop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
             if not module.training:
                 return None
+            dropped.acted = True
             joined = read_first_argument(module, args, kwargs)
             require_joined(joined, site)
             factors = self._draw(site, joined).repeat_interleave(site.head_size, dim=-1).to(joined)

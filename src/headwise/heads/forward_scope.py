@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Hook
+from headwise.nn.hooks import Hook, PerThread
 
 # since transformers 5.24, and before
 CACHES = ("cache", "past_key_values")
@@ -40,6 +40,13 @@ def is_partial() -> bool:
     return not torch.compiler.is_compiling() and _partial.get()
 
 
+class _Forward:
+    """Whether a forward runs, and whether the last one was given a cache."""
+
+    def __init__(self) -> None:
+        self.inside = self.generating = False
+
+
 class ForwardScope:
     """Tells when a forward of a model runs. Recomputation by activation checkpointing is no forward.
 
@@ -48,13 +55,11 @@ class ForwardScope:
         at_edge: Called when a forward starts and when it ends.
         failed: Called after a forward that raised, or returned None.
 
-    Attributes:
-        inside: Whether a forward is running; False while a part of the model is called alone.
-        generating: Whether the last one was given a cache, as `generate()` gives it.
+    Both are called in the thread of the forward.
     """
 
     def __init__(self, model: nn.Module, at_edge: Callable[[], object], failed: Callable[[], object]) -> None:
-        self.inside, self.generating = False, False
+        self._here = PerThread(_Forward)
         self._at_edge, self._failed = at_edge, failed
         entered, left = Hook(model, self._on_call), Hook(model, self._on_return)
         # after a forward that raised, too
@@ -64,6 +69,16 @@ class ForwardScope:
         )
         self._stops: list[Callable[[], None]] = [handle.remove for handle in handles]
 
+    @property
+    def inside(self) -> bool:
+        """Whether a forward of this thread is running; False while a part of the model is called alone."""
+        return self._here.own.inside
+
+    @property
+    def generating(self) -> bool:
+        """Whether the last one was given a cache, as `generate()` gives it."""
+        return self._here.own.generating
+
     def remove(self) -> None:
         """Stop watching."""
         for stop in self._stops:
@@ -72,13 +87,13 @@ class ForwardScope:
 
     def _on_call(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
-            self.inside = True
-            self.generating = any(kwargs.get(name) is not None for name in CACHES)
+            self._here.own.inside = True
+            self._here.own.generating = any(kwargs.get(name) is not None for name in CACHES)
             self._at_edge()
 
     def _on_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
         if not is_recomputing():
-            self.inside = False
+            self._here.own.inside = False
             self._at_edge()
             # torch passes None to this hook after an error
             if output is None:

@@ -9,6 +9,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -16,17 +17,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from headwise.heads.heads import Site
 from headwise.heads.irregular import list_functions
 from headwise.heads.layout_steps import FUSED_BIASES
-from headwise.nn.hooks import Hook
+from headwise.nn.hooks import Hook, PerThread
 
 BIASES = ("q_bias", "k_bias", "v_bias", *FUSED_BIASES)
 WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
 
-# A copy of a module is not among them, and has none of its hooks.
-_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+class _Entered:
+    """The modes of the calls that are running."""
+
+    def __init__(self) -> None:
+        self.modes: list[_Calls] = []
+
+
+@dataclass
+class _Prepared:
+    """The hooks of a module whose projections are called, and how many need that."""
+
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    holders: int = 0
+
+
+# A copy of a module is not among them.
+_prepared: weakref.WeakKeyDictionary[nn.Module, _Prepared] = weakref.WeakKeyDictionary()
 
 
 # What is asked of a weight that is not used.
@@ -106,35 +124,54 @@ def _list_used(module: nn.Module) -> Iterator[str]:
                 yield str(before.argval)
 
 
-def call_projections(_model: nn.Module, module: nn.Module) -> None:
-    """Have the projections of such a module called in its forward, whose results stay the same to the bit."""
-    if module in _prepared:
-        return
-    entered: list[_Calls] = []
+def call_projections(_model: nn.Module, module: nn.Module) -> Callable[[], None]:
+    """Have the projections of such a module called in its forward, whose results stay the same to the bit.
+
+    It ends when the last of those who asked for it calls the function returned.
+    """
+    prepared = _prepared.get(module)
+    if prepared is None:
+        prepared = _prepared[module] = _Prepared(_hook(module))
+    prepared.holders += 1
+    held = [prepared]
+
+    def release() -> None:
+        while held:
+            one = held.pop()
+            one.holders -= 1
+            if one.holders == 0:
+                _prepared.pop(module, None)
+                for hook in one.hooks:
+                    hook.remove()
+
+    return release
+
+
+def _hook(module: nn.Module) -> list[RemovableHandle]:
+    entered = PerThread(_Entered)
     projections = [part for part in module.modules() if type(part).forward is nn.Linear.forward]
 
-    def enter(_module: nn.Module, _args: tuple) -> None:
-        entered.append(_Calls(module, projections))
-        entered[-1].__enter__()
+    def enter(module: nn.Module, _args: tuple) -> None:
+        entered.own.modes.append(_Calls(module, projections))
+        entered.own.modes[-1].__enter__()
 
     def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(Hook(module, enter))
-    module.register_forward_hook(Hook(module, leave), always_call=True)
+        entered.own.modes.pop().__exit__(None, None, None)
 
     def begin(projection: nn.Module, _args: tuple) -> None:
-        for mode in entered[-1:]:
+        for mode in entered.own.modes[-1:]:
             mode.running.append(projection)
 
     def end(_projection: nn.Module, _args: tuple, _output: object) -> None:
-        for mode in entered[-1:]:
+        for mode in entered.own.modes[-1:]:
             mode.running.pop()
 
-    for projection in projections:
-        projection.register_forward_pre_hook(Hook(projection, begin))
-        projection.register_forward_hook(Hook(projection, end), always_call=True)
-    _prepared.add(module)
+    return [
+        module.register_forward_pre_hook(Hook(module, enter)),
+        module.register_forward_hook(Hook(module, leave), always_call=True),
+        *(one.register_forward_pre_hook(Hook(one, begin)) for one in projections),
+        *(one.register_forward_hook(Hook(one, end), always_call=True) for one in projections),
+    ]
 
 
 class _Calls(TorchFunctionMode):
@@ -194,14 +231,8 @@ def _batch_first(linear: nn.Module, tensor: Tensor) -> Tensor:
     """Call a module with [B, L, d] where torch's function has [L, B, d]; it computes on the latter, to the bit."""
     if tensor.dim() != 3:
         return linear(tensor)
-    held, forward = linear.__dict__.get("forward"), linear.forward
-    linear.__dict__["forward"] = lambda given: forward(given.transpose(0, 1)).transpose(0, 1)
-    try:
+    with _LengthFirst():
         return linear(tensor.transpose(0, 1)).transpose(0, 1)
-    finally:
-        del linear.__dict__["forward"]
-        if held is not None:
-            linear.__dict__["forward"] = held
 
 
 class _Given(TorchFunctionMode):
@@ -221,3 +252,14 @@ class _Given(TorchFunctionMode):
         self.input, self.output = args[0], F.linear(args[0], self.weight, self.bias)
         self.version = self.output._version
         return self.output
+
+
+class _LengthFirst(TorchFunctionMode):
+    """Multiplies [B, L, d] with a weight as [L, B, d]; for this thread, as every mode."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and args[0].dim() == 3:
+            return F.linear(args[0].transpose(0, 1), *args[1:], **(kwargs or {})).transpose(0, 1)
+        return function(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from headwise.nn.scores import Scores
 PROJECTIONS = ("query", "key", "value")
 GROUPINGS = ("within", "across")
 KINDS = ("self", "decoder", "cross", "pooling")
+
+# Keeps a function to call later: the `append` of a list, the `callback` of an `ExitStack`.
+Undo = Callable[[Callable[[], object]], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,8 @@ class Site:
         output_projection: Where the module that plays W_O is, or None where it was not found.
         value_module: The module whose output holds the projected values, at `slices[-1].features(output)`; None where
             no module call returns them (`nn.MultiheadAttention`), and where they are another layer's.
-        prepare: Makes the output projection a module call (swaps a stock torch module), given model and module.
+        prepare: Makes the output projection a module call (swaps a stock torch module), given model and module, and
+            returns what undoes it.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
         guessed: Whether the layout is one of several that the shapes allow, and no call of the module has told which.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
@@ -64,7 +69,7 @@ class Site:
     output: HeadSlice | None = field(default=None, repr=False)
     output_projection: OutputProjection | None = None
     value_module: nn.Module | None = field(default=None, repr=False)
-    prepare: Callable[[nn.Module, nn.Module], object] | None = field(default=None, repr=False)
+    prepare: Callable[[nn.Module, nn.Module], Callable[[], object]] | None = field(default=None, repr=False)
     scores: Callable[[nn.Module], Scores] | None = field(default=None, repr=False)
     guessed: bool = field(default=False, repr=False)
     found_at: tuple[tuple[str | None, str | None], ...] = field(init=False, repr=False)
@@ -112,8 +117,11 @@ class Site:
         paths = {id(part): strip_wrappers(path) for path, part in self.module.named_modules()}
         return tuple((paths.get(id(part.owner)), paths.get(id(part.module))) for part in self.parts)
 
-    def expose(self) -> OutputProjection:
+    def expose(self, undo: Undo | None = None) -> OutputProjection:
         """Make the output projection's call visible and return the output projection.
+
+        Args:
+            undo: Is given what undoes it; None leaves the module so.
 
         Raises:
             LayoutError: The module that plays W_O was not found.
@@ -127,8 +135,7 @@ class Site:
                 "read, removed and aggregated where W_O is a module, such as an nn.Linear."
             )
             raise LayoutError(f"{self.label} ({type(self.module).__name__}): {found}")
-        if self.prepare is not None:
-            self.prepare(self.model, self.module)
+        self.make_visible(undo)
         return self.output_projection
 
     def find_output_weights(self) -> Tensor | None:
@@ -143,8 +150,11 @@ class Site:
             return None
         return self.output.turn(self.output.compute(lambda parameter: gather_full(parameter.detach())))
 
-    def reach_scores(self) -> Scores:
+    def reach_scores(self, undo: Undo | None = None) -> Scores:
         """Return what reaches the attention scores of the module: its weights and what is added to them.
+
+        Args:
+            undo: Is given what undoes what it takes to reach them; None leaves the module so.
 
         Raises:
             LayoutError: Nothing does.
@@ -155,9 +165,15 @@ class Site:
                 "reached in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that call torch's "
                 "scaled_dot_product_attention or the attention interface of transformers, which this one does not."
             )
-        if self.prepare is not None:
-            self.prepare(self.model, self.module)
+        self.make_visible(undo)
         return self.scores(self.module)
+
+    def make_visible(self, undo: Undo | None) -> None:
+        """Have the module call its output projection, if it has one, until what `undo` is given is called."""
+        if self.prepare is not None:
+            release = self.prepare(self.model, self.module)
+            if undo is not None:
+                undo(release)
 
     def gives(self, what: str) -> bool:
         """Whether values or outputs are read where the scores are computed, as they pass through no module."""
@@ -244,6 +260,14 @@ class Heads:
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Keep calls of output projections visible inside the block, for several things that are attached in turn."""
+        with ExitStack() as undo:
+            for site in self.sites:
+                site.make_visible(undo.callback)
+            yield
 
     def layer(self, index: int) -> Heads:
         """Return the heads of one layer, counted from 0; negative counts from the end of each stack.

@@ -127,7 +127,7 @@ def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _require_reached(module)
     listeners: Listeners = module.__dict__[LISTENERS]
     first = count_cached(module, name_arguments(list_parameters(module), args, kwargs))
-    listeners.first, listeners.cached = first or 0, first is not None
+    listeners.position.own.first, listeners.position.own.cached = first or 0, first is not None
 
 
 def _attend_over_sdpa(
@@ -248,8 +248,8 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
         query.shape[1],
         query.shape[2],
         key.shape[2],
-        first=listeners.first,
-        cached=listeners.cached,
+        first=listeners.position.own.first,
+        cached=listeners.position.own.cached,
         dtype=query.dtype,
         device=query.device,
     )

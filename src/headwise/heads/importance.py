@@ -106,7 +106,7 @@ def importance(
             f"score is a {type(score).__name__}; expected a function without arguments that runs the model on your "
             "data, such as lambda: accuracy(model)."
         )
-    with uncompiled():
+    with uncompiled(), heads.exposed():
         return _remove_each(heads, score) if method == "exact" else _differentiate(heads, score)
 
 
@@ -210,7 +210,10 @@ class _Gates(Handle):
         super().__init__()
         require_unshared(heads)
         within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
-        projections = [None if own else site.expose().module for site, own in zip(heads.sites, within, strict=True)]
+        projections = [
+            None if own else site.expose(self._removers.append).module
+            for site, own in zip(heads.sites, within, strict=True)
+        ]
         divided = next((site.label for site in heads.sites if site.divided), None)
         if divided is not None:
             raise LayoutError(
@@ -222,7 +225,7 @@ class _Gates(Handle):
         for gated, projection in zip(self.sites, projections, strict=True):
             if projection is None:
                 listener = Observer(ignore, edit=gated.gate)
-                self._removers.append(gated.site.reach_scores().listen(listener))
+                self._removers.append(gated.site.reach_scores(self._removers.append).listen(listener))
             else:
                 self._hook_before(projection, _make_gating(gated))
 

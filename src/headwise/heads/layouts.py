@@ -35,7 +35,7 @@ from headwise.heads.projection import Projection, find_obstacle
 from headwise.heads.sharding import computes_part
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.difference import find_difference
-from headwise.nn.multihead import adopt
+from headwise.nn.multihead import hold_adopted
 from headwise.nn.scores import TorchScores
 
 
@@ -87,7 +87,7 @@ class TorchMultihead:
             )
         layout = f"{self.name} {'packed' if packed else 'separate'}"
         site = build_site(model, name, module, layout, slices, OutputProjection(module, "out_proj"))
-        return replace(site, prepare=adopt, scores=TorchScores)
+        return replace(site, prepare=hold_adopted, scores=TorchScores)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Talking heads on an existing model: learned matrices that mix its heads before and after the softmax."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.adapters import has_peft
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.new_parameters import RequireTrained, require_unwrapped
+from headwise.heads.new_parameters import RequireTrained, require_unwrapped, was_called
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.compiled import guard_hooks
 from headwise.nn.difference import find_difference
@@ -61,15 +60,23 @@ class HeadMixing(Handle):
             _require_mixable(site, logits=logits, weights=weights)
             require_unwrapped(heads, site, site.module, "matrices", "hw.mix_heads")
         guard_hooks()
-        connected: list[tuple[Callable[[], object], Callable[[], object]]] = []
-        with ExitStack() as undo:
+        checks: list[Callable[[], object]] = []
+        with self._attaching():
             for site in heads:
-                end, check = site.reach_scores().mix()
-                undo.callback(end)
-                connected.append((end, check))
-            undo.pop_all()
-        for site, (end, check) in zip(heads, connected, strict=True):
-            self.mixers[site.name] = self._attach(site, end, check, logits=logits, weights=weights)
+                end, check = site.reach_scores(self._removers.append).mix()
+                self._removers.append(end)
+                checks.append(check)
+            for site, check in zip(heads, checks, strict=True):
+                self.mixers[site.name] = self._attach(site, check, logits=logits, weights=weights)
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless the heads of every attention were mixed in some call."""
+        silent = [name or "the model" for name, mixer in self.mixers.items() if not was_called(mixer)]
+        if silent or not self.mixers:
+            raise NotFired(
+                f"no call of {len(silent)} of {len(self.heads)} attentions had its heads mixed: "
+                f"{', '.join(silent[:6])}. Run a forward pass of the model that mix_heads was called on, not of a copy."
+            )
 
     def remove(self) -> None:
         """Have the model attend as before; the matrices leave it.
@@ -85,9 +92,7 @@ class HeadMixing(Handle):
                 )
         super().remove()
 
-    def _attach(
-        self, site: Site, end: Callable[[], object], check: Callable[[], object], *, logits: bool, weights: bool
-    ) -> HeadMixer:
+    def _attach(self, site: Site, check: Callable[[], object], *, logits: bool, weights: bool) -> HeadMixer:
         module, kept = site.module, _find_own(site.module)
         mixer = _make(site, logits=logits, weights=weights) if kept is None else kept
         module.register_module(CHILD, mixer)
@@ -97,7 +102,6 @@ class HeadMixing(Handle):
             module.register_forward_pre_hook(_require_connected)
 
         def stop() -> None:
-            end()
             for number in _list_watches(module):
                 del module._forward_pre_hooks[number]
             module._modules.pop(CHILD, None)
@@ -212,7 +216,5 @@ def _make(site: Site, *, logits: bool, weights: bool) -> HeadMixer:
     weight: Tensor | None = site.slices[0].owner._parameters.get(site.slices[0].attribute)
     if weight is not None:
         mixer = mixer.to(device=weight.device, dtype=weight.dtype if weight.is_floating_point() else None)
-    trained = RequireTrained(f"{site.name}.{CHILD}".removeprefix("."), "mixer of heads")
-    mixer.register_forward_pre_hook(trained)
-    mixer.register_load_state_dict_post_hook(trained.note_loaded)
+    RequireTrained(f"{site.name}.{CHILD}".removeprefix("."), "mixer of heads").watch(mixer)
     return mixer.train(site.module.training)

@@ -28,7 +28,7 @@ def require_unwrapped(heads: Heads, site: Site, old: nn.Module, what: str, call:
 
 
 class RequireTrained:
-    """A forward pre-hook of a new module: raises where training would leave its start as it is.
+    """A forward pre-hook of a new module: notes its calls, and raises where training would leave its start as it is.
 
     peft freezes all that it does not know. A module whose parameters were loaded, or trained before, may be frozen.
 
@@ -36,13 +36,23 @@ class RequireTrained:
         name: Name of the module in the model.
         what: What it is.
         otherwise: What else can be done under peft.
+
+    Attributes:
+        called: Whether the module was called.
     """
 
     def __init__(self, name: str, what: str, otherwise: str = "") -> None:
         self.name, self.what, self.otherwise, self.fresh = name, what, otherwise, True
+        self.called = False
+
+    def watch(self, module: nn.Module) -> None:
+        """Begin to look at a module."""
+        module.register_forward_pre_hook(self)
+        module.register_load_state_dict_post_hook(self.note_loaded)
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Raise `SettingError` where what comes before the module is trained and the module never was."""
+        self.called = True
         if not self.fresh or not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
@@ -57,3 +67,16 @@ class RequireTrained:
     def note_loaded(self, *_: Any) -> None:
         """Note that the parameters are loaded from a state."""
         self.fresh = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # for copy and pickle
+        return {**vars(self), "called": False}
+
+
+def was_called(module: nn.Module) -> bool:
+    """Return whether a new module, which `RequireTrained` watches, was called.
+
+    >>> was_called(nn.Linear(2, 2))
+    False
+    """
+    return any(isinstance(hook, RequireTrained) and hook.called for hook in module._forward_pre_hooks.values())

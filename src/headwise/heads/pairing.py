@@ -1,5 +1,7 @@
 """Differential attention in the decoders of transformers, whose heads are paired where they attend."""
 
+import math
+
 from torch import nn
 
 from headwise.errors import LayoutError
@@ -8,6 +10,9 @@ from headwise.heads.heads import Site
 from headwise.nn.compiled import guard_hooks
 from headwise.nn.difference import CHILD, HeadDifference, find_difference
 from headwise.nn.mixing import find_mixer
+
+# Attributes of attentions that compute scores or weights in more than one step: sinks, caps, learned biases.
+UNPAIRED = ("sinks", "attn_logit_softcapping", "softcap", "position_bias")
 
 
 def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> None:
@@ -26,7 +31,8 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
         second: As in `HeadDifference`.
 
     Raises:
-        LayoutError: It is something else, has an odd number of heads, is paired or mixed already, or has adapters.
+        LayoutError: It is something else, has an odd number of heads, is paired or mixed already, has adapters, or
+            attends with sinks, a cap on its scores or a scale of its own.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -52,6 +58,15 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
         raise LayoutError(
             f"{given} has {site.num_heads} query and {site.key_value_heads} key/value heads; expected even numbers, to "
             "be paired."
+        )
+    own = [name for name in UNPAIRED if getattr(module, name, None) is not None]
+    scaling, common = getattr(module, "scaling", None), site.head_size**-0.5
+    if isinstance(scaling, float) and not math.isclose(scaling, common):
+        own.append(f"scores times {scaling:.6g} instead of {common:.6g}")
+    if own:
+        raise LayoutError(
+            f"{given} attends with {', '.join(own)}, which differential attention does not have; pair the heads of "
+            "another model, such as a Llama."
         )
     from headwise.heads.huggingface import keep_reached  # needs transformers, which found the site
 

@@ -27,7 +27,7 @@ from headwise.heads.capture import (
 from headwise.heads.functional import is_handing
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, Hook, read_first_argument
+from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
 
@@ -37,23 +37,40 @@ UNREAD_CALLS = 64
 READS = ("outputs", "values", "weights", "mean_weights")
 
 
+class _Calls:
+    """The calls of one site since the last read, and the parts of its values that arrived in the running one."""
+
+    def __init__(self) -> None:
+        self.calls: list[OpenCapture] = []
+        self.arrived: dict[int, Tensor] = {}
+
+
 @dataclass(eq=False)
 class _SiteCalls:
-    """The calls of one site since the last read.
+    """A site, its calls, and whether there was one.
 
     Each site has an object of its own, and nothing is looked up by name: layers that torch.compile compiles one by one
     then differ in nothing it guards on, and share a graph.
     """
 
     site: Site
-    calls: list[OpenCapture] = field(default_factory=list)
+    here: PerThread[_Calls] = field(default_factory=lambda: PerThread(_Calls))
+    reached: bool = False
 
 
-@dataclass(eq=False)
 class _QueryPadding:
     """The padding of the queries of a layer's cross-attention, as its self-attention received it."""
 
-    padding: Padding = field(default_factory=Padding)
+    def __init__(self) -> None:
+        self.padding = Padding()
+
+
+class _Forward:
+    """The forward of the model that runs, or ran last, and whether captures are kept until they are read."""
+
+    def __init__(self) -> None:
+        self.running = self.transient = self.paused = False
+        self.token = ForwardToken()
 
 
 class Taps(Handle):
@@ -64,7 +81,7 @@ class Taps(Handle):
     Otherwise each forward of the model drops the captures of the previous one, and a part called without the model (the
     encoder, while generating) keeps its newest call. A module shared between layers gives one capture per call, in
     order. Recomputation by activation checkpointing is not captured again. Copies and pickles of the model are not
-    tapped.
+    tapped. Each thread that runs the model reads its own calls.
 
     Args:
         heads: The sites to read.
@@ -118,16 +135,10 @@ class Taps(Handle):
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
         self.beside, self.training_only, self.newest = beside, training_only, newest
         self._records = [_SiteCalls(site) for site in heads.sites]
-        self._queries: list[_QueryPadding] = []
-        self._paused = False
-        self._transient = False
-        self._forward, self._running = ForwardToken(), False
-        try:
-            with walk_once(heads.model):
-                self._attach()
-        except BaseException:
-            self.remove()
-            raise
+        self._queries: list[PerThread[_QueryPadding]] = []
+        self._forward = PerThread(_Forward)
+        with self._attaching(), walk_once(heads.model):
+            self._attach()
 
     def read(self) -> list[Capture]:
         """Return the captures since the last read, and forget them.
@@ -150,8 +161,8 @@ class Taps(Handle):
             raise NotFired(
                 f"{len(silent)} of {len(self.heads)} tapped sites were not called since the last read: "
                 f"{', '.join(silent[:6])}. Run a forward pass of the model first. If you did: a copy of the model is "
-                "not tapped (find_heads in the copy); and calls without gradients, as of a checkpoint with "
-                "use_reentrant=True, are dropped when training continues."
+                "not tapped (find_heads in the copy); calls without gradients, as of a checkpoint with "
+                "use_reentrant=True, are dropped when training continues; and each thread reads its own calls."
             )
         return [self._finish(call) for call in _interleave(taken)]
 
@@ -165,30 +176,39 @@ class Taps(Handle):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Capture nothing inside the block; the model computes what it would without taps."""
-        before, self._paused = self._paused, True
+        """Capture nothing of this thread inside the block; the model computes what it would without taps."""
+        before, self._forward.own.paused = self._forward.own.paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._forward.own.paused = before
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless a tapped site was called."""
+        if not any(record.reached for record in self._records):
+            raise NotFired(
+                f"none of the {len(self._records)} tapped sites was called; run a forward pass of the model that the "
+                "heads were found in (a copy of it is not tapped)."
+            )
 
     def remove(self) -> None:
         """Detach from the model."""
         super().remove()
-        self._forget()
+        for record in self._records:
+            record.here = PerThread(_Calls)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_records": [], "_queries": []}
 
     def _describe(self) -> str:
         read = [name for name in READS if getattr(self, name)]
-        unread = sum(len(record.calls) for record in self._records)
+        unread = sum(len(record.here.own.calls) for record in self._records)
         return f"{', '.join(read)} of {len(self.heads)} sites, {unread} calls to read"
 
     def _take(self) -> list[list[OpenCapture]]:
-        taken = [record.calls for record in self._records]
+        taken = [record.here.own.calls for record in self._records]
         for record in self._records:
-            record.calls = []
+            record.here.own.calls = []
         return taken
 
     def _finish(self, call: OpenCapture) -> Capture:
@@ -200,7 +220,9 @@ class Taps(Handle):
         # after a forward that raised, too
         left = model.register_forward_hook(Hook(model, self._on_model_return), always_call=True)
         self._removers.append(left.remove)
-        crossed = {(site.stack, site.layer): _QueryPadding() for site in self.heads.sites if site.kind == "cross"}
+        crossed = {
+            (site.stack, site.layer): PerThread(_QueryPadding) for site in self.heads.sites if site.kind == "cross"
+        }
         self._queries = list(crossed.values())
         for site in self.heads.found:
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
@@ -209,7 +231,8 @@ class Taps(Handle):
             queries = crossed[site.stack, site.layer] if site.kind == "cross" else None
             within = self._list_within(site)
             needed = self.outputs and "outputs" not in within
-            projection = site.expose() if needed or site.prepare is not None else None
+            expose = needed or site.prepare is not None
+            projection = site.expose(self._removers.append) if expose else None
             self._hook_before(site.module, self._make_site_hook(record, queries))
             if self.outputs and projection is not None:
                 self._hook_before(projection.module, self._make_outputs_hook(record))
@@ -224,7 +247,7 @@ class Taps(Handle):
                 needs = self.weights or self.mean_weights or {*within} - {"values"} or not site.value_modules
                 active = self._is_active if needs else _never
                 listener = Observer(observe, self.weights, self.mean_weights, self.beside, active)
-                self._removers.append(site.reach_scores().listen(listener))
+                self._removers.append(site.reach_scores(self._removers.append).listen(listener))
             if self.values:
                 modules = site.value_modules
                 if not modules and "values" not in within:
@@ -232,9 +255,8 @@ class Taps(Handle):
                         f"{site.label} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
                     )
-                arrived: dict[int, Tensor] = {}
                 for index, module in enumerate(modules):
-                    self._hook_after(module, self._make_values_hook(record, index, arrived))
+                    self._hook_after(module, self._make_values_hook(record, index))
 
     def _list_within(self, site: Site) -> tuple[str, ...]:
         """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
@@ -246,7 +268,7 @@ class Taps(Handle):
         return tuple(what for what in apart if getattr(self, what) and not apart[what] and site.gives(what))
 
     def _is_active(self) -> bool:
-        return not self._paused and (not self.training_only or self._accumulates())
+        return not self._forward.own.paused and (not self.training_only or self._accumulates())
 
     def _is_silent(self) -> bool:
         # the first run of a checkpoint was captured
@@ -257,68 +279,72 @@ class Taps(Handle):
 
     def _forget(self) -> None:
         for record in self._records:
-            record.calls = []
+            record.here.own.calls = []
         for queries in self._queries:
-            queries.padding = Padding()
+            queries.own.padding = Padding()
 
     def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         if self._is_silent():
             return
         if not self._accumulates():
             for record in self._records:
-                record.calls = [call for call in record.calls if call.forward is None]
+                record.here.own.calls = [call for call in record.here.own.calls if call.forward is None]
             for queries in self._queries:
-                queries.padding = Padding()
-        self._forward, self._running = ForwardToken(), True
+                queries.own.padding = Padding()
+        self._forward.own.token, self._forward.own.running = ForwardToken(), True
 
     def _on_model_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        self._running = False
+        self._forward.own.running = False
         if output is None and sys.exc_info()[1] is not None:
             # the forward failed: what it captured must not enter the next penalty
+            failed = self._forward.own.token
             for record in self._records:
-                record.calls = [call for call in record.calls if call.forward is not self._forward]
+                record.here.own.calls = [call for call in record.here.own.calls if call.forward is not failed]
 
     def _make_site_hook(
-        self, record: _SiteCalls, queries: _QueryPadding | None
+        self, record: _SiteCalls, queries: PerThread[_QueryPadding] | None
     ) -> Callable[[nn.Module, tuple, dict], None]:
         names = list_parameters(record.site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._is_silent():
                 return
-            accumulates = self._accumulates()
-            if accumulates and self._transient:
+            accumulates, forward, here = self._accumulates(), self._forward.own, record.here.own
+            if accumulates and forward.transient:
                 # what an evaluation left unread must not enter the next penalty
                 self._forget()
             if not accumulates:
-                record.calls = [call for call in record.calls if self._running and call.forward is not None]
-            self._transient = not accumulates
+                here.calls = [call for call in here.calls if forward.running and call.forward is not None]
+            forward.transient, record.reached = not accumulates, True
             own = read_padding(module, name_arguments(names, args, kwargs))
             # the decoder's own self-attention ran just before, on the queries of this call
-            asked = own if queries is None else queries.padding
+            asked = own if queries is None else queries.own.padding
             capture = Capture(record.site, key_keep=own.keep)
-            record.calls.append(OpenCapture(capture, own, asked, self._forward if self._running else None))
+            here.calls.append(OpenCapture(capture, own, asked, forward.token if forward.running else None))
             if self.newest is not None:
-                del record.calls[: -self.newest]
-            elif len(record.calls) > UNREAD_CALLS:
+                del here.calls[: -self.newest]
+            elif len(here.calls) > UNREAD_CALLS:
                 raise NotFired(
-                    f"{len(record.calls)} captures of {record.site.label} were kept and never read; call the penalty "
+                    f"{len(here.calls)} captures of {record.site.label} were kept and never read; call the penalty "
                     "(or read the taps) after each forward, or remove() it."
                 )
 
         return called
 
-    def _make_queries_hook(self, site: Site, queries: _QueryPadding) -> Callable[[nn.Module, tuple, dict], None]:
+    def _make_queries_hook(
+        self, site: Site, queries: PerThread[_QueryPadding]
+    ) -> Callable[[nn.Module, tuple, dict], None]:
         names = list_parameters(site.module)
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not self._is_silent():
-                queries.padding = read_padding(module, name_arguments(names, args, kwargs))
+                queries.own.padding = read_padding(module, name_arguments(names, args, kwargs))
 
         return called
 
     def _find_newest(self, record: _SiteCalls) -> Capture | None:
-        return record.calls[-1].capture if record.calls and not self._is_silent() else None
+        calls = record.here.own.calls
+        return calls[-1].capture if calls and not self._is_silent() else None
 
     def _make_outputs_hook(self, record: _SiteCalls) -> Callable[[nn.Module, tuple, dict], None]:
         site = record.site
@@ -334,10 +360,8 @@ class Taps(Handle):
 
         return called
 
-    def _make_values_hook(
-        self, record: _SiteCalls, index: int, arrived: dict[int, Tensor]
-    ) -> Callable[[nn.Module, tuple, Tensor], None]:
-        """Return a hook on one of the modules that project values; `arrived` holds what the others returned."""
+    def _make_values_hook(self, record: _SiteCalls, index: int) -> Callable[[nn.Module, tuple, Tensor], None]:
+        """Return a hook on one of the modules that project values."""
         site = record.site
         value = site.slices[-1]
         parts = (value,) if value.module is not None else value.parts
@@ -354,6 +378,7 @@ class Taps(Handle):
                 values = values.squeeze(1) if values.dim() == 5 else values
                 capture.values = values if bias is None else values + bias
                 return
+            arrived = record.here.own.arrived
             if index in arrived:
                 # the heads of an earlier call did not all run
                 arrived.clear()

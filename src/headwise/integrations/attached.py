@@ -78,7 +78,7 @@ class Attached:
         self._loaded: Mapping[str, Any] | None = None
         self._hooks: list[RemovableHandle] = []
         self._pauses = ExitStack()
-        self._called = False
+        self._called = self._learned = False
         self.readings = 0
         self._forget_values()
 
@@ -145,7 +145,7 @@ class Attached:
         for handle in (*self.penalties, *self.repulsions, *self._hooks):
             handle.remove()
         self.penalties, self.repulsions, self._hooks = (), (), []
-        self._model, self._optimizers, self._called = None, [], False
+        self._model, self._optimizers, self._called, self._learned = None, [], False, False
         self._forget_values()
 
     def pause(self) -> None:
@@ -157,7 +157,7 @@ class Attached:
 
     def drop_forward(self) -> None:
         """Forget the last forward, whose loss is left out."""
-        self._called = False
+        self._called = self._learned = False
         for penalty in self.penalties:
             if penalty.taps is not None:
                 penalty.taps.read_called()
@@ -187,9 +187,17 @@ class Attached:
                 )
                 + "; call attach(model, optimizer) with those in use."
             )
-        self._called = False
+        learned, self._called, self._learned = self._learned, False, False
         if not (self.penalties[0].heads.model.training and torch.is_grad_enabled()):
             return loss
+        if not learned and any(penalty.taps is not None for penalty in self.penalties):
+            raise NotFired(
+                "the penalized attentions ran without gradients for this loss: a cached loss (GradCache, as in "
+                "CachedMultipleNegativesRankingLoss) runs the model again inside the backward pass, where no penalty "
+                "can be added to it, and so does activation checkpointing with use_reentrant=True. Use the loss "
+                "without a cache, checkpoints with use_reentrant=False, or a term on parameters such as "
+                "hw.SpanOverlap()."
+            )
         task = loss
         for method, penalty in zip(methods, self.penalties, strict=True):
             before, loss = loss, method.add(penalty, loss, share=share, task=task)
@@ -281,6 +289,7 @@ class Attached:
     def _note_call(self, _module: nn.Module, _arguments: tuple) -> None:
         if not is_recomputing():
             self._called = True
+            self._learned = self._learned or torch.is_grad_enabled()
 
     def _forget_values(self) -> None:
         self._penalty, self._similarity, self._counted = torch.zeros(()), torch.zeros(()), 0

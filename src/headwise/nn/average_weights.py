@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import HeadwiseError, MaskError, ShapeError
+from headwise.nn.scores import normalize_scores
 
 # Weights that are held at a time, in numbers: those of one head at least.
 MOST_ON_CPU, MOST_ON_ACCELERATOR = 2**18, 2**24
@@ -33,6 +34,7 @@ def mean_weights(
     in queries, keys and an additive mask.
 
     Scores are computed once more in the forward pass and twice more in the backward pass than if the weights were kept.
+    Inside a transform of torch.func (grad, vmap) the weights are kept.
 
     Args:
         queries: [B, H, Q, e], floating.
@@ -59,8 +61,16 @@ def mean_weights(
         # scores of an explicit attention would be products in this dtype
         queries, keys = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (queries, keys))
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _average_plainly(queries, keys, mask, scale, causal)
     mean: Tensor = _MeanWeights.apply(queries, keys, mask, scale, causal)
     return mean
+
+
+def _average_plainly(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """Return the mean by operations that torch.func transforms, at the cost of keeping all weights."""
+    parts = (_compute_scores(queries, keys, mask, scale, causal, part) for part in _divide_heads(queries, keys))
+    return sum((normalize_scores(scores).sum(1) for scores in parts), torch.zeros(())) / queries.shape[1]
 
 
 def mean_of(weights: Tensor) -> Tensor:
@@ -141,6 +151,16 @@ def _compute_weights(
     queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, part: _Part
 ) -> Tensor:
     """The weights of some heads, [B, n, Q, K], in single precision at least; rows without a key are 0."""
+    scores = _compute_scores(queries, keys, mask, scale, causal, part)
+    empty = None if mask is None else scores.amax(-1, keepdim=True) == -math.inf
+    weights = torch.softmax(scores, dim=-1)
+    return weights if empty is None else weights.masked_fill_(empty, 0.0)
+
+
+def _compute_scores(
+    queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool, part: _Part
+) -> Tensor:
+    """The masked scores of some heads, [B, n, Q, K], in single precision at least."""
     with torch.autocast(queries.device.type, enabled=False):
         scores = part.fold(queries[:, part.heads] * scale) @ keys[:, part.keys].mT
     scores = scores.view(len(queries), part.heads.stop - part.heads.start, queries.shape[2], keys.shape[2])
@@ -151,9 +171,7 @@ def _compute_weights(
     if causal:
         rows, columns = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
         scores = scores.masked_fill_(columns > rows[:, None], -math.inf)
-    empty = None if mask is None else scores.amax(-1, keepdim=True) == -math.inf
-    weights = torch.softmax(scores, dim=-1)
-    return weights if empty is None else weights.masked_fill_(empty, 0.0)
+    return scores
 
 
 def _select_heads(mask: Tensor, part: _Part) -> Tensor:

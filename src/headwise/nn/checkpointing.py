@@ -71,6 +71,17 @@ def is_in_checkpoint() -> bool:
     return _checkpoint_frame()[0] is not None if torch.is_grad_enabled() else _in_reentrant_checkpoint()
 
 
+def find_frame() -> Any:
+    """Return the frame of the innermost checkpoint in whose first run this is, which lives until it is computed again.
+
+    None outside of one, under torch.compile, and in one with use_reentrant=True, which has none.
+    """
+    if torch.compiler.is_compiling() or is_recomputing():
+        return None
+    frame, original = _checkpoint_frame()
+    return frame if original else None
+
+
 def resolve_request(
     module: nn.Module,
     observers: tuple[Observer, ...],

@@ -1,15 +1,44 @@
 """Hooks that serve one module, and handles that remove them."""
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
 from headwise.nn.compiled import guard_hooks
+
+T = TypeVar("T")
+
+
+class PerThread(threading.local, Generic[T]):
+    """What the hooks of a running forward leave for one another: each thread has its own.
+
+    Threads may run one model on different inputs. A copy or a pickle begins anew.
+
+    Args:
+        make: Makes what a thread begins with. Its attributes are set, and not those of this object, which torch.compile
+            would forget at the end of a graph.
+
+    Attributes:
+        own: What the running thread has.
+
+    Example:
+        >>> inputs = PerThread(list)
+        >>> inputs.own.append("what this thread gave")
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.make, self.own = make, make()
+
+    def __reduce__(self) -> tuple:
+        # for copy and pickle
+        return type(self), (self.make,)
 
 
 class Hook:
@@ -61,22 +90,38 @@ run_uncompiled(Hook.__call__)
 class Handle:
     """Something attached to a model or an optimizer until `remove()` or the end of a `with` block.
 
-    A copy of a handle, or an unpickled one, is attached to nothing.
+    It serves each thread that runs the model. At the end of a block without an error `verify` is called, unless the
+    handle was removed inside. A copy of a handle, or an unpickled one, is attached to nothing.
     """
 
     def __init__(self) -> None:
         self._removers: list[Callable[[], object]] = []
+        self._removed = False
 
     @property
     def attached(self) -> bool:
         """Whether it is still attached."""
-        return bool(self._removers)
+        return not self._removed
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless it acted since it was attached."""
 
     def remove(self) -> None:
-        """Detach what is attached."""
-        removers, self._removers = self._removers, []
-        for remove in removers:
-            remove()
+        """Detach what is attached, and leave the model as it was before; a second time does nothing."""
+        removers, self._removers, self._removed = self._removers, [], True
+        # from the last to the first, and all of them also where one raises
+        with ExitStack() as undo:
+            for remove in removers:
+                undo.callback(remove)
+
+    @contextmanager
+    def _attaching(self) -> Iterator[None]:
+        """Detach what was attached in a block that raises."""
+        try:
+            yield
+        except BaseException:
+            self.remove()
+            raise
 
     def _hook_before(self, module: nn.Module, function: Callable[..., object], *, prepend: bool = False) -> None:
         """Call (module, args, kwargs) -> anything before each call of a module, until `remove()`."""
@@ -93,15 +138,14 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.remove()
-        if kind is None:
-            self._on_exit()
+        try:
+            if kind is None and not self._removed:
+                self.verify()
+        finally:
+            self.remove()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._describe()}{'' if self.attached else '; removed'})"
-
-    def _on_exit(self) -> None:
-        """Run at the end of a block without an error."""
 
     def _describe(self) -> str:
         """Return what it does, in a few words."""
@@ -109,7 +153,7 @@ class Handle:
 
     def __getstate__(self) -> dict[str, Any]:
         # for copy and pickle: a copy must not detach the original
-        return {**vars(self), "_removers": []}
+        return {**vars(self), "_removers": [], "_removed": True}
 
 
 def require_original(module: nn.Module) -> None:
@@ -148,9 +192,20 @@ def replace_first_argument(args: tuple, kwargs: dict[str, Any], tensor: Tensor) 
     return args, {**kwargs, next(iter(kwargs)): tensor}
 
 
-def _do_nothing(_module: nn.Module, *_call: Any) -> None:
-    return None
+class _Forgotten:
+    """A hook in a copy of the module that it served; it goes at the first call, with others inside the module."""
+
+    def __call__(self, module: nn.Module, *_call: Any) -> None:
+        """Remove such hooks; torch.compile would trace it, and leaves them."""
+        if torch.compiler.is_compiling():
+            return
+        for part in module.modules():
+            held = [hooks for name, hooks in vars(part).items() if name.startswith(("_forward_hooks", "_forward_pre_"))]
+            gone = [number for hooks in held for number, hook in hooks.items() if isinstance(hook, _Forgotten)]
+            for hooks in held:
+                for number in gone:
+                    hooks.pop(number, None)
 
 
 def _forgotten() -> Callable[..., None]:
-    return _do_nothing
+    return _Forgotten()

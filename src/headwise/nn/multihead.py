@@ -2,9 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +15,15 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import Request, resolve_request
+from headwise.nn.checkpointing import Request, find_frame, resolve_request
 from headwise.nn.difference import CHILD, HeadDifference, find_difference
 from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
 from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
 # Padding is written as -inf, the smallest number of the dtype, -1e9 or -1e4, all far below the scores of tokens.
 VERY_NEGATIVE = -5e3
+# The attribute of an attention that counts who needs it adopted.
+HOLDERS = "_headwise_holders"
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -80,6 +85,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "MultiheadAttention was given a nested tensor, which only torch's C++ fast path takes; "
                 "pass padded tensors with key_padding_mask (enable_nested_tensor=False on TransformerEncoder)."
             )
+        if HOLDERS in vars(self):
+            _stay_until_recomputed(self)
         batched = _is_batched(query, key, value, key_padding_mask)
         if not batched:
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
@@ -169,6 +176,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         # copies and pickles have no listeners
         return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if HOLDERS not in vars(self) or _stays(self):
+            return reduced
+        # adopted for handles, which a copy or a pickle does not have
+        _, _, state, *others = reduced
+        hooks = {number: hook for number, hook in self._forward_pre_hooks.items() if hook is not _observe_nothing}
+        own = {**state, "_forward_pre_hooks": OrderedDict(hooks)}
+        own.pop(HOLDERS)
+        return _make_stock, (), own, *others
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self._qkv_same_embed_dim:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -235,7 +253,8 @@ def adopt(model: nn.Module, attention: nn.Module) -> bool:
     """Turn a stock `torch.nn.MultiheadAttention` inside `model` into headwise's, in place; True if it changed.
 
     The module keeps its identity, parameters and state dict; only its class changes. Nested tensors are turned
-    off in the `nn.TransformerEncoder`s of `model` that hold it, since only the fast path can take them.
+    off in the `nn.TransformerEncoder`s of `model` that hold it, since only the fast path can take them. It stays so;
+    what is attached to a model adopts attentions for itself, and gives them back when it is removed.
 
     Raises:
         LayoutError: `attention` is a subclass with its own forward, which the swap would discard.
@@ -247,20 +266,154 @@ def adopt(model: nn.Module, attention: nn.Module) -> bool:
         >>> type(layer.self_attn).__module__
         'headwise.nn.multihead'
     """
-    known = _walked.get(id(model))
-    for encoder, inside in _find_encoders(model) if known is None else known:
-        if id(attention) in inside:
-            encoder.use_nested_tensor = False
-    if isinstance(attention, MultiheadAttention):
-        return False
-    if type(attention) is not nn.MultiheadAttention:
+    changed = not isinstance(attention, MultiheadAttention)
+    hold_adopted(model, attention)
+    vars(attention).pop(HOLDERS, None)
+    for encoder in _find_around(model, attention):
+        _refuse_nested(encoder).for_good = True
+    return changed
+
+
+def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
+    """Adopt an attention until the returned function is called, by the last of those who do.
+
+    The module then is torch's again, and so are its encoders; unless it has got parts, such as gates or an aggregator,
+    which torch's fast path would pass by. A copy of the model is torch's as well where the original would become so.
+
+    Raises:
+        LayoutError: As of `adopt`.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        >>> release = hold_adopted(layer, layer.self_attn)
+        >>> release()
+        >>> type(layer.self_attn).__module__
+        'torch.nn.modules.activation'
+    """
+    if type(attention) is nn.MultiheadAttention:
+        attention.__class__ = MultiheadAttention
+        _leave_fast_path(attention)
+        vars(attention)[HOLDERS] = _Holders(_list_parts(attention))
+    elif not isinstance(attention, MultiheadAttention):
         raise LayoutError(
             f"{type(attention).__name__} is not torch.nn.MultiheadAttention itself; its own forward would be lost. "
             "Derive it from headwise.nn.MultiheadAttention, or pass a layout row for it to find_heads."
         )
-    attention.__class__ = MultiheadAttention
-    _leave_fast_path(attention)
-    return True
+    return _hold(attention, _find_around(model, attention))
+
+
+def _hold(attention: nn.Module, encoders: list[nn.TransformerEncoder]) -> Callable[[], None]:
+    holders: _Holders | None = vars(attention).get(HOLDERS)
+    if holders is not None:
+        holders.encoders += [encoder for encoder in encoders if all(encoder is not own for own in holders.encoders)]
+    held = [*([] if holders is None else [holders]), *(_refuse_nested(encoder).holders for encoder in encoders)]
+    for one in held:
+        one.count += 1
+
+    def release() -> None:
+        while held:
+            held.pop().count -= 1
+        if holders is not None and holders.count == 0 and vars(attention).get(HOLDERS) is holders:
+            _give_back(attention)
+        for encoder in encoders:
+            _allow_nested(encoder)
+
+    return release
+
+
+def _stay_until_recomputed(attention: nn.Module) -> None:
+    """Stay adopted until an activation checkpoint was computed again: it must save the tensors that it saved before."""
+    frame = find_frame()
+    if frame is not None:
+        weakref.finalize(frame, _hold(attention, vars(attention)[HOLDERS].encoders)).atexit = False
+
+
+@dataclass
+class _Holders:
+    """How many handles need something changed; a copy or a pickle is needed by none.
+
+    Attributes:
+        parts: What an attention held before: the types of its modules by name, and the width of its heads.
+        count: The number.
+        encoders: The encoders that the attention is in.
+    """
+
+    parts: dict[str, object] = field(default_factory=dict)
+    count: int = 0
+    encoders: list[nn.TransformerEncoder] = field(default_factory=list)
+
+    def __reduce__(self) -> tuple:
+        return _Holders, (self.parts,)
+
+
+class _NoNested(int):
+    """What stands for False as the `use_nested_tensor` of an encoder; in a copy that needs it no more, what was there.
+
+    Attributes:
+        encoder: The encoder.
+        before: What was there.
+        holders: How many handles need it.
+        for_good: Whether it stays.
+    """
+
+    encoder: nn.Module
+    before: bool
+    holders: _Holders
+    for_good: bool
+
+    def __new__(cls, encoder: nn.Module, before: bool, for_good: bool = False) -> Self:
+        own = super().__new__(cls, 0)
+        own.encoder, own.before, own.holders, own.for_good = encoder, before, _Holders(), for_good
+        return own
+
+    def is_needed(self) -> bool:
+        """Return whether an attention inside the encoder stays headwise's though nothing holds it."""
+        adopted = (module for module in self.encoder.modules() if HOLDERS in vars(module))
+        return self.for_good or any(_stays(module) for module in adopted)
+
+    def __reduce__(self) -> tuple:
+        # for copy and pickle; what is copied is found again by the attribute that holds it
+        return (_NoNested, (self.encoder, self.before, self.for_good)) if self.is_needed() else (bool, (self.before,))
+
+    def __repr__(self) -> str:
+        return "False"
+
+
+def _refuse_nested(encoder: Any) -> _NoNested:
+    if not isinstance(encoder.use_nested_tensor, _NoNested):
+        encoder.use_nested_tensor = _NoNested(encoder, encoder.use_nested_tensor)
+    return encoder.use_nested_tensor
+
+
+def _allow_nested(encoder: Any) -> None:
+    own = encoder.use_nested_tensor
+    adopted = any(HOLDERS in vars(module) for module in encoder.modules())
+    if isinstance(own, _NoNested) and own.holders.count == 0 and not own.for_good and not adopted:
+        encoder.use_nested_tensor = own.before
+
+
+def _list_parts(attention: Any) -> dict[str, object]:
+    parts = {name: None if part is None else type(part) for name, part in attention._modules.items()}
+    return {**parts, "width of heads": attention.num_heads * attention.head_dim}
+
+
+def _stays(attention: nn.Module) -> bool:
+    """Return whether an adopted attention has got parts that torch's fast path would pass by."""
+    return vars(attention)[HOLDERS].parts != _list_parts(attention)
+
+
+def _make_stock() -> nn.Module:
+    return nn.MultiheadAttention.__new__(nn.MultiheadAttention)
+
+
+def _give_back(attention: nn.Module) -> None:
+    if _stays(attention):
+        return
+    hooks = attention._forward_pre_hooks
+    del hooks[next(number for number, hook in hooks.items() if hook is _observe_nothing)]
+    for name in (HOLDERS, "observers", "biases"):
+        vars(attention).pop(name, None)
+    attention.__class__ = nn.MultiheadAttention
 
 
 # Encoders of the models that are walked through once; see `walk_once`.
@@ -285,6 +438,14 @@ def walk_once(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del _walked[id(model)]
+
+
+def _find_around(model: nn.Module, attention: nn.Module) -> list[nn.TransformerEncoder]:
+    """Return the encoders of a model whose fast path takes nested tensors and that hold an attention."""
+    known = _walked.get(id(model))
+    return [
+        encoder for encoder, inside in (_find_encoders(model) if known is None else known) if id(attention) in inside
+    ]
 
 
 def _find_encoders(model: nn.Module) -> list[tuple[nn.TransformerEncoder, set[int]]]:

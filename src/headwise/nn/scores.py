@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError
+from headwise.nn.hooks import PerThread
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,21 @@ class Scores(Protocol):
         ...
 
 
+class CachePosition:
+    """How many tokens were in the cache that the running call was given, and whether it was given one."""
+
+    def __init__(self) -> None:
+        self.first, self.cached = 0, False
+
+
 class Listeners:
     """Observers and biases of one attention module; a copy or a pickle of them is empty."""
 
+    observers: tuple[Observer, ...] = ()
+    biases: tuple[Bias, ...] = ()
+
     def __init__(self) -> None:
-        self.observers: tuple[Observer, ...] = ()
-        self.biases: tuple[Bias, ...] = ()
-        self.first, self.cached = 0, False
+        self.position = PerThread(CachePosition)
 
     def __bool__(self) -> bool:
         return bool(self.observers or self.biases)
@@ -167,9 +176,13 @@ def add_listener(owner: Any, listener: Observer | Bias) -> None:
 
 
 def discard_listener(owner: Any, listener: Observer | Bias) -> None:
-    """Remove a listener from what has `observers` and `biases`."""
-    owner.observers = tuple(other for other in owner.observers if other is not listener)
-    owner.biases = tuple(other for other in owner.biases if other is not listener)
+    """Remove a listener from what has `observers` and `biases`, which are the empty ones of its class at the end."""
+    for name in ("observers", "biases"):
+        left = tuple(other for other in getattr(owner, name) if other is not listener)
+        if left:
+            setattr(owner, name, left)
+        else:
+            vars(owner).pop(name, None)
 
 
 class TorchScores:

@@ -98,7 +98,7 @@ def measure(
         if advance is not None:
             advance(done, total)
 
-    with torch.no_grad(), evaluating(model), uncompiled():
+    with torch.no_grad(), evaluating(model), uncompiled(), heads.exposed():
         reading = Reading(heads, roles)
         if score is None:
             costs = None

@@ -6,7 +6,7 @@ then, and the query, key and value projections of the module itself, return thei
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,9 +120,10 @@ def record(heads: Heads) -> Iterator[Recording]:
 
         return at
 
+    exposed = ExitStack()
     try:
         for site in heads.sites:
-            output_projection = site.expose().module
+            output_projection = site.expose(exposed.callback).module
             handles.append(output_projection.register_forward_pre_hook(Hook(output_projection, reached(site))))
         for module in find_replayable(heads):
             handles.append(module.register_forward_pre_hook(Hook(module, begun)))
@@ -131,6 +132,7 @@ def record(heads: Heads) -> Iterator[Recording]:
     finally:
         for handle in handles:
             handle.remove()
+        exposed.close()
     names = {module: name for name, module in heads.model.named_modules()}
     recording.changed = tuple(dict.fromkeys(names[call.module] for call in recording._calls if _is_stale(call)))
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
 from headwise.heads.head_slice import HeadSlice
-from headwise.nn.hooks import Handle, Hook, read_first_argument, replace_first_argument
+from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, replace_first_argument
 from headwise.repulsion.carriers import Carrier
 from headwise.repulsion.groups import ParticleGroup
 from headwise.repulsion.mixing import add_mixed
@@ -76,6 +76,14 @@ class DriveRoutes(Handle):
                 )
 
 
+class _Call:
+    """What the running call of an adapter was given, and A x of it."""
+
+    def __init__(self) -> None:
+        self.inputs: Tensor | None = None
+        self.hidden: Tensor | None = None
+
+
 class Route:
     """The way of the gradient to A in one adapter.
 
@@ -91,29 +99,31 @@ class Route:
         self.mixed = adapter.second.detach().clone()
         self._drive = drive
         self._mixed_from: tuple[object, list[Tensor]] = None, []
-        self._inputs: Tensor | None = None
-        self._hidden: Tensor | None = None
+        self._call = PerThread(_Call)
 
     def before_down(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Give A x no gradient in x: `after_down` adds it."""
-        self._inputs = self._hidden = None
+        call = self._call.own
+        call.inputs = call.hidden = None
         if not torch.is_grad_enabled() or not self.adapter.trained:
             return None
-        self._inputs = read_first_argument(module, args, kwargs)
-        return replace_first_argument(args, kwargs, self._inputs.detach())
+        call.inputs = read_first_argument(module, args, kwargs)
+        return replace_first_argument(args, kwargs, call.inputs.detach())
 
     def after_down(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor | None:
         """Keep A x, whose gradient goes to A, and return the same numbers, whose gradient goes to x."""
-        inputs, self._inputs = self._inputs, None
+        call = self._call.own
+        inputs, call.inputs = call.inputs, None
         if inputs is None:
             return None
-        self._hidden = output
+        call.hidden = output
         passed: Tensor = _ToInput.apply(output.detach(), inputs, self.adapter.first.detach())
         return passed
 
     def after_up(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor | None:
         """Return B A x, from which A gets its gradient through K^T B."""
-        hidden, self._hidden = self._hidden, None
+        call = self._call.own
+        hidden, call.hidden = call.hidden, None
         if hidden is None:
             return None
         self.taken = True

@@ -23,6 +23,10 @@ from headwise.repulsion.optimizers import list_held
 
 _watches: set[Watch] = set()
 _hooks: list[RemovableHandle] = []
+# Optimizers that were discarded before their first step: the class's name, by the hash of what `_describe` returns.
+_discarded: dict[int, str] = {}
+# That hash of optimizers that step; None for those that take the place of none.
+_stepping: weakref.WeakKeyDictionary[Optimizer, int | None] = weakref.WeakKeyDictionary()
 
 
 class Watch:
@@ -48,6 +52,8 @@ class Watch:
         self._optimizer = weakref.ref(optimizer)
         self._finalizer = weakref.finalize(optimizer, self._on_discard)
         _watches.add(self)
+        # it was called again, on what was built in the place of one that was discarded
+        _discarded.pop(hash(self._kind), None)
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_look))
 
@@ -56,7 +62,7 @@ class Watch:
         if self._finalizer is not None:
             self._finalizer.detach()
         _watches.discard(self)
-        if not _watches:
+        if not _watches and not _discarded:
             while _hooks:
                 _hooks.pop().remove()
 
@@ -73,10 +79,10 @@ class Watch:
         if other not in self._known:
             shares = own is not None and not self._parameters.isdisjoint(list_held(other))
             self._known[other] = self.steps if shares else None
-            if not shares and self.steps == 0 and _describe(other) == self._kind and not _is_watched(other):
+            if shares:
+                _stepping[other] = None
+            elif self.steps == 0 and _describe(other) == self._kind and not _is_watched(other):
                 self._twin_stepped = True
-                if own is None:
-                    self._say_discarded()
             return
         before = self._known[other]
         if before is None or own is None:
@@ -93,24 +99,24 @@ class Watch:
         self._known[other] = None if before == self.steps else self.steps
 
     def _on_discard(self) -> None:
-        if self.steps:
-            self.remove()
-        elif self._twin_stepped:
-            self._say_discarded()
-
-    def _say_discarded(self) -> None:
+        if self.steps == 0 and not self._twin_stepped:
+            _discarded[hash(self._kind)] = str(self._kind[0])
         self.remove()
-        warnings.warn(
-            f"hw.repel was called on an {self._kind[0]} that never took a step, and another one with parameters of the "
-            "same shapes did: if the trainer built its model or optimizer anew (as Trainer(model_init=...) does), "
-            "nothing was repelled. Call hw.repel on the optimizer in use, or use headwise.integrations, which attaches "
-            "again.",
-            stacklevel=2,
-        )
+        if self.steps == 0 and self._twin_stepped:
+            _say_discarded(str(self._kind[0]))
 
     def __reduce__(self) -> tuple:
         # a copy watches nothing
         return Watch, ()
+
+
+def _say_discarded(name: str) -> None:
+    warnings.warn(
+        f"hw.repel was called on an {name} that never took a step, and another one with parameters of the same shapes "
+        "did: if the trainer built its model or optimizer anew (as Trainer(model_init=...) does), nothing was "
+        "repelled. Call hw.repel on the optimizer in use, or use headwise.integrations, which attaches again.",
+        stacklevel=2,
+    )
 
 
 def _describe(optimizer: Optimizer) -> tuple[object, ...]:
@@ -126,3 +132,9 @@ def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         for watch in list(_watches):
             watch.look(optimizer)
+        if _discarded and optimizer not in _stepping:
+            _stepping[optimizer] = hash(_describe(optimizer))
+        name = _discarded.get(_stepping[optimizer] or 0) if _discarded else None
+        if name is not None and not _is_watched(optimizer):
+            del _discarded[hash(_describe(optimizer))]
+            _say_discarded(name)

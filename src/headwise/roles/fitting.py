@@ -144,11 +144,14 @@ class MaskedGenerate:
     def remove(self) -> None:
         """Restore the model's generate()."""
         self.take = None
-        # a later wrapper may still call this one, which then only calls the original
-        if vars(self.model).get("generate") is self:
-            del vars(self.model)["generate"]
-            if self._before is not None:
-                vars(self.model)["generate"] = self._before
+        # a later wrapper may still call this one, which then only calls the original, and goes with that
+        held = vars(self.model).get("generate")
+        while isinstance(held, MaskedGenerate) and held.take is None:
+            held = held._before
+            if held is None:
+                del vars(self.model)["generate"]
+            else:
+                vars(self.model)["generate"] = held
 
     def __reduce__(self) -> tuple:
         # used by copy and pickle: the generate() of the class of the copied model

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,7 +18,7 @@ from headwise.heads.forward_scope import ForwardScope, drops_layers, is_partial
 from headwise.heads.heads import Heads, Site
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Hook
+from headwise.nn.hooks import Handle, PerThread
 from headwise.nn.scores import ScoreCall
 from headwise.roles.build import Roles
 from headwise.roles.collator import ROLE_MASK, RoleCollator
@@ -35,6 +34,39 @@ from headwise.roles.word_table import WordTable
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
 
 
+class _SiteUse:
+    """What is known of the calls of an attention.
+
+    Attributes:
+        fired: Whether the latest mask guided one.
+        causal: The is_causal of the latest one that was given it.
+    """
+
+    def __init__(self) -> None:
+        self.fired = False
+        self.causal: bool | None = None
+
+
+class _Use:
+    """The mask of the next forward, and what became of it.
+
+    Attributes:
+        mask: The mask, at first the one of all forwards, if there is one.
+        excused: Whether it need not guide every attention.
+        biases: What was made of it.
+        used: Whether it guided a call.
+        over: Whether the forward of that call is over.
+        paused: Whether guidance is suspended.
+        prompts: Number of prompts that the model generates from.
+    """
+
+    def __init__(self, mask: HeadMask | None = None) -> None:
+        self.mask = mask
+        self.excused = self.used = self.over = self.paused = False
+        self.prompts: int | None = None
+        self.biases: dict[tuple, Tensor] = {}
+
+
 @dataclass(eq=False)
 class _GuidedSite:
     """What guidance knows of one attention.
@@ -43,23 +75,21 @@ class _GuidedSite:
 
     Attributes:
         site: The attention.
-        fired: Whether the latest mask guided a call of it.
         calls: Number of its guided calls.
-        causal: The is_causal of its latest call that was given one.
+        here: What is known in this thread.
     """
 
     site: Site
-    fired: bool = False
     calls: int = 0
-    causal: bool | None = None
+    here: PerThread[_SiteUse] = field(default_factory=lambda: PerThread(_SiteUse))
 
     def note_causality(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the is_causal that a call is given."""
         if isinstance(kwargs.get("is_causal"), bool):
-            self.causal = kwargs["is_causal"]
+            self.here.own.causal = kwargs["is_causal"]
 
 
-class Guidance:
+class Guidance(Handle):
     """Heads guided by role masks until `remove()` or the end of a `with` block; made by `guide`.
 
     Attributes:
@@ -67,26 +97,23 @@ class Guidance:
     """
 
     def __init__(self, heads: Heads, mask: HeadMask | None, every_forward: bool) -> None:
+        super().__init__()
         require_self_attention(heads)
         earlier = _find_earlier(heads)
         self.heads, self.every_forward = heads, every_forward
         self._guided = [_GuidedSite(site) for site in heads.sites]
-        self._set_mask(None)
-        self._paused = False
-        # number of prompts that the model generates from
-        self._prompts: int | None = None
-        self._stops: list[Callable[[], None]] = []
+        self._use = PerThread(_Use)
         for guidance in earlier:
             guidance.remove()
         self._copied = False
         self._forward = ForwardScope(heads.model, self._end_use, self._forget_failed)
-        try:
+        with self._attaching():
             self._attach()
             if mask is not None:
                 self(mask)
-        except BaseException:
-            self.remove()
-            raise
+        if every_forward:
+            # threads begin with it
+            self._use = PerThread(partial(_Use, mask))
 
     @property
     def calls(self) -> dict[str, int]:
@@ -109,7 +136,7 @@ class Guidance:
                 "this guidance is a copy or was unpickled, and guides no model; call hw.guide on the heads of the "
                 "model that runs."
             )
-        if not self._stops:
+        if not self.attached:
             raise NotFired(
                 "this guidance was removed, by remove(), the end of its block or a later hw.guide, and guides nothing; "
                 "call the handle that guides now, or hw.guide again."
@@ -123,16 +150,23 @@ class Guidance:
                     f"num_heads={site.num_heads}."
                 )
         try:
-            self.verify()
+            self._verify_latest()
         finally:
-            # set it even if `verify` raises: the error must not repeat forever
+            # set it even if that raises: the error must not repeat forever
             self._set_mask(mask, excused=is_partial() or drops_layers(self.heads.model))
         return self
 
     def verify(self) -> None:
-        """Raise `NotFired` unless the latest mask guided every attention in its forward."""
-        silent = [guided.site.label for guided in self._guided if not guided.fired]
-        if self._mask is not None and silent and not self._excused:
+        """Raise `NotFired` unless masks guided calls, and the latest of this thread every attention in its forward."""
+        self._verify_latest()
+        if not any(guided.calls for guided in self._guided):
+            raise NotFired(
+                "no mask was given, or no forward ran with it, so nothing was guided; give each forward one."
+            )
+
+    def _verify_latest(self) -> None:
+        silent = [guided.site.label for guided in self._guided if not guided.here.own.fired]
+        if self._use.own.mask is not None and silent and not self._use.own.excused:
             raise NotFired(
                 f"the mask guided no call of {len(silent)} of {len(self.heads)} attentions: {', '.join(silent[:6])}. "
                 "Run a forward pass after setting it; if you did, the call bypassed the module."
@@ -166,84 +200,67 @@ class Guidance:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend guidance inside the block: all heads are regular."""
-        before, self._paused = self._paused, True
+        """Suspend guidance of this thread inside the block: all heads are regular."""
+        before, self._use.own.paused = self._use.own.paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._use.own.paused = before
 
     def remove(self) -> None:
         """Stop guiding; all heads are regular again."""
-        for stop in self._stops:
-            stop()
-        self._stops = []
+        super().remove()
         for site in self.heads.sites:
             if site.module in _guided and _guided[site.module]() is self:
                 del _guided[site.module]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-        if kind is None:
-            if self._mask is None:
-                raise NotFired("no mask was given inside the block, so nothing was guided; give each forward one.")
-            self.verify()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_copied": True, "_stops": [], "_forward": None, "_mask": None, "_biases": {}}
+        return {**super().__getstate__(), "_copied": True, "_forward": None, "_use": PerThread(_Use)}
 
     def __repr__(self) -> str:
-        state = "no mask yet" if self._mask is None else str(self._mask)
-        if not self._stops and not self._copied:
+        state = "no mask yet" if self._use.own.mask is None else str(self._use.own.mask)
+        if not self.attached and not self._copied:
             state = "removed"
         return f"Guidance({len(self.heads)} attentions, {state})"
 
     def _attach(self) -> None:
         model = self.heads.model
-        self._stops.append(self._forward.remove)
-        taking = Hook(model, self._take_mask)
-        self._stops.append(model.register_forward_pre_hook(taking, with_kwargs=True, prepend=True).remove)
-        self._stops.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
+        self._removers.append(self._forward.remove)
+        self._hook_before(model, self._take_mask, prepend=True)
+        self._removers.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
         for guided in self._guided:
             site, module = guided.site, guided.site.module
             alone = Heads(model, (site,), self.heads.projections, self.heads.found)
-            self._stops.append(bias_heads(alone, partial(self._compute_bias, guided)).remove)
-            hook = Hook(module, guided.note_causality)
-            self._stops.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            self._removers.append(bias_heads(alone, partial(self._compute_bias, guided)).remove)
+            self._hook_before(module, guided.note_causality)
             _guided[module] = weakref.ref(self)
 
     def _set_mask(self, mask: HeadMask | None, *, excused: bool = False) -> None:
-        self._mask, self._excused = mask, excused
-        self._biases: dict[tuple, Tensor] = {}
+        use = self._use.own
+        use.mask, use.excused, use.biases = mask, excused, {}
+        use.used = use.over = False
         for guided in self._guided:
-            guided.fired = False
-        # whether it guided a call, and whether the forward of that call is over
-        self._used, self._over = False, False
+            guided.here.own.fired = False
 
     def _forget_failed(self) -> None:
         """Drop the mask of a forward that raised: it belongs to no later forward."""
-        if not all(guided.fired for guided in self._guided):
-            self._set_mask(self._mask if self.every_forward else None, excused=True)
+        if not all(guided.here.own.fired for guided in self._guided):
+            self._set_mask(self._use.own.mask if self.every_forward else None, excused=True)
 
     @contextmanager
     def _generating(self, prompts: int | None) -> Iterator[None]:
-        self._prompts = prompts
+        self._use.own.prompts = prompts
         try:
             yield
         except BaseException:
             self._forget_failed()
             raise
         finally:
-            self._prompts = None
+            self._use.own.prompts = None
 
     def _end_use(self) -> None:
         """Note at the start and the end of a forward that the mask of what ran before is over."""
-        self._over = self._used
+        self._use.own.over = self._use.own.used
 
     def _take_mask(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:
@@ -254,29 +271,31 @@ class Guidance:
 
     # traced by torch.compile, for which only tensors change from one mask to the next
     def _compute_bias(self, guided: _GuidedSite, site: Site, call: ScoreCall) -> Tensor | None:
-        if self._paused:
+        use = self._use.own
+        if use.paused:
             return None
-        mask = self._mask
+        mask = use.mask
         if mask is None:
             raise NotFired(
                 f"{site.label} is guided and this forward has no mask; give it one (guidance(mask), or "
-                "role_mask=mask in the batch), or call guidance.paused() or remove()."
+                "role_mask=mask in the batch; a mask is of the thread that sets it), or call guidance.paused() or "
+                "remove()."
             )
         if call.cached and call.first >= mask.tokens:
             return None
         # part of the model called on its own: each attention may be called once
-        again = not self._forward.inside and guided.fired
-        if (again or self._over) and not self.every_forward:
+        again = not self._forward.inside and guided.here.own.fired
+        if (again or use.over) and not self.every_forward:
             raise MaskError(
                 f"{site.label}: the latest mask belongs to the previous forward; give each forward a mask "
                 "(guidance(mask), or role_mask=mask in the batch), or use guide(..., every_forward=True). In "
                 "generate(), set use_cache=True."
             )
-        require_fit(site, call, mask, self._forward.generating, self._prompts)
-        self._used, guided.fired = True, True
+        require_fit(site, call, mask, self._forward.generating, use.prompts)
+        use.used, guided.here.own.fired = True, True
         # a number that grows would be compiled again at every call
         guided.calls = 1 if torch.compiler.is_compiling() else guided.calls + 1
-        own = getattr(site.module, "is_causal", False) if guided.causal is None else guided.causal
+        own = getattr(site.module, "is_causal", False) if guided.here.own.causal is None else guided.here.own.causal
         causal = mask.causal or site.kind == "decoder" or call.causal or bool(own)
         return select_keys(self._make_additive(mask, causal, call), call)
 
@@ -285,9 +304,10 @@ class Guidance:
             # kept from one graph to the next it would be another input, and one more thing to compile for
             return _build_bias(mask, causal, call)
         key = (causal, call.dtype, call.device)
-        if key not in self._biases:
-            self._biases[key] = _build_bias(mask, causal, call)
-        return self._biases[key]
+        biases = self._use.own.biases
+        if key not in biases:
+            biases[key] = _build_bias(mask, causal, call)
+        return biases[key]
 
 
 def _build_bias(mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:

@@ -1,17 +1,20 @@
 """`aggregate`: replace the output projections of a model by aggregators, with a handle that undoes it."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError, LayoutError
+from headwise.errors import HeadwiseError, LayoutError, NotFired
 from headwise.heads.adapters import get_called, has_peft, is_peft_model
 from headwise.heads.functional import hands_output
 from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.new_parameters import RequireTrained, require_unwrapped
+from headwise.heads.new_parameters import RequireTrained, require_unwrapped, was_called
 from headwise.heads.printed import LINES, shorten
+from headwise.nn.hooks import Handle
 from headwise.nn.placement import match_placement
 from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
@@ -49,38 +52,64 @@ class Replaced:
     path: str = ""
 
 
-class Aggregation:
-    """The aggregators that `aggregate` put into a model; printing it lists them.
+class Aggregation(Handle):
+    """The aggregators in a model, until `remove()` or the end of a `with` block; returned by `aggregate`.
+
+    Printing it lists them.
 
     Attributes:
         setting: What they were built from.
         replaced: The replaced output projections, in the order of the heads.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting, replaced: tuple[Replaced, ...], adapter: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: Setting,
+        replaced: tuple[Replaced, ...],
+        adapter: Any = None,
+        undo: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__()
         self.model, self.setting, self.replaced, self._adapter = model, setting, replaced, adapter
+        self._removers += [*([] if undo is None else [undo]), self._put_back]
+
+    def verify(self) -> None:
+        """Raise `NotFired` unless every aggregator was called."""
+        silent = [site.name or "the model" for site in self.replaced if not was_called(site.new)]
+        if silent:
+            raise NotFired(
+                f"the aggregators of {len(silent)} of {len(self.replaced)} attentions were never called: "
+                f"{', '.join(silent[:6])}. Run a forward pass of the model that they are in, not of a copy."
+            )
 
     def remove(self) -> None:
-        """Put the old output modules back; the aggregators' parameters leave the model.
+        """Put the old output modules back; the aggregators' parameters leave the model. A second time does nothing.
 
         Raises:
-            HeadwiseError: An attention no longer has its aggregator, for example because remove() was called before.
-                Nothing is changed then.
+            HeadwiseError: An attention no longer has its aggregator: something replaced it since. Nothing is changed
+                then.
         """
-        for site in self.replaced:
+        for site in self.replaced if self.attached else ():
             if site.output_projection.module is not site.placed:
                 raise HeadwiseError(
                     f"{site.name}: the output module is now a {type(site.output_projection.module).__name__}, not the "
-                    f"{type(site.new).__name__} of aggregate(): it was removed or replaced before. Call remove() once, "
-                    "and on the latest handle first."
+                    f"{type(site.new).__name__} of aggregate(): it was replaced since. Call remove() on the latest "
+                    "handle first."
                 )
+        super().remove()
+
+    def _put_back(self) -> None:
         for site in self.replaced:
             setattr(site.output_projection.owner, site.output_projection.attribute, site.old)
         if self._adapter is not None:
             remove_names(self._adapter, [site.path for site in self.replaced])
         for module in _find_saving_models(self.model):
             if not find_aggregators(module) and not read_sizes(module):
-                vars(module).pop("save_pretrained", None)
+                own = vars(module).get("save_pretrained")
+                if isinstance(own, SavePretrained):
+                    del vars(module)["save_pretrained"]
+                    vars(module).update({} if own.before is None else {"save_pretrained": own.before})
 
     def __str__(self) -> str:
         rows = [
@@ -133,37 +162,39 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
     names = {id(module): name for name, module in heads.model.named_modules()}
     places: set[tuple[int, str]] = set()
     replaced = []
-    for site in sites:
-        output_projection = site.expose()
-        called = get_called(output_projection.module)
-        if isinstance(called, Aggregator):
-            raise LayoutError(
-                f"{site.label} already has {type(called).__name__} as its output; "
-                "call remove() on the handle of the first aggregate() before a second one."
-            )
-        if (id(output_projection.owner), output_projection.attribute) in places:
-            raise LayoutError(
-                f"{site.label} shares its output projection with another selected attention; aggregators "
-                "are not shared, so select one of the two."
-            )
-        places.add((id(output_projection.owner), output_projection.attribute))
-        _require_replaceable(site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
-        _require_unwrapped(heads, site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
-        replaced.append(_build(site, setting, names[id(output_projection.owner)], adapter))
-    for place in replaced:
-        setattr(place.output_projection.owner, place.output_projection.attribute, place.placed)
-    if config is not None:
-        add_names(config, [place.path for place in replaced])
-    for module in _find_saving_models(heads.model):
-        if find_aggregators(module):
-            # the original method would write a folder that loads without the aggregators, with only a warning
-            vars(module)["save_pretrained"] = SavePretrained(module)
-    return Aggregation(heads.model, setting, tuple(replaced), config)
+    with ExitStack() as undo:
+        for site in sites:
+            output_projection = site.expose(undo.callback)
+            called = get_called(output_projection.module)
+            if isinstance(called, Aggregator):
+                raise LayoutError(
+                    f"{site.label} already has {type(called).__name__} as its output; "
+                    "call remove() on the handle of the first aggregate() before a second one."
+                )
+            if (id(output_projection.owner), output_projection.attribute) in places:
+                raise LayoutError(
+                    f"{site.label} shares its output projection with another selected attention; aggregators "
+                    "are not shared, so select one of the two."
+                )
+            places.add((id(output_projection.owner), output_projection.attribute))
+            _require_replaceable(site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
+            _require_unwrapped(heads, site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
+            replaced.append(_build(site, output_projection, setting, names[id(output_projection.owner)], adapter))
+        for place in replaced:
+            setattr(place.output_projection.owner, place.output_projection.attribute, place.placed)
+        if config is not None:
+            add_names(config, [place.path for place in replaced])
+        for module in _find_saving_models(heads.model):
+            if find_aggregators(module):
+                # the original method would write a folder that loads without the aggregators, with only a warning
+                vars(module)["save_pretrained"] = SavePretrained(module)
+        return Aggregation(heads.model, setting, tuple(replaced), config, undo.pop_all().close)
 
 
-def _build(site: Site, setting: Setting, owner: str, adapter: str | None) -> Replaced:
+def _build(
+    site: Site, output_projection: OutputProjection, setting: Setting, owner: str, adapter: str | None
+) -> Replaced:
     """Build what replaces the output projection of an attention, whose owner has this name in the model."""
-    output_projection = site.expose()
     old = output_projection.module
     projection = old if isinstance(setting, Residual | Gate) else None
     new = build(setting, site.num_heads, site.head_size, site.width, projection)
@@ -175,9 +206,7 @@ def _build(site: Site, setting: Setting, owner: str, adapter: str | None) -> Rep
         new = placed.modules_to_save[adapter]
     path = f"{owner}.{output_projection.attribute}" if owner else output_projection.attribute
     path = path.removeprefix(BASE)
-    trained = RequireTrained(path, "aggregator", "or call hw.aggregate after get_peft_model")
-    new.register_forward_pre_hook(trained)
-    new.register_load_state_dict_post_hook(trained.note_loaded)
+    RequireTrained(path, "aggregator", "or call hw.aggregate after get_peft_model").watch(new)
     return Replaced(site.name, output_projection, old, new, placed, path)
 
 

@@ -198,6 +198,9 @@ class SavePretrained:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        before = vars(model).get("save_pretrained")
+        # what the model itself had in the place of its class's method
+        self.before: Any = before.before if isinstance(before, SavePretrained) else before
 
     def __call__(
         self,

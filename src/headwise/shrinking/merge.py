@@ -187,7 +187,7 @@ def merge(
     if calibration == []:
         raise SettingError("batches is empty; expected calibration inputs of the model, or None.")
     way = Way(alignment, grouping, refit and calibration is not None)
-    with without_wrappers(heads.model), torch.no_grad():
+    with without_wrappers(heads.model), torch.no_grad(), heads.exposed():
         return _merge(heads, groups, way, calibration, score, optimizer)
 
 

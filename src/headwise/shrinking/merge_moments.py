@@ -1,6 +1,7 @@
 """What an attention computes with on calibration inputs: second moments of what its projections and W_O get."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +113,7 @@ def record_wanted(sites: Sequence[Site], batches: Sequence[Batch]) -> dict[Site,
     def keep(site: Site) -> Callable[[nn.Module, Tensor], None]:
         return lambda _module, rows: wanted[site].calls.append(split_heads(rows, site).flatten(-2))
 
-    with Reading({site: ([site.expose().module], keep(site)) for site in sites}):
+    with ExitStack() as undo, Reading({site: ([site.expose(undo.callback).module], keep(site)) for site in sites}):
         for batch in batches:
             run(sites[0].model, batch)
     return wanted
@@ -150,7 +151,7 @@ def measure_outputs(site: Site, wanted: Wanted, batches: Sequence[Batch]) -> Fit
         sums["products"] += rows.mT @ outputs
         sums["energy"] += float(outputs.square().sum())
 
-    with Reading({site: ([site.expose().module], add)}):
+    with ExitStack() as undo, Reading({site: ([site.expose(undo.callback).module], add)}):
         for batch in batches:
             run(site.model, batch)
     _require(site, sums["moments"] if isinstance(sums["moments"], Tensor) else None, "output projection")

@@ -1,6 +1,7 @@
 """Heads removed from the weights of a model, which is then smaller and faster."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,19 +144,21 @@ def prune(
         removed = {**choose_heads(heads, keep, importance)}
         if not removed:
             raise SettingError(f"keep is {keep:g}, and no attention would lose a head; expected a smaller share.")
-    with without_wrappers(heads.model):
-        return _prune(heads, _read_removed(heads, removed), inputs, optimizer)
+    with without_wrappers(heads.model), ExitStack() as exposed:
+        return _prune(heads, _read_removed(heads, removed), inputs, optimizer, exposed)
 
 
-def _prune(heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any) -> Pruning:
+def _prune(
+    heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any, exposed: ExitStack
+) -> Pruning:
     for site in removed:
         require_prunable(heads, site, removed)
     before = count_parameters(heads.model)
     counts = {site: _count(site, removed.get(site, ())) for site in heads.found}
-    # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds
+    # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds; it stays so when cut
     for site in removed:
         if site.output_projection is not None:
-            site.expose()
+            site.expose(exposed.callback)
     lost = {site: list_gone(site, gone) for site, gone in removed.items()}
     expected = expect_ablated(heads, removed, inputs)
 
