@@ -87,6 +87,15 @@ class OneBias(Written):
         return self.qkv_bias
 
 
+class EitherOutput(Written):
+    """W_O is called, or handed where a switch says so."""
+
+    slow = False
+
+    def merge(self, heads: Tensor) -> Tensor:
+        return F.linear(heads, self.proj.weight, self.proj.bias) if self.slow else self.proj(heads)
+
+
 class HandingOutput(Written):
     """W_O is handed too."""
 
@@ -131,7 +140,14 @@ class Parts(Handing):
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.qkv.weight.chunk(3), biases, strict=True)], -1)
 
 
-CALLED = (Handing, Written, Buffered, lambda: Buffered(apart=True), Cosine, OneBias, HandingOutput, Separate)
+class Apart(Buffered):
+    """The projection is called, and the biases are added after."""
+
+    def __init__(self) -> None:
+        super().__init__(apart=True)
+
+
+CALLED = (Handing, Written, Buffered, Apart, Cosine, OneBias, EitherOutput, HandingOutput, Separate)
 USED = (Joined, Multiplying, Parts)
 
 
@@ -200,7 +216,7 @@ def test_values_that_pass_through_no_module_are_refused_for_what_they_are():
         hw.aggregate(heads, hw.SimpleRouting())
 
 
-@pytest.mark.parametrize("kind", [Handing, Buffered, Multiplying])
+@pytest.mark.parametrize("kind", [Handing, Buffered, EitherOutput, Multiplying])
 def test_what_takes_the_place_of_w_o_works_in_the_model_and_in_its_copies(kind):
     for attach in (
         lambda heads: hw.gate_heads(heads, hw.SigmoidGate(scale=3.0)),

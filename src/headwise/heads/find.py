@@ -215,7 +215,7 @@ def _match(
         if site is None:
             continue
         site = _mark_adapted(model, site)
-        if site.prepare is None and hands_weights(module):
+        if site.prepare is None and hands_weights(module, known=is_known(module)):
             site = replace(site, prepare=call_projections)
         check_head_slices(site.slices)
         if site.output is not None:

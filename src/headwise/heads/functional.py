@@ -52,13 +52,18 @@ _ASKED = ("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_
 _STARTS = re.compile("init|reset|extra_repr")
 
 
-def hands_weights(module: nn.Module) -> bool:
+def hands_weights(module: nn.Module, *, known: bool = False) -> bool:
     """Return whether a module's own code uses weights of modules in it, and does not call these alone.
+
+    Args:
+        module: The attention module.
+        known: Whether it is of a library that calls its projections where it does not hand all of them: the weights
+            that others of its ways use (Bloom's `slow_but_exact`) do not count.
 
     >>> hands_weights(nn.Linear(2, 2))
     False
     """
-    return _names_attention(module) or next(_list_used(module), None) is not None
+    return _names_attention(module) or (not known and bool([name for name, called in _list_used(module) if not called]))
 
 
 def is_handing(site: Site) -> bool:
@@ -74,7 +79,9 @@ def hands_to_attention(site: Site) -> bool:
 def hands_output(site: Site) -> bool:
     """Return whether the code of a site's module uses the weight of its W_O, whose place nothing can take then."""
     projection = site.output_projection
-    own = projection is not None and projection.owner is site.module and projection.attribute in _list_used(site.module)
+    used = {name for name, called in _list_used(site.module) if not called}
+    called = {name for name, called in _list_used(site.module) if called}
+    own = projection is not None and projection.owner is site.module and projection.attribute in used - called
     return is_handing(site) and (own or _names_attention(site.module))
 
 
@@ -108,20 +115,31 @@ def explain_uncalled(site: Site, what: str) -> str:
     )
 
 
-def _list_used(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the modules in a module whose `weight` its own code reads, "" for one of another name."""
-    codes = [one.__code__ for one in list_functions(module) if _STARTS.search(one.__name__) is None]
+def _list_used(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the names of the modules in a module that its own code calls, True, or whose `weight` it reads, False.
+
+    The name is "" where the code has another one for it.
+    """
+    codes, replaced = [], set()
+    for function in list_functions(module):
+        if function.__name__ not in replaced and _STARTS.search(function.__name__) is None:
+            codes.append(function.__code__)
+        # a method of a base class runs where the one in its place calls super()
+        if "__class__" not in function.__code__.co_freevars:
+            replaced.add(function.__name__)
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL")]
         for before, step, after in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.argval in module._modules and after.opname != "LOAD_ATTR":
+                yield str(step.argval), True
             if step.opname != "LOAD_ATTR" or step.argval != "weight" or after.argval in _ASKED:
                 continue
             if before.opname != "LOAD_ATTR":
-                yield ""
+                yield "", False
             elif before.argval in module._modules:
-                yield str(before.argval)
+                yield str(before.argval), False
 
 
 def call_projections(_model: nn.Module, module: nn.Module) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwise.errors import HeadwiseError
 from headwise.heads.heads import Site
-from headwise.heads.replay import RecordedCall, Replay, draw_noise
+from headwise.heads.replay import Edit, RecordedCall, Replay, draw_noise
 from headwise.heads.verify_weights import WeightReplay, list_views, restored
 from headwise.nn.scores import Attended, Observer
 
@@ -91,13 +91,16 @@ def _read_replaced(site: Site, call: RecordedCall) -> Read:
     def redraw(features: Tensor) -> None:
         features.copy_(draw_noise(features, seed=61))
 
+    def clear(features: Tensor) -> None:
+        features.zero_()
+
     def read(pattern: Callable[[int], Tensor], other: bool) -> Tensor:
         def fill(features: Tensor) -> None:
             rows = features.shape[:-2]
             features.copy_(pattern(rows.numel()).to(features).view(*rows, 1, 1).expand_as(features))
 
-        edits = {"query": redraw, "key": redraw} if other else {}
-        return replay.heads({**edits, "value": fill}) - replay.heads({**edits, "value": torch.Tensor.zero_})
+        edits: dict[str, Edit] = {"query": redraw, "key": redraw} if other else {}
+        return replay.heads({**edits, "value": fill}) - replay.heads({**edits, "value": clear})
 
     return read
 

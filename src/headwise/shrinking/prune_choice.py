@@ -63,7 +63,7 @@ def _choose(site: Site, units: Tensor, keep: float) -> list[int]:
 
 
 def _read(site: Site, importance: Importance | Mapping[str, Any]) -> Tensor:
-    held = importance.drops if isinstance(importance, Importance) else importance
+    held: Any = importance.drops if isinstance(importance, Importance) else importance
     name = site.shown
     if not isinstance(held, Mapping) or not {site, site.name, name} & {*held}:
         raise SettingError(f"importance has no entry {name!r}; expected one number for each head of each attention.")
