@@ -15,16 +15,16 @@ from torch import Tensor
 
 import headwise as hw
 from heads.families import BY_NAME
-from heads.forwards import named, results, same
+from heads.forwards import results, same
 
 
 @pytest.mark.parametrize("name", ["DeBERTa-v2", "DeBERTa"])
 def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
     model = BY_NAME[name].build()
-    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+    before = sum(map(hooks, model.modules()))
     with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
         hw.Taps(hw.find_heads(model), outputs=True, weights=True)
-    assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == hooks
+    assert sum(map(hooks, model.modules())) == before
 
 
 def test_an_implementation_without_scores_is_refused():
@@ -52,27 +52,30 @@ def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_ar
         model(**inputs)
     assert not computed
     with hw.Taps(heads.layer(1), weights=True) as taps:
-        assert named(model) == ["sdpa", "headwise"]
         model(**inputs)
         taps.read()
     assert computed == ["BertSelfAttention"]
-    assert named(model) == ["sdpa", "sdpa"]
     model(**inputs)
     assert len(computed) == 1
+
+
+def hooks(module: torch.nn.Module) -> int:
+    return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
 def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
     model = BY_NAME["BERT"].build()
     heads = hw.find_heads(model)
     first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
+    before = [hooks(site.module) for site in heads]
     first.remove()
-    assert named(model) == ["headwise", "sdpa"]
     model(**BY_NAME["BERT"].inputs())
     assert len(second.read()) == 1
     second.remove()
     second.remove()
-    assert named(model) == ["sdpa", "sdpa"]
-    assert {id(site.module.config) for site in heads.sites} == {id(model.config)}
+    assert all(before)
+    assert [hooks(site.module) for site in heads] == [0, 0]
+    assert not any(name.startswith("_headwise") for site in heads for name in vars(site.module))
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
@@ -120,13 +123,10 @@ def test_eager_weights_are_read_in_a_subclass_of_a_family_s_attention():
         def forward(self, *args, **kwargs):
             return kind.forward(self, *args, **kwargs)
 
-    for site in heads:
-        site.module.__class__ = Own
-    assert all(map(torch.equal, read(), expected))
-    for site in heads:
-        site.module.__class__ = Unrelated
-    with pytest.raises(hw.LayoutError, match=r"Unrelated attends by an eager function.*_implementation\('sdpa'\)"):
-        read()
+    for other in (Own, Unrelated):
+        for site in heads:
+            site.module.__class__ = other
+        assert all(map(torch.equal, read(), expected))
 
 
 @pytest.mark.parametrize("what", ["taps", "bias"])
@@ -163,15 +163,6 @@ def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_un
             type(model)(copy.copy(model.config)),
             type(model).from_pretrained(tmp_path),
         ]
-        part = copy.deepcopy(heads.sites[0].module)
-        view = heads.sites[0].module.config
-        view._attn_implementation = "eager"
-        assert (view._attn_implementation, type(model.config)) == ("headwise_eager", type(part.config))
-        view._attn_implementation = "sdpa"
-        view.extra = 5
-    assert part.config._attn_implementation == "sdpa"
-    assert heads.sites[0].module.config.extra == 5
-    assert type(part.config) is type(model.config)
     for made in models:
         configs = {id(m.config): m.config for m in made.modules() if hasattr(m, "config")}.values()
         assert {config._attn_implementation for config in configs} == {"sdpa"}

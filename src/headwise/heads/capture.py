@@ -194,6 +194,35 @@ def require_joined(joined: Tensor, site: Site) -> None:
         )
 
 
+class ValueParts:
+    """Values of a site, put together from what the modules that project them return."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        value = site.slices[-1]
+        self.parts = (value,) if value.module is not None else value.parts
+        self._arrived: dict[int, Tensor] = {}
+
+    def take(self, index: int, output: Tensor) -> Tensor | None:
+        """Return V_g, [..., G, e], when what the module `index` of `value_modules` returned completes them."""
+        part = self.parts[index]
+        if len(self.parts) == 1:
+            whole = output if part.returned else self.site.gather_heads(output, -1, part.along)
+            values, bias = part.features(whole), part.added_bias
+            # latent attention projects a state of one head, [B, 1, K, r]
+            values = values.squeeze(1) if values.dim() == 5 else values
+            return values if bias is None else values + bias
+        if index in self._arrived:
+            # the heads of an earlier call did not all run
+            self._arrived.clear()
+        self._arrived[index] = part.features(output)
+        if len(self._arrived) < len(self.parts):
+            return None
+        values = torch.cat([self._arrived[place] for place in range(len(self.parts))], -2)
+        self._arrived.clear()
+        return values
+
+
 def _expand_batch(keep: Tensor | None, batch: int) -> Tensor | None:
     # a mask may be given once for all sequences
     return keep if keep is None or keep.shape[0] == batch else keep.expand(batch, -1)

@@ -53,9 +53,9 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
             f"{given} has {site.num_heads} query and {site.key_value_heads} key/value heads; expected even numbers, to "
             "be paired."
         )
-    from headwise.heads.huggingface import keep_reached  # needs transformers, which found the site
+    from headwise.heads.huggingface import require_reached  # needs transformers, which found the site
 
-    keep_reached(module)
+    require_reached(module)
     guard_hooks()
     weight = next(module.parameters())
     difference = HeadDifference(2 * site.head_size, layer, second=second)
@@ -77,6 +77,6 @@ def reads_pairs(site: Site) -> bool:
 
 
 def _keep_paired(module: nn.Module, _arguments: tuple) -> None:
-    from headwise.heads.huggingface import keep_reached
+    from headwise.heads.huggingface import require_reached
 
-    keep_reached(module)
+    require_reached(module)

@@ -120,9 +120,11 @@ class Scores(Protocol):
 
     Attributes:
         gives: What observers get beside the weights: "values", "outputs".
+        written: Whether they are reached at a softmax that the module writes out, with its masks in them.
     """
 
     gives: tuple[str, ...]
+    written: bool
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it.
@@ -176,6 +178,7 @@ class TorchScores:
     """The scores of a torch attention module; it must be headwise's own class before anything listens."""
 
     gives: tuple[str, ...] = ("values",)
+    written = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
