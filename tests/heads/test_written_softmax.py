@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from heads.calling import NanoGPT
+from heads.vision import SwinTransformer, VisionTransformer
 from heads.writing import (
     ALIKE,
     FORMS,
@@ -220,10 +223,14 @@ def test_what_only_looks_like_a_softmax_of_scores_is_refused(form, what: str, to
     model, x = build(form), X[:, :tokens]
     model.allow = lambda _keep: torch.ones(tokens, tokens, dtype=torch.bool)
     bias = random_bias()[..., :tokens, :tokens]
-    with pytest.raises(hw.HeadwiseError, match=rf"\({form.__name__}\)|misreads {form.__name__}|the bias has shape"):
+
+    def attach() -> None:
         heads = hw.find_heads(model)
         with hw.Taps(heads, weights=True) if what == "read" else hw.bias_heads(heads, bias):
             model(x)
+
+    with pytest.raises(hw.HeadwiseError, match=rf"\({form.__name__}\)|misreads {form.__name__}|the bias has shape"):
+        attach()
     assert "forward" not in vars(model)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
@@ -236,6 +243,33 @@ def test_heads_first_in_the_batch_are_read_where_there_is_one_sequence_and_refus
         torch.testing.assert_close(taps.read()[0].weights, (q @ k.mT).softmax(-1))
         with pytest.raises(hw.LayoutError, match="axes are others"):
             model(X)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (NanoGPT, (2, 6, 12)),
+        (partial(VisionTransformer, 24, 3, 2), (2, 3, 8, 8)),
+        (partial(SwinTransformer, 16, (2, 4), 2), (2, 3, 8, 8)),
+    ],
+    ids=["nanoGPT", "timm", "Swin"],
+)
+def test_a_switch_away_from_the_fused_kernel_leads_to_the_same_weights_and_biases(make, inputs: tuple[int, ...]):
+    torch.manual_seed(0)
+    model, x = make().double().eval(), torch.randn(inputs, dtype=torch.float64)
+    heads = hw.find_heads(model)
+
+    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+        return torch.linspace(-2, 3, call.heads * call.keys, dtype=torch.float64).view(1, call.heads, 1, call.keys)
+
+    found = []
+    for fused in (True, False):
+        for site in heads:
+            site.module.flash = site.module.fused_attn = fused
+        with hw.bias_heads(heads, bias), hw.Taps(heads, weights=True) as taps:
+            found.append((model(x), *(capture.weights for capture in taps.read())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_dropout_in_place_is_refused():

@@ -29,13 +29,14 @@ from headwise.heads.written_softmax import (
     FollowedWeights,
     Witness,
     arrange_heads,
+    hides_later_keys,
     normalize_biased,
     prove_weights,
     read_settings,
     watch,
 )
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
+from headwise.nn.checkpointing import Request, is_recomputing, outside_graphs, resolve_request
 from headwise.nn.hooks import Hook, run_uncompiled
 from headwise.nn.mixing import drop_weights, find_mixer
 from headwise.nn.scores import (
@@ -168,6 +169,7 @@ class InterceptedForward:
         listeners: Observers and biases.
         holders: How many need it.
         proven: Which axes of a softmax are shown to be sequences (0), heads (1) and queries (2); None before.
+        causal: Whether the latest scores of a softmax with a bias hid later keys; told from scores before compiling.
     """
 
     def __init__(self, module: nn.Module, site: Site, writes: bool) -> None:
@@ -176,6 +178,7 @@ class InterceptedForward:
         self.names, self.__wrapped__ = list_parameters(module), module.forward
         self.listeners, self.holders = Listeners(), 0
         self.proven: frozenset[int] | None = None
+        self.causal = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, and take over its call of attention or its softmax.
@@ -193,7 +196,10 @@ class InterceptedForward:
         unproven = self.writes and (self.proven is None or len(self.proven) < 3)
         watched = listening and unproven and not torch.compiler.is_compiling()
         with watch(self.site) if watched else nullcontext() as witness, _TakenOver(self, running):
-            output = self.__wrapped__(*args, **kwargs)
+            if watched:
+                output = _call_uncompiled(self.__wrapped__, *args, **kwargs)
+            else:
+                output = self.__wrapped__(*args, **kwargs)
         if running.calls == 0 and running.softmaxes == 0 and listening:
             raise NotFired(
                 f"{self._label()}: its forward did not call {CALLED}, nor a softmax over the last axis of (batch, "
@@ -251,6 +257,12 @@ class InterceptedForward:
     def __reduce__(self) -> tuple:
         # for copy and pickle; the module is among what was copied before
         return (_bind_forward, (self.module,)) if self.previous is None else (_return_given, (self.previous,))
+
+
+# what is watched is not compiled in parts either
+@outside_graphs
+def _call_uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _bind_forward(module: nn.Module) -> Callable[..., Any]:
@@ -349,6 +361,7 @@ class _TakenOver(TorchFunctionMode):
 
 
 run_uncompiled(_TakenOver.__torch_function__)
+run_uncompiled(InterceptedForward._finish)
 
 
 def _require_heads(site: Site, module: nn.Module, query: Tensor, key: Tensor) -> None:
@@ -400,12 +413,15 @@ def _normalize(
     running.softmaxes += 1
     if running.softmaxes > 1 or running.calls:
         return func(*args, **kwargs)
+    if forward.listeners.biases and not torch.compiler.is_compiling():
+        forward.causal = hides_later_keys(arranged)
     call = ScoreCall(
         *arranged.shape,
         first=running.cached or 0,
         cached=running.cached is not None,
         dtype=scores.dtype,
         device=scores.device,
+        causal=forward.causal,
     )
     answer = _resolve_request(forward, call)
     mixer: Any = find_mixer(forward.module)

@@ -65,6 +65,19 @@ def read_settings(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor | None, i
     return scores, axis if axis < 0 else axis - scores.dim(), dtype
 
 
+def hides_later_keys(scores: Tensor) -> bool:
+    """Return whether query i of scores [B, H, Q, K] sees keys 0 to i only, as many queries as keys.
+
+    >>> hides_later_keys(torch.zeros(1, 1, 2, 2)), hides_later_keys(torch.tensor([[[[0.0, -torch.inf], [0.0, 0.0]]]]))
+    (False, True)
+    """
+    queries, keys = scores.shape[-2:]
+    if queries != keys or queries < 2:
+        return False
+    later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(1)
+    return bool((scores.detach() <= VERY_NEGATIVE).logical_or(~later).all())
+
+
 def normalize_biased(scores: Tensor, biases: tuple[Tensor, ...], dtype: torch.dtype | None) -> Tensor:
     """Return softmax(scores + biases), [B, H, Q, K]; what the module's own masks forbid stays forbidden.
 

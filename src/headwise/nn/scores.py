@@ -87,7 +87,8 @@ class ScoreCall:
         cached: Whether the call writes to or reads from a cache.
         dtype: Dtype of the scores.
         device: Device of the scores.
-        causal: Whether the call itself says that query i sees keys 0 to i only, and not a mask.
+        causal: Whether the call itself says that query i sees keys 0 to i only, and not a mask, or, where a softmax
+            is written out, its scores do.
     """
 
     batch: int
