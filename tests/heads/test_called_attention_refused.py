@@ -91,6 +91,7 @@ def test_what_no_call_is_found_in_is_refused_when_attached():
             self.q_proj, self.k_proj, self.v_proj, self.o_proj = model.q_proj, model.k_proj, model.v_proj, model.o_proj
 
     with pytest.raises(
-        hw.LayoutError, match="attention, a softmax or the attention interface of transformers, which this one does not"
+        hw.LayoutError,
+        match=r"_attention, a softmax between projections .*, which this one does not",
     ):
         hw.Taps(hw.find_heads(Eager()), weights=True)

@@ -15,16 +15,88 @@ from torch import Tensor
 
 import headwise as hw
 from heads.families import BY_NAME
-from heads.forwards import results, same
+from heads.family import BERT
+from heads.forwards import no_bias, results, same
 
 
-@pytest.mark.parametrize("name", ["DeBERTa-v2", "DeBERTa"])
-def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
-    model = BY_NAME[name].build()
+def test_weights_are_refused_where_no_softmax_is_reached_and_nothing_is_left_attached():
+    model = BY_NAME["Perceiver"].build()
     before = sum(map(hooks, model.modules()))
     with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
         hw.Taps(hw.find_heads(model), outputs=True, weights=True)
     assert sum(map(hooks, model.modules())) == before
+
+
+# families whose attentions ask for the name of the implementation, and do something else for another one
+ASKING = ("DeepseekV32", "GlmMoeDsa")
+LATENT = {
+    **BERT,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "head_dim": 4,
+    "index_topk": 3,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "pad_token_id": 0,
+}
+ATTACHED = {
+    "weights": lambda heads: hw.Taps(heads, weights=True),
+    "mean weights": lambda heads: hw.Taps(heads, mean_weights=True),
+    "a bias of 0": lambda heads: hw.bias_heads(heads, no_bias),
+    "mixers of nothing": hw.mix_heads,
+    "a penalty": lambda heads: hw.Disagreement(heads, hw.Position()),
+}
+
+
+def build_asking(name: str) -> torch.nn.Module | None:
+    import transformers
+
+    if name == "GPT-2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61, bos_token_id=1, eos_token_id=2)
+        config.reorder_and_upcast_attn = True
+        return transformers.GPT2Model(config).eval()
+    if not hasattr(transformers, f"{name}Model"):
+        return None  # an older version
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**LATENT)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.6)
+    return model
+
+
+@pytest.mark.parametrize("attached", ATTACHED)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*ASKING, "GPT-2"])
+def test_a_model_that_asks_for_its_implementation_takes_the_same_way(name: str, implementation: str, attached: str):
+    torch.manual_seed(0)
+    model = build_asking(name)
+    if model is None:
+        return
+    model.set_attn_implementation(implementation)
+    heads, ids = hw.find_heads(model), torch.arange(7)[None] + 4
+    seen = [(site.module.config, type(site.module.config), vars(site.module.config).copy()) for site in heads]
+    with torch.no_grad():
+        plain = model(ids)[0]
+        handle = ATTACHED[attached](heads)
+        now = [(site.module.config, type(site.module.config), vars(site.module.config)) for site in heads]
+        assert all(one[0] is two[0] and one[1:] == two[1:] for one, two in zip(seen, now, strict=True))
+        if name == "GPT-2" and implementation == "eager":
+            # its eager attention is a method of its own
+            with pytest.raises(hw.NotFired, match=r"did not call .* it took another way"):
+                model(ids)
+        else:
+            torch.testing.assert_close(model(ids)[0], plain, atol=5e-6, rtol=1e-5)
+        handle.remove()
+        assert torch.equal(model(ids)[0], plain)
 
 
 def test_an_implementation_without_scores_is_refused():

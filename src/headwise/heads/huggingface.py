@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached, list_parameters, name_arguments
+from headwise.heads.forward_scope import is_partial
 from headwise.heads.heads import Site
 from headwise.heads.sdpa import repeat_groups
 from headwise.nn.average_weights import mean_of, mean_weights
@@ -170,7 +171,7 @@ def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
 def _require_attended(module: nn.Module, _args: tuple, _output: object) -> None:
     listeners: _Reached = module.__dict__[LISTENERS]
     needed = listeners.biases or find_mixer(module) or any(observer.active() for observer in listeners.observers)
-    if needed and not listeners.attended:
+    if needed and not listeners.attended and not is_partial():
         raise NotFired(
             f"{type(module).__name__} did not call the attention function that it looks up in the interface of "
             "transformers, at which weights and biases of its heads are reached: it took another way. Call "

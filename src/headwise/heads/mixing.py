@@ -134,7 +134,7 @@ def mix_heads(heads: Heads, *, logits: bool = True, weights: bool = True) -> Hea
 
     Args:
         heads: The sites. Their scores must be reached, as for `bias_heads`.
-        logits: Whether scores are mixed, before the masks.
+        logits: Whether scores are mixed, before the masks; a softmax that a module writes out has these in it already.
         weights: Whether weights are mixed, before dropout.
 
     Raises:
@@ -178,7 +178,7 @@ def _require_mixable(site: Site, *, logits: bool, weights: bool) -> None:
     if site.scores is None or isinstance(module, AdditiveAttention) or own:
         raise LayoutError(
             f"{given}: heads are mixed in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that "
-            "call torch's scaled_dot_product_attention, a softmax or the attention interface of transformers, and not "
+            "call torch's scaled_dot_product_attention, a softmax or the attention interface of transformers; not "
             f"in one {'whose forward is its own' if own else 'that computes its scores otherwise'}."
         )
     if logits and site.scores(module).written:

@@ -30,6 +30,7 @@ from headwise.heads.written_softmax import (
     Witness,
     arrange_heads,
     hides_later_keys,
+    is_provable,
     normalize_biased,
     prove_weights,
     read_settings,
@@ -65,6 +66,8 @@ def connect_called_scores(site: Site) -> Site:
     if site.scores is not None or stacked:
         return site
     called = list_called(site.module)
+    if called == {WRITTEN} and not is_provable(site):
+        return site
     return replace(site, scores=partial(CalledScores, site, called)) if called else site
 
 

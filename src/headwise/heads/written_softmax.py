@@ -35,6 +35,11 @@ DROPPED = (F.dropout, torch.dropout)
 TOLERANCE = 16
 
 
+def is_provable(site: Site) -> bool:
+    """Return whether the values and the outputs of a site's heads pass through modules, where they can be read."""
+    return bool(site.value_modules) and (site.output_projection is not None or site.output is None)
+
+
 def arrange_heads(tensor: Tensor, site: Site) -> Tensor | None:
     """Return scores or weights as [B, H, Q, K] if they may be those of the site's heads, else None.
 
