@@ -201,6 +201,48 @@ def test_eager_weights_are_read_in_a_subclass_of_a_family_s_attention():
         assert all(map(torch.equal, read(), expected))
 
 
+def test_a_module_that_takes_its_function_from_the_mapping_is_reached_at_what_that_calls():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+
+    family = BY_NAME["Llama"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    kind = type(heads.sites[0].module)
+
+    class Own(kind):
+        """As code of one's own on the hub has it."""
+
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, **_settings):
+            split = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q, k, v = (
+                one(hidden_states).view(split).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            attend = eager_attention_forward
+            if self.config._attn_implementation != "eager":
+                attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            joined, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0)
+            return self.o_proj(joined.flatten(2)), weights
+
+    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+        return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
+
+    found = []
+    for own in (False, True):
+        for site in heads:
+            site.module.__class__ = Own if own else kind
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            heads = hw.find_heads(model)
+            with hw.Taps(heads, weights=True) as taps, hw.bias_heads(heads, bias):
+                returned = model(**inputs, use_cache=False)[0]
+                found.append([returned, *(capture.weights for capture in taps.read())])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("what", ["taps", "bias"])
 def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forward(what: str):
     model, inputs = BY_NAME["BERT"].build(), BY_NAME["BERT"].inputs()

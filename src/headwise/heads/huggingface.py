@@ -22,7 +22,7 @@ from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached, list_parameters, name_arguments
 from headwise.heads.forward_scope import is_partial
 from headwise.heads.heads import Site
-from headwise.heads.sdpa import repeat_groups
+from headwise.heads.sdpa import list_methods, repeat_groups
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.difference import find_difference
@@ -58,14 +58,8 @@ def calls_interface(module: nn.Module) -> bool:
     >>> calls_interface(nn.Linear(2, 2))
     False
     """
-    functions = (
-        inspect.unwrap(member)
-        for base in type(module).__mro__
-        if base not in (nn.Module, object)
-        for member in vars(base).values()
-        if inspect.isfunction(member)
-    )
-    return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in functions)
+    names = ({*method.__code__.co_names} for method in list_methods(type(module)))
+    return any({"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= named for named in names)
 
 
 class InterfaceScores:

@@ -9,7 +9,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -83,12 +83,12 @@ def list_called(module: nn.Module) -> frozenset[str]:
     found = {WRITTEN for part in module.modules() if isinstance(part, nn.Softmax)}
     for part in module.modules():
         held = (getattr(value, "func", value) for value in vars(part).values())
-        for function in (*_list_methods(type(part)), *(one for one in held if isinstance(one, FunctionType))):
+        for function in (*list_methods(type(part)), *(one for one in held if isinstance(one, FunctionType))):
             found |= _list_mentioned(function, seen, DEPTH)
     return frozenset(found)
 
 
-def _list_methods(kind: type) -> Iterator[FunctionType]:
+def list_methods(kind: type) -> Iterator[FunctionType]:
     """Yield the methods of a class that may run: inherited ones unless they are replaced by one without super()."""
     replaced: set[str] = set()
     for base in kind.__mro__:
@@ -113,7 +113,12 @@ def _list_mentioned(function: FunctionType, seen: set[CodeType], depth: int) -> 
         seen.add(code)
         names |= set(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    named = [function.__globals__.get(name) for name in names]
+    around: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing is in it yet
+            around[name] = cell.cell_contents
+    names |= {*around}
+    named = [*(function.__globals__.get(name) for name in names), *around.values()]
     files = [one for one in named if isinstance(one, ModuleType) and one.__name__.split(".")[0] != "torch"]
     named += [getattr(file, name, None) for file in files for name in names]
     found = {
@@ -121,6 +126,8 @@ def _list_mentioned(function: FunctionType, seen: set[CodeType], depth: int) -> 
         for called, known in REACHED.items()
         if called in names or any(one is two for one in named for two in known)
     }
+    # one of them is taken from the mapping of transformers
+    found |= set(REACHED) if "ALL_ATTENTION_FUNCTIONS" in names else set()
     for other in named if depth > 0 else ():
         if isinstance(other, FunctionType) and not other.__module__.startswith("torch."):
             found |= _list_mentioned(other, seen, depth - 1)

@@ -209,9 +209,9 @@ def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
     raise LayoutError(
         f"{given} writes a softmax out over {tuple(used.shape)}, read as (sequences, heads, queries, keys), and the "
         f"outputs of its heads {tuple(witness.outputs.shape)} are not these weights times their values "
-        f"{tuple(witness.values.shape)}: its axes are others, something else is normalized, or weights, values or "
-        "outputs are changed on the way. Weights and biases of its heads cannot be reached; have it call "
-        "scaled_dot_product_attention."
+        f"{tuple(witness.values.shape)}: its axes are others, something else is normalized, weights, values or "
+        "outputs are changed on the way, or a cache holds more keys. Weights and biases of its heads cannot be "
+        "reached; run a forward without a cache first, or have it call scaled_dot_product_attention."
     )
 
 
