@@ -272,6 +272,63 @@ def test_a_switch_away_from_the_fused_kernel_leads_to_the_same_weights_and_biase
         torch.testing.assert_close(one, other)
 
 
+def test_a_cache_is_read_once_a_forward_without_one_has_shown_where():
+    class Cached(Written):
+        def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor:
+            q, k, v = self.project(x)
+            self.past = torch.stack([k, v]) if past is None else torch.cat([past, torch.stack([k, v])], 3)
+            k, v = self.past
+            scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~self.allow(None)[-x.shape[1] :], -math.inf)
+            return self.o_proj(self.join(scores.softmax(-1) @ v))
+
+    model = build(Cached)
+    model.causal = True
+    expected = written_out(model, X)["weights"][:, :, 4:]
+    model.allow = lambda _keep: torch.ones(4, 4, dtype=torch.bool).tril()
+    with hw.Taps(hw.find_heads(model), weights=True) as taps:
+        model(X[:, :4])
+        del model.allow
+        past = model.past
+        taps.read()
+        model(X[:, 4:], past)
+        close(taps.read()[0].weights, expected, model)
+    with (
+        hw.Taps(hw.find_heads(model), weights=True),
+        pytest.raises(hw.LayoutError, match="run a forward without a cache first"),
+    ):
+        model(X[:, 4:], past)
+
+
+def test_equal_tokens_show_nothing_where_shapes_are_those_of_several_readings():
+    class ByPlace(HeadsFirst):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+            return super().attend(q, k + torch.arange(k.shape[2])[:, None], v)
+
+    for form, message in ((ByPlace, "give other inputs first"), (Causal, None)):
+        model, x = build(form), X[:, :1].expand(-1, TOKENS, -1)
+        with hw.Taps(hw.find_heads(model), weights=True) as taps:
+            if message is None:
+                model(x)
+                close(taps.read()[0].weights, written_out(model, x)["weights"], model)
+            else:
+                with pytest.raises(hw.LayoutError, match=message):
+                    model(x)
+
+
+def test_several_softmaxes_of_the_heads_are_refused():
+    class Kept(Written):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+            self.sharper = (2.0 * q @ k.mT).softmax(-1)
+            return super().attend(q, k, v, allowed)
+
+    model = build(Kept)
+    with (
+        hw.bias_heads(hw.find_heads(model), random_bias()),
+        pytest.raises(hw.LayoutError, match="computes 2 softmaxes of its 4 heads"),
+    ):
+        model(X)
+
+
 def test_dropout_in_place_is_refused():
     class InPlace(Written):
         def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:

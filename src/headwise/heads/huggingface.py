@@ -42,7 +42,7 @@ from headwise.nn.scores import (
 
 LISTENERS = "_headwise_listeners"
 # what a module calls where its configuration names an implementation, or none
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
+Attend = Callable[..., tuple[Tensor, Any]]
 
 
 def connect_scores(site: Site) -> Site:
@@ -374,4 +374,5 @@ def _get_interface(interface: AttentionInterface, attn_implementation: str | Non
     return partial(_attend, found, attn_implementation or "eager")
 
 
-AttentionInterface.get_interface = _get_interface
+_interface: Any = AttentionInterface
+_interface.get_interface = _get_interface

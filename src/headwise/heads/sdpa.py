@@ -259,10 +259,8 @@ class InterceptedForward:
                 "torch.compiler.set_stance('force_eager')."
             )
         witness.take_outputs(self.site, output)
-        used = arrange_heads(followed.used, self.site)
-        assert used is not None
         with torch.no_grad():
-            self.proven = (self.proven or frozenset()) | prove_weights(self.site, used, witness)
+            self.proven = (self.proven or frozenset()) | prove_weights(self.site, followed.used, witness)
 
     def __reduce__(self) -> tuple:
         # for copy and pickle; the module is among what was copied before

@@ -179,6 +179,11 @@ def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
 
     Weights times values are the outputs of the heads, and are not with the weights of another sequence, head or query.
 
+    Args:
+        site: The site.
+        used: Weights as they are used, of whichever axes.
+        witness: What the forward computed beside them.
+
     Raises:
         LayoutError: The outputs of the heads are something else, or cannot be read.
     """
@@ -190,13 +195,16 @@ def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
             "of the heads pass through no module in this forward; run a forward without a cache first, or have it call "
             "scaled_dot_product_attention."
         )
-    batch, heads, queries, keys = used.shape
-    weights, outputs, values = (tensor.detach().nan_to_num() for tensor in (used, witness.outputs, witness.values))
+    arranged = arrange_heads(used, site)
+    assert arranged is not None  # of the same axes as the scores
+    batch, heads, queries, keys = arranged.shape
+    weights, outputs, values = (tensor.detach().nan_to_num() for tensor in (arranged, witness.outputs, witness.values))
     precise = torch.promote_types(weights.dtype, torch.float32)
     eps = max(torch.finfo(dtype).eps for dtype in (used.dtype, outputs.dtype, values.dtype))
     if weights.device.type != "cpu":
         eps = max(eps, torch.finfo(torch.float16).eps)  # products of single precision may have its mantissa
-    slack = TOLERANCE * eps * float(values.abs().max()) if values.numel() else 0.0
+    least = TOLERANCE * eps
+    slack = least * float(values.abs().max())
     values = values.repeat_interleave(heads // values.shape[-2], -2).to(precise)
     for shaped in _arrange_tokens(outputs.to(precise), batch, queries):
         for summed in _arrange_tokens(values, batch, keys):
@@ -204,8 +212,18 @@ def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
             def differs(maps: Tensor, expected: Tensor = shaped, given: Tensor = summed) -> bool:
                 return bool(((maps.to(precise) @ given) - expected).abs().max() > slack)
 
-            if not differs(weights):
-                return {axis for axis in range(3) if weights.shape[axis] > 1 and differs(weights.roll(1, axis))}
+            if differs(weights):
+                continue
+            uneven = {
+                axis for axis in range(3) if bool((weights - weights.roll(1, axis)).abs().max() > TOLERANCE * eps)
+            }
+            same = keys > 1 and bool((summed - summed[..., :1, :]).abs().max() <= slack)
+            if same and uneven and (used.dim() != 4 or heads in (batch, queries) or keys == site.head_size):
+                raise LayoutError(
+                    f"{given} writes a softmax out over {tuple(used.shape)}, and which of its axes are heads is not "
+                    "shown by these inputs, as the values of all their tokens are the same; give other inputs first."
+                )
+            return {axis for axis in uneven if differs(weights.roll(1, axis))}
     raise LayoutError(
         f"{given} writes a softmax out over {tuple(used.shape)}, read as (sequences, heads, queries, keys), and the "
         f"outputs of its heads {tuple(witness.outputs.shape)} are not these weights times their values "
