@@ -19,11 +19,6 @@ def results(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def named(model: nn.Module) -> list[str]:
-    """The attention implementation each attention of a BERT asks for."""
-    return [layer.attention.self.config._attn_implementation for layer in model.encoder.layer]
-
-
 def no_bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
     return torch.zeros(1, call.heads, 1, call.keys, dtype=call.dtype)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.calling import CallingAttention, CausalSelfAttention, X
+from heads.calling import CallingAttention, X
 from headwise.heads import find
 
 
@@ -55,16 +55,27 @@ def test_calls_from_which_heads_cannot_be_read_are_refused(
 
 
 def test_a_forward_that_takes_another_way_is_told():
-    model = CausalSelfAttention().double()
-    model.flash = False
+    class Exponentials(CallingAttention):
+        flash = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.flash:
+                return super().forward(x)
+            q, k, v = self.project(x)
+            weights = (q @ k.mT).exp()
+            weights = weights / weights.sum(-1, keepdim=True)
+            return self.o_proj((weights @ v).transpose(1, 2).flatten(2)) * x.softmax(1).sum(1, keepdim=True)
+
+    model = Exponentials().double()
     heads = hw.find_heads(model)
+    model.flash = False
     plain = model.eval()(X)
     for attach in (
         lambda: hw.Disagreement(heads, hw.Position()),
         lambda: hw.bias_heads(heads, torch.zeros(1, 1, 1, 6)),
     ):
         handle = attach()
-        with pytest.raises(hw.NotFired, match=r"did not call scaled_dot_product_attention.*fused_attn=False"):
+        with pytest.raises(hw.NotFired, match=r"did not call scaled_.*, nor a softmax .* \(but over \(2, 6, 12\)\)"):
             model(X)
         handle.remove()
     assert torch.equal(model(X), plain)
@@ -80,6 +91,7 @@ def test_what_no_call_is_found_in_is_refused_when_attached():
             self.q_proj, self.k_proj, self.v_proj, self.o_proj = model.q_proj, model.k_proj, model.v_proj, model.o_proj
 
     with pytest.raises(
-        hw.LayoutError, match="scaled_dot_product_attention or the attention interface of transformers, wh"
+        hw.LayoutError,
+        match=r"_attention, a softmax between projections .*, which this one does not",
     ):
         hw.Taps(hw.find_heads(Eager()), weights=True)

@@ -15,16 +15,88 @@ from torch import Tensor
 
 import headwise as hw
 from heads.families import BY_NAME
-from heads.forwards import named, results, same
+from heads.family import BERT
+from heads.forwards import no_bias, results, same
 
 
-@pytest.mark.parametrize("name", ["DeBERTa-v2", "DeBERTa"])
-def test_weights_are_refused_outside_the_interface_and_nothing_is_left_attached(name: str):
-    model = BY_NAME[name].build()
-    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+def test_weights_are_refused_where_no_softmax_is_reached_and_nothing_is_left_attached():
+    model = BY_NAME["Perceiver"].build()
+    before = sum(map(hooks, model.modules()))
     with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
         hw.Taps(hw.find_heads(model), outputs=True, weights=True)
-    assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()) == hooks
+    assert sum(map(hooks, model.modules())) == before
+
+
+# families whose attentions ask for the name of the implementation, and do something else for another one
+ASKING = ("DeepseekV32", "GlmMoeDsa")
+LATENT = {
+    **BERT,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "head_dim": 4,
+    "index_topk": 3,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "pad_token_id": 0,
+}
+ATTACHED = {
+    "weights": lambda heads: hw.Taps(heads, weights=True),
+    "mean weights": lambda heads: hw.Taps(heads, mean_weights=True),
+    "a bias of 0": lambda heads: hw.bias_heads(heads, no_bias),
+    "mixers of nothing": hw.mix_heads,
+    "a penalty": lambda heads: hw.Disagreement(heads, hw.Position()),
+}
+
+
+def build_asking(name: str) -> torch.nn.Module | None:
+    import transformers
+
+    if name == "GPT-2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61, bos_token_id=1, eos_token_id=2)
+        config.reorder_and_upcast_attn = True
+        return transformers.GPT2Model(config).eval()
+    if not hasattr(transformers, f"{name}Model"):
+        return None  # an older version
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**LATENT)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.6)
+    return model
+
+
+@pytest.mark.parametrize("attached", ATTACHED)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*ASKING, "GPT-2"])
+def test_a_model_that_asks_for_its_implementation_takes_the_same_way(name: str, implementation: str, attached: str):
+    torch.manual_seed(0)
+    model = build_asking(name)
+    if model is None:
+        return
+    model.set_attn_implementation(implementation)
+    heads, ids = hw.find_heads(model), torch.arange(7)[None] + 4
+    seen = [(site.module.config, type(site.module.config), vars(site.module.config).copy()) for site in heads]
+    with torch.no_grad():
+        plain = model(ids)[0]
+        handle = ATTACHED[attached](heads)
+        now = [(site.module.config, type(site.module.config), vars(site.module.config)) for site in heads]
+        assert all(one[0] is two[0] and one[1:] == two[1:] for one, two in zip(seen, now, strict=True))
+        if name == "GPT-2" and implementation == "eager":
+            # its eager attention is a method of its own
+            with pytest.raises(hw.NotFired, match=r"did not call .* it took another way"):
+                model(ids)
+        else:
+            torch.testing.assert_close(model(ids)[0], plain, atol=5e-6, rtol=1e-5)
+        handle.remove()
+        assert torch.equal(model(ids)[0], plain)
 
 
 def test_an_implementation_without_scores_is_refused():
@@ -52,27 +124,30 @@ def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_ar
         model(**inputs)
     assert not computed
     with hw.Taps(heads.layer(1), weights=True) as taps:
-        assert named(model) == ["sdpa", "headwise"]
         model(**inputs)
         taps.read()
     assert computed == ["BertSelfAttention"]
-    assert named(model) == ["sdpa", "sdpa"]
     model(**inputs)
     assert len(computed) == 1
+
+
+def hooks(module: torch.nn.Module) -> int:
+    return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
 def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
     model = BY_NAME["BERT"].build()
     heads = hw.find_heads(model)
     first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
+    before = [hooks(site.module) for site in heads]
     first.remove()
-    assert named(model) == ["headwise", "sdpa"]
     model(**BY_NAME["BERT"].inputs())
     assert len(second.read()) == 1
     second.remove()
     second.remove()
-    assert named(model) == ["sdpa", "sdpa"]
-    assert {id(site.module.config) for site in heads.sites} == {id(model.config)}
+    assert all(before)
+    assert [hooks(site.module) for site in heads] == [0, 0]
+    assert not any(name.startswith("_headwise") for site in heads for name in vars(site.module))
 
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
@@ -120,13 +195,52 @@ def test_eager_weights_are_read_in_a_subclass_of_a_family_s_attention():
         def forward(self, *args, **kwargs):
             return kind.forward(self, *args, **kwargs)
 
-    for site in heads:
-        site.module.__class__ = Own
-    assert all(map(torch.equal, read(), expected))
-    for site in heads:
-        site.module.__class__ = Unrelated
-    with pytest.raises(hw.LayoutError, match=r"Unrelated attends by an eager function.*_implementation\('sdpa'\)"):
-        read()
+    for other in (Own, Unrelated):
+        for site in heads:
+            site.module.__class__ = other
+        assert all(map(torch.equal, read(), expected))
+
+
+def test_a_module_that_takes_its_function_from_the_mapping_is_reached_at_what_that_calls():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+
+    family = BY_NAME["Llama"]
+    model, inputs = family.build(), family.inputs(padded=True)
+    heads = hw.find_heads(model)
+    kind = type(heads.sites[0].module)
+
+    class Own(kind):
+        """As code of one's own on the hub has it."""
+
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, **_settings):
+            split = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q, k, v = (
+                one(hidden_states).view(split).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            attend = eager_attention_forward
+            if self.config._attn_implementation != "eager":
+                attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            joined, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0)
+            return self.o_proj(joined.flatten(2)), weights
+
+    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+        return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
+
+    found = []
+    for own in (False, True):
+        for site in heads:
+            site.module.__class__ = Own if own else kind
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            heads = hw.find_heads(model)
+            with hw.Taps(heads, weights=True) as taps, hw.bias_heads(heads, bias):
+                returned = model(**inputs, use_cache=False)[0]
+                found.append([returned, *(capture.weights for capture in taps.read())])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["taps", "bias"])
@@ -163,15 +277,6 @@ def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_un
             type(model)(copy.copy(model.config)),
             type(model).from_pretrained(tmp_path),
         ]
-        part = copy.deepcopy(heads.sites[0].module)
-        view = heads.sites[0].module.config
-        view._attn_implementation = "eager"
-        assert (view._attn_implementation, type(model.config)) == ("headwise_eager", type(part.config))
-        view._attn_implementation = "sdpa"
-        view.extra = 5
-    assert part.config._attn_implementation == "sdpa"
-    assert heads.sites[0].module.config.extra == 5
-    assert type(part.config) is type(model.config)
     for made in models:
         configs = {id(m.config): m.config for m in made.modules() if hasattr(m, "config")}.values()
         assert {config._attn_implementation for config in configs} == {"sdpa"}

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from heads.calling import CallingAttention, CausalSelfAttention
-from heads.families import BY_NAME, REACHED
+from heads.families import BY_NAME, REACHED, WRITTEN
 from heads.family import Family
 from heads.forwards import checkpoint_activations, results, same, weighed, without_dropout
 from headwise.nn.mixing import HeadMixer, find_mixer
@@ -111,7 +111,11 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
     with hw.Taps(heads, weights=True) as taps:
         results(model, inputs)
         plain = taps.read()
-    mixing = hw.mix_heads(heads)
+    written = family.name in WRITTEN
+    if written:
+        with pytest.raises(hw.LayoutError, match=r"writes its softmax out.*pass logits=False"):
+            hw.mix_heads(heads)
+    mixing = hw.mix_heads(heads, logits=not written)
     for one, other in zip(before, results(model, inputs), strict=True):
         torch.testing.assert_close(other, one, atol=3e-6, rtol=1e-4)
     for seed, mixer in enumerate(mixing.mixers.values()):
@@ -123,7 +127,7 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
     first = plain[0].site
     for was, now in zip(plain, talking, strict=True):
         mixer, site = mixing.mixers[now.site.name], now.site
-        if site.module is first.module and family.name not in UNEQUAL and was is plain[0]:
+        if site.module is first.module and family.name not in UNEQUAL and was is plain[0] and not written:
             # the logarithm of a softmax is the scores but for a number of each query, which the next one forgets
             scores = torch.einsum("hg,bhqk->bgqk", mixer.logits, was.weights.clamp_min(1e-30).log())
             forbidden = (was.weights == 0).all(1, keepdim=True)
@@ -136,11 +140,11 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
             summed = torch.einsum("hg,bhqk,bkge->bqge", mixer.weights, now.weights, values)
             torch.testing.assert_close(now.outputs, summed, atol=1e-5, rtol=1e-4)
     sum(weighed(found) for found in results(model, inputs) if found.is_floating_point()).backward()
-    gradients = [(mixer.logits.grad, mixer.weights.grad) for mixer in mixing.mixers.values()]
-    assert all(bool(grad.isfinite().all()) for pair in gradients for grad in pair)
-    assert all(bool((second != 0).any()) for _, second in gradients)
+    mixers = mixing.mixers.values()
+    assert all(bool(parameter.grad.isfinite().all()) for mixer in mixers for parameter in mixer.parameters())
+    assert all(bool((mixer.weights.grad != 0).any()) for mixer in mixers)
     # a text of CLIP is pooled at its first token, which has one key
-    assert any(bool((first != 0).any()) for first, _ in gradients)
+    assert written or any(bool((mixer.logits.grad != 0).any()) for mixer in mixers)
     mixing.remove()
     assert same(before, results(model, inputs))
     assert not any("head_mixer" in name for name, _ in model.named_parameters())

@@ -14,7 +14,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim = num_heads, dim // num_heads
         self.qkv, self.q_norm, self.k_norm = nn.Linear(dim, 3 * dim), nn.Identity(), nn.Identity()
-        self.proj, self.attn_drop = nn.Linear(dim, dim), nn.Dropout(0.1)
+        self.proj, self.attn_drop, self.fused_attn = nn.Linear(dim, dim), nn.Dropout(0.1), True
 
     def bias(self) -> Tensor | None:
         return None
@@ -22,7 +22,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, self.bias())
+        q, k, bias = self.q_norm(q), self.k_norm(k), self.bias()
+        if self.fused_attn:
+            x = F.scaled_dot_product_attention(q, k, v, bias)
+        else:
+            attn = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
+            x = self.attn_drop((attn if bias is None else attn + bias).softmax(dim=-1)) @ v
         return self.proj(x.transpose(1, 2).flatten(2))
 
 

@@ -84,8 +84,8 @@ def test_what_cannot_be_read_is_left_out_and_said():
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (layer(x).unflatten(-1, (3, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-            weights = torch.softmax(q @ k.mT / 2, -1)
-            return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
+            weights = (q @ k.mT / 2).exp()
+            return self.out_proj((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
 
     model = Plain()
     report = hw.measure(model, hw.find_heads(model), tensors(), score=spread)

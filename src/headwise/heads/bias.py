@@ -134,7 +134,7 @@ def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
 
     Args:
         heads: The sites. Their scores must be reached: torch's multi-head attention, headwise's, or a module that calls
-            torch's `scaled_dot_product_attention` or the attention interface of transformers.
+            torch's `scaled_dot_product_attention`, a softmax or the attention interface of transformers.
         bias: Additive, [B or 1, H or 1, Q or 1, K], floating; -inf forbids. Or a function (site, call) -> such a tensor
             or None, where `call` has batch, heads, queries, keys, `query_positions`, dtype and device. With a cache,
             the rows and columns of this call are taken from a tensor made for the whole length. Without gradients, a

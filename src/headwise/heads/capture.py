@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headwise.errors import NotFired, ShapeError
 from headwise.heads.functional import explain_uncalled
 from headwise.heads.heads import Site
+from headwise.nn.hooks import PerThread
 from headwise.nn.multihead import VERY_NEGATIVE, valid_keys
 
 # Arguments that hold other keys than a call's own tokens, and their mask.
@@ -192,6 +193,36 @@ def require_joined(joined: Tensor, site: Site) -> None:
             f"{site.num_heads} heads of {site.head_size} numbers, {width} on the last axis. If heads were pruned since "
             "find_heads, call it again."
         )
+
+
+class ValueParts:
+    """Values of a site, put together from what the modules that project them return."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        value = site.slices[-1]
+        self.parts = (value,) if value.module is not None else value.parts
+        self._arrived = PerThread(dict[int, Tensor])
+
+    def take(self, index: int, output: Tensor) -> Tensor | None:
+        """Return V_g, [..., G, e], when what the module `index` of `value_modules` returned completes them."""
+        part = self.parts[index]
+        if len(self.parts) == 1:
+            whole = output if part.returned else self.site.gather_heads(output, -1, part.along)
+            values, bias = part.features(whole), part.added_bias
+            # latent attention projects a state of one head, [B, 1, K, r]
+            values = values.squeeze(1) if values.dim() == 5 else values
+            return values if bias is None else values + bias
+        arrived = self._arrived.own
+        if index in arrived:
+            # the heads of an earlier call did not all run
+            arrived.clear()
+        arrived[index] = part.features(output)
+        if len(arrived) < len(self.parts):
+            return None
+        values = torch.cat([arrived[place] for place in range(len(self.parts))], -2)
+        arrived.clear()
+        return values
 
 
 def _expand_batch(keep: Tensor | None, batch: int) -> Tensor | None:

@@ -163,7 +163,8 @@ class Site:
             raise LayoutError(
                 f"{self.label} ({type(self.module).__name__}): attention weights and biases of heads are "
                 "reached in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that call torch's "
-                "scaled_dot_product_attention or the attention interface of transformers, which this one does not."
+                "scaled_dot_product_attention, a softmax between projections that are modules, or the attention "
+                "interface of transformers, which this one does not."
             )
         self.make_visible(undo)
         return self.scores(self.module)

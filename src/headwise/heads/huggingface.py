@@ -1,31 +1,28 @@
-"""The attention scores of transformers models, through the attention interface.
+"""The attention scores of transformers models, where a module looks its attention function up in the interface.
 
-Two implementations of that interface are registered: "headwise" over sdpa and "headwise_eager" over each family's own
-eager function. While something listens to a module, its configuration names one of them (see `huggingface_config`). A
-module without listeners computes exactly what the underlying implementation computes.
+The lookup gives a function that attends as the one that was found, and over sdpa and over each family's own eager
+function reads weights and adds biases for modules that are listened to. Nothing that a model sees is changed: its
+configuration names what it named. A module without listeners computes exactly what the found function computes.
 
 Imported by `find_heads` only, and only for models whose modules come from transformers.
 """
 
 import inspect
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
 
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached, list_parameters, name_arguments
+from headwise.heads.forward_scope import is_partial
 from headwise.heads.heads import Site
-from headwise.heads.huggingface_config import UNDERNEATH, override_implementation
-from headwise.heads.sdpa import repeat_groups
+from headwise.heads.sdpa import list_methods, repeat_groups
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.difference import find_difference
@@ -44,6 +41,8 @@ from headwise.nn.scores import (
 )
 
 LISTENERS = "_headwise_listeners"
+# what a module calls where its configuration names an implementation, or none
+Attend = Callable[..., tuple[Tensor, Any]]
 
 
 def connect_scores(site: Site) -> Site:
@@ -59,63 +58,96 @@ def calls_interface(module: nn.Module) -> bool:
     >>> calls_interface(nn.Linear(2, 2))
     False
     """
-    functions = (
-        inspect.unwrap(member)
-        for base in type(module).__mro__
-        if base not in (nn.Module, object)
-        for member in vars(base).values()
-        if inspect.isfunction(member)
-    )
-    return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in functions)
+    names = ({*method.__code__.co_names} for method in list_methods(type(module)))
+    return any({"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= named for named in names)
 
 
 class InterfaceScores:
     """The scores of a module that calls the attention interface."""
 
     gives: tuple[str, ...] = ()
+    written = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it; flash and flex are refused."""
-        module = self.module
-        release = override_implementation(module)
-        if not isinstance(module.__dict__.get(LISTENERS), Listeners):
-            module.__dict__[LISTENERS] = Listeners()
-        listeners: Listeners = module.__dict__[LISTENERS]
+        listeners, release = _reach(self.module)
         add_listener(listeners, listener)
-        hook = Hook(module, _record_position)
-        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
         def stop() -> None:
             discard_listener(listeners, listener)
-            if not listeners:
-                module.__dict__.pop(LISTENERS, None)
-            handle.remove()
             release()
 
         return stop
 
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Have the module attend with its mixer, and return what ends that and what raises where it is passed by."""
-        return override_implementation(self.module), partial(_require_reached, self.module)
+        return _reach(self.module)[1], partial(require_reached, self.module)
 
 
-def keep_reached(module: nn.Module) -> None:
-    """Have the module attend with our implementation for good: also a copy, which has the configuration itself.
+class _Reached(Listeners):
+    """Listeners of a module, hooks on it, and how many need these."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.holders = 0
+        self.hooks = (
+            module.register_forward_pre_hook(Hook(module, _record_position), with_kwargs=True),
+            module.register_forward_hook(Hook(module, _require_attended)),
+        )
+
+
+def _reach(module: nn.Module) -> tuple[_Reached, Callable[[], None]]:
+    """Return the listeners of a module and what ends the need of them; refuse what it runs where it is known now.
 
     Raises:
-        NotFired: It runs an implementation that was set since.
+        LayoutError: The module runs an implementation other than sdpa and eager.
     """
-    if not hasattr(module.config, "headwise_original"):
-        override_implementation(module)
-    _require_reached(module)
+    named = _read_name(module)
+    if named not in REACHED:
+        raise LayoutError(
+            f"{type(module).__name__} runs the attention implementation {named!r}, where weights and "
+            "biases of single heads cannot be reached; call model.set_attn_implementation('sdpa') first."
+        )
+    listeners = _find_listeners(module)
+    if listeners is None:
+        listeners = module.__dict__[LISTENERS] = _Reached(module)
+    listeners.holders += 1
+    ended = False
+
+    def release() -> None:
+        nonlocal ended
+        if ended:
+            return
+        ended = True
+        listeners.holders -= 1
+        if listeners.holders == 0:
+            module.__dict__.pop(LISTENERS, None)
+            for hook in listeners.hooks:
+                hook.remove()
+
+    return listeners, release
 
 
-def _require_reached(module: nn.Module) -> None:
-    named = getattr(module.config, "_attn_implementation", None)
-    if named not in UNDERNEATH:
+def _find_listeners(module: nn.Module) -> _Reached | None:
+    found = module.__dict__.get(LISTENERS)
+    # a copy of the module has none
+    return found if isinstance(found, _Reached) else None
+
+
+def _read_name(module: nn.Module) -> str:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
+
+
+def require_reached(module: nn.Module) -> None:
+    """Raise `NotFired` where a module runs an implementation, set since, in which scores are not reached."""
+    _require_reached(module, _read_name(module))
+
+
+def _require_reached(module: nn.Module, named: str) -> None:
+    if named not in REACHED:
         raise NotFired(
             f"{type(module).__name__} runs the attention implementation {named!r}, set after hw.bias_heads, hw.Taps, "
             "a penalty or hw.mix_heads was attached to its scores, where these cannot be reached; call "
@@ -124,16 +156,39 @@ def _require_reached(module: nn.Module) -> None:
 
 
 def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    _require_reached(module)
-    listeners: Listeners = module.__dict__[LISTENERS]
+    require_reached(module)
+    listeners: _Reached = module.__dict__[LISTENERS]
     first = count_cached(module, name_arguments(list_parameters(module), args, kwargs))
-    listeners.position.own.first, listeners.position.own.cached = first or 0, first is not None
+    running = listeners.running.own
+    running.first, running.cached, running.attended = first or 0, first is not None, False
+
+
+def _require_attended(module: nn.Module, _args: tuple, _output: object) -> None:
+    listeners: _Reached = module.__dict__[LISTENERS]
+    needed = listeners.biases or find_mixer(module) or any(observer.active() for observer in listeners.observers)
+    if needed and not listeners.running.own.attended and not is_partial():
+        raise NotFired(
+            f"{type(module).__name__} did not call the attention function that it looks up in the interface of "
+            "transformers, at which weights and biases of its heads are reached: it took another way. Call "
+            "model.set_attn_implementation('sdpa'), or remove() what is attached."
+        )
+
+
+def _attend(found: Attend, named: str, module: nn.Module, *args: Any, **settings: Any) -> Any:
+    """Attend with a function of the interface, and with what is listened to, paired or mixed."""
+    listeners = _find_listeners(module)
+    paired_or_mixed = find_difference(module) is not None or find_mixer(module) is not None
+    if listeners is None and not paired_or_mixed and not is_recomputing():
+        return found(module, *args, **settings)
+    _require_reached(module, named)
+    if listeners is not None:
+        listeners.running.own.attended = True
+    return REACHED[named](found, module, *args, **settings)
 
 
 def _attend_over_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+    stock: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if find_difference(module) is not None:
         return _attend_in_pairs(module, query, key, value, attention_mask, explicit=False, **settings)
     answer = _resolve_request(module, query, key)
@@ -161,7 +216,7 @@ def _attend_over_sdpa(
 
 
 def _attend_over_eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+    stock: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, Tensor | None]:
     if find_difference(module) is not None:
         return _attend_in_pairs(module, query, key, value, attention_mask, explicit=True, **settings)
@@ -171,7 +226,6 @@ def _attend_over_eager(
         weights = _compute_weights(module, query, key, value, attention_mask, answer, **settings)
         _notify(module, weights, mean_of(weights) if answer.mean_weights else None)
         return _attend_with(weights, value, mixer, **settings)
-    stock = _find_eager(module)
     if answer.weights or answer.mean_weights:
         # what it returns beside the output are its own weights, after dropout
         whole = stock(module, query, key, value, attention_mask, **{**settings, "dropout": 0.0})
@@ -179,24 +233,6 @@ def _attend_over_eager(
         if not settings.get("dropout"):
             return whole
     return stock(module, query, key, value, attention_mask, **settings)
-
-
-def _find_eager(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the eager function of a module's family, which its forward, or one that this replaced, finds by its name.
-
-    Raises:
-        LayoutError: None does.
-    """
-    for base in type(module).__mro__:
-        forward: Any = vars(base).get("forward")
-        found = getattr(inspect.unwrap(forward), "__globals__", {}).get("eager_attention_forward")
-        if found is not None:
-            return found
-    raise LayoutError(
-        f"{type(module).__name__} attends by an eager function that is not called eager_attention_forward where its "
-        "forward is written, so that it cannot be called with what is attached; call "
-        "model.set_attn_implementation('sdpa'), or give the function that name."
-    )
 
 
 def _attend_in_pairs(
@@ -237,7 +273,7 @@ def _attend_in_pairs(
 
 
 def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
-    listeners: Listeners | None = module.__dict__.get(LISTENERS)
+    listeners: Listeners | None = _find_listeners(module)
     if listeners is None:
         if not is_recomputing():
             return Request()
@@ -248,17 +284,12 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
         query.shape[1],
         query.shape[2],
         key.shape[2],
-        first=listeners.position.own.first,
-        cached=listeners.position.own.cached,
+        first=listeners.running.own.first,
+        cached=listeners.running.own.cached,
         dtype=query.dtype,
         device=query.device,
     )
-
-    def keep_view(frame: Any) -> None:
-        # the recomputation must find our implementation although the listener may be gone by then
-        weakref.finalize(frame, override_implementation(module)).atexit = False
-
-    return resolve_request(module, listeners.observers, listeners.biases, call, keep_view)
+    return resolve_request(module, listeners.observers, listeners.biases, call)
 
 
 def _build_mask(
@@ -325,14 +356,24 @@ def _attend_with(
 
 
 def _notify(module: nn.Module, weights: Tensor | None, mean: Tensor | None) -> None:
-    listeners: Listeners | None = module.__dict__.get(LISTENERS)
+    listeners = _find_listeners(module)
     if listeners is not None and not is_recomputing():
         for observer in listeners.observers:
             observer.notify(None, weights, None, mean)
 
 
-AttentionInterface.register("headwise", _attend_over_sdpa)
-AttentionInterface.register("headwise_eager", _attend_over_eager)
-for _ours, _under in UNDERNEATH.items():
-    # a module that makes its own mask looks it up by the name in its configuration
-    AttentionMaskInterface.register(_ours, ALL_MASK_ATTENTION_FUNCTIONS[_under])
+# The implementations in which scores are reached.
+REACHED = {"sdpa": _attend_over_sdpa, "eager": _attend_over_eager}
+
+# as it is, where this file is run again
+_look_up = inspect.unwrap(AttentionInterface.get_interface)
+
+
+@wraps(_look_up)
+def _get_interface(interface: AttentionInterface, attn_implementation: str | None, default: Attend) -> Attend:
+    found = _look_up(interface, attn_implementation, default)
+    return partial(_attend, found, attn_implementation or "eager")
+
+
+_interface: Any = AttentionInterface
+_interface.get_interface = _get_interface

@@ -138,7 +138,7 @@ def mix_heads(heads: Heads, *, logits: bool = True, weights: bool = True) -> Hea
 
     Args:
         heads: The sites. Their scores must be reached, as for `bias_heads`.
-        logits: Whether scores are mixed, before the masks.
+        logits: Whether scores are mixed, before the masks; a softmax that a module writes out has these in it already.
         weights: Whether weights are mixed, before dropout.
 
     Raises:
@@ -182,8 +182,13 @@ def _require_mixable(site: Site, *, logits: bool, weights: bool) -> None:
     if site.scores is None or isinstance(module, AdditiveAttention) or own:
         raise LayoutError(
             f"{given}: heads are mixed in torch.nn.MultiheadAttention, headwise.nn.MultiheadAttention and modules that "
-            "call torch's scaled_dot_product_attention or the attention interface of transformers, and not in one "
-            f"{'whose forward is its own' if own else 'that computes its scores otherwise'}."
+            "call torch's scaled_dot_product_attention, a softmax or the attention interface of transformers; not "
+            f"in one {'whose forward is its own' if own else 'that computes its scores otherwise'}."
+        )
+    if logits and site.scores(module).written:
+        raise LayoutError(
+            f"{given} writes its softmax out, where scores have the masks in them already and cannot be mixed before "
+            "these; pass logits=False to mix weights, or have it call torch's scaled_dot_product_attention."
         )
     if site.divided or any(is_sharded(parameter) for parameter in module.parameters()):
         raise LayoutError(

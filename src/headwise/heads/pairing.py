@@ -68,9 +68,9 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
             f"{given} attends with {', '.join(own)}, which differential attention does not have; pair the heads of "
             "another model, such as a Llama."
         )
-    from headwise.heads.huggingface import keep_reached  # needs transformers, which found the site
+    from headwise.heads.huggingface import require_reached  # needs transformers, which found the site
 
-    keep_reached(module)
+    require_reached(module)
     guard_hooks()
     weight = next(module.parameters())
     difference = HeadDifference(2 * site.head_size, layer, second=second)
@@ -92,6 +92,6 @@ def reads_pairs(site: Site) -> bool:
 
 
 def _keep_paired(module: nn.Module, _arguments: tuple) -> None:
-    from headwise.heads.huggingface import keep_reached
+    from headwise.heads.huggingface import require_reached
 
-    keep_reached(module)
+    require_reached(module)

@@ -1,7 +1,7 @@
-"""The attention scores of modules that call torch's `scaled_dot_product_attention` themselves.
+"""The attention scores of modules that call torch's `scaled_dot_product_attention` or a softmax themselves.
 
 While something listens to such a module, its forward runs inside a `TorchFunctionMode`, which sees every function of
-torch that the module calls, however it was imported, and takes over that one. Modes belong to a thread, so that other
+torch that the module calls, however it was imported, and takes over these. Modes belong to a thread, so that other
 models and threads run as ever. A module without listeners runs its own forward.
 """
 
@@ -9,9 +9,10 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,8 +24,20 @@ from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached, list_parameters, name_arguments
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Site
+from headwise.heads.written_softmax import (
+    SOFTMAXES,
+    FollowedWeights,
+    Witness,
+    arrange_heads,
+    hides_later_keys,
+    is_provable,
+    normalize_biased,
+    prove_weights,
+    read_settings,
+    watch,
+)
 from headwise.nn.average_weights import mean_of, mean_weights
-from headwise.nn.checkpointing import is_recomputing, resolve_request
+from headwise.nn.checkpointing import Request, is_recomputing, outside_graphs, resolve_request
 from headwise.nn.hooks import Hook, run_uncompiled
 from headwise.nn.mixing import drop_weights, find_mixer
 from headwise.nn.scores import (
@@ -41,29 +54,41 @@ from headwise.nn.scores import (
 )
 
 CALLED = "scaled_dot_product_attention"
+WRITTEN = "softmax"
+REACHED = {CALLED: (F.scaled_dot_product_attention,), WRITTEN: SOFTMAXES}
 # How far a call is looked for: a method of the attention, a function that it calls, and one that this calls.
 DEPTH = 2
 
 
 def connect_called_scores(site: Site) -> Site:
-    """Return the site with its scores reachable, when the code of its module calls the function."""
+    """Return the site with its scores reachable, when the code of its module calls one of the functions."""
     stacked = any(isinstance(head_slice, HeadStack) for head_slice in site.slices)
-    if site.scores is not None or stacked or not calls_attention(site.module):
+    if site.scores is not None or stacked:
         return site
-    return replace(site, scores=partial(CalledScores, site))
+    called = list_called(site.module)
+    if called == {WRITTEN} and not is_provable(site):
+        return site
+    return replace(site, scores=partial(CalledScores, site, called)) if called else site
 
 
-def calls_attention(module: nn.Module) -> bool:
-    """Return whether the code of a module, or of one inside it, names torch's `scaled_dot_product_attention`.
+def list_called(module: nn.Module) -> frozenset[str]:
+    """Return which of torch's `scaled_dot_product_attention` and `softmax` the code of a module names.
 
-    >>> calls_attention(nn.Linear(2, 2))
-    False
+    That is the code of its class and of the modules inside it, and of functions that it calls or holds.
+
+    >>> sorted(list_called(nn.Sequential(nn.Softmax(-1)))), sorted(list_called(nn.Linear(2, 2)))
+    (['softmax'], [])
     """
     seen: set[CodeType] = set()
-    return any(_mentions(function, seen, DEPTH) for part in module.modules() for function in _list_methods(type(part)))
+    found = {WRITTEN for part in module.modules() if isinstance(part, nn.Softmax)}
+    for part in module.modules():
+        held = (getattr(value, "func", value) for value in vars(part).values())
+        for function in (*list_methods(type(part)), *(one for one in held if isinstance(one, FunctionType))):
+            found |= _list_mentioned(function, seen, DEPTH)
+    return frozenset(found)
 
 
-def _list_methods(kind: type) -> Iterator[FunctionType]:
+def list_methods(kind: type) -> Iterator[FunctionType]:
     """Yield the methods of a class that may run: inherited ones unless they are replaced by one without super()."""
     replaced: set[str] = set()
     for base in kind.__mro__:
@@ -78,7 +103,7 @@ def _list_methods(kind: type) -> Iterator[FunctionType]:
                 replaced.add(name)
 
 
-def _mentions(function: FunctionType, seen: set[CodeType], depth: int) -> bool:
+def _list_mentioned(function: FunctionType, seen: set[CodeType], depth: int) -> set[str]:
     codes = [function.__code__]
     names: set[str] = set()
     while codes:
@@ -88,28 +113,39 @@ def _mentions(function: FunctionType, seen: set[CodeType], depth: int) -> bool:
         seen.add(code)
         names |= set(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    if CALLED in names or any(function.__globals__.get(name) is F.scaled_dot_product_attention for name in names):
-        return True
-    called = (function.__globals__.get(name) for name in names) if depth > 0 else ()
-    return any(
-        _mentions(other, seen, depth - 1)
-        for other in called
-        if isinstance(other, FunctionType) and not other.__module__.startswith("torch.")
-    )
+    around: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing is in it yet
+            around[name] = cell.cell_contents
+    names |= {*around}
+    named = [*(function.__globals__.get(name) for name in names), *around.values()]
+    files = [one for one in named if isinstance(one, ModuleType) and one.__name__.split(".")[0] != "torch"]
+    named += [getattr(file, name, None) for file in files for name in names]
+    found = {
+        called
+        for called, known in REACHED.items()
+        if called in names or any(one is two for one in named for two in known)
+    }
+    # one of them is taken from the mapping of transformers
+    found |= set(REACHED) if "ALL_ATTENTION_FUNCTIONS" in names else set()
+    for other in named if depth > 0 else ():
+        if isinstance(other, FunctionType) and not other.__module__.startswith("torch."):
+            found |= _list_mentioned(other, seen, depth - 1)
+    return found
 
 
 class CalledScores:
-    """The scores of a module that calls `scaled_dot_product_attention` itself."""
+    """The scores of a module that calls `scaled_dot_product_attention`, or a softmax, itself."""
 
-    # observers get the values and the outputs of the heads, too
-    gives: tuple[str, ...] = ("values", "outputs")
-
-    def __init__(self, site: Site, module: nn.Module) -> None:
+    def __init__(self, site: Site, called: frozenset[str], module: nn.Module) -> None:
         self.site, self.module = site, module
+        # observers get the values and the outputs of the heads from the one function, too
+        self.gives: tuple[str, ...] = ("values", "outputs") if CALLED in called else ()
+        self.written, self.writes = CALLED not in called, WRITTEN in called
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it."""
-        forward, release = _intercept(self.module, self.site)
+        forward, release = _intercept(self.module, self.site, self.writes)
         add_listener(forward.listeners, listener)
         # refuses replicas of the module, whose forward would be that of the original
         handle = self.module.register_forward_pre_hook(Hook(self.module, _see_nothing))
@@ -124,7 +160,7 @@ class CalledScores:
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Have the module attend with its mixer, and return what ends that and a check that does nothing."""
         # the call itself is checked: `InterceptedForward` refuses a forward without attention
-        return _intercept(self.module, self.site)[1], always
+        return _intercept(self.module, self.site, self.writes)[1], always
 
 
 def _see_nothing(_module: nn.Module, _args: tuple) -> None:
@@ -139,40 +175,102 @@ class InterceptedForward:
         site: Its site, for sizes and messages.
         previous: What its `forward` was, where it had one of its own (Accelerate gives it one).
         names: Names of its positional parameters.
+        writes: Whether its code names a softmax.
         listeners: Observers and biases.
         holders: How many need it.
+        proven: Which axes of a softmax are shown to be sequences (0), heads (1) and queries (2); None before.
+        causal: Whether the latest scores of a softmax with a bias hid later keys; told from scores before compiling.
     """
 
-    def __init__(self, module: nn.Module, site: Site) -> None:
-        self.module, self.site = module, site
+    def __init__(self, module: nn.Module, site: Site, writes: bool) -> None:
+        self.module, self.site, self.writes = module, site, writes
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
         self.names, self.__wrapped__ = list_parameters(module), module.forward
         self.listeners, self.holders = Listeners(), 0
+        self.proven: frozenset[int] | None = None
+        self.causal = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, and take over its call of attention.
+        """Run the forward, and take over its call of attention or its softmax.
 
         Raises:
             NotFired: It made no such call.
+            LayoutError: It made several, or its softmax is not shown to be that of its heads.
         """
         mixed = find_mixer(self.module) is not None
         if not self.listeners and not mixed and not is_recomputing():
             return self.__wrapped__(*args, **kwargs)
         running = _Running(count_cached(self.module, name_arguments(self.names, args, kwargs)))
-        with _TakenOver(self, running):
-            output = self.__wrapped__(*args, **kwargs)
         listening = self.listeners.biases or any(observer.active() for observer in self.listeners.observers) or mixed
-        if running.calls == 0 and listening:
+        listening = listening and not is_recomputing()
+        unproven = self.writes and (self.proven is None or len(self.proven) < 3)
+        watched = listening and unproven and not torch.compiler.is_compiling()
+        with watch(self.site) if watched else nullcontext() as witness, _TakenOver(self, running):
+            if watched:
+                output = _call_uncompiled(self.__wrapped__, *args, **kwargs)
+            else:
+                output = self.__wrapped__(*args, **kwargs)
+        if running.calls == 0 and running.softmaxes == 0 and listening:
             raise NotFired(
-                f"{self.site.label} ({type(self.module).__name__}): its forward did not call {CALLED}, at which "
-                "weights and biases of its heads are reached; it took another way (an eager path, a switch such as "
-                "fused_attn=False, a flex or flash kernel). Have it call that function, or remove() what is attached."
+                f"{self._label()}: its forward did not call {CALLED}, nor a softmax over the last axis of (batch, "
+                f"{self.site.num_heads} heads, queries, keys){_list_shapes(running)}, at which weights and biases of "
+                "its heads are reached; it took another way (a flex or flash kernel, a switch, other axes). Have it "
+                "call that function, or remove() what is attached."
             )
+        if running.softmaxes and listening:
+            self._finish(running, witness, output)
         return output
+
+    def _label(self) -> str:
+        return f"{self.site.label} ({type(self.module).__name__})"
+
+    def _finish(self, running: "_Running", witness: Witness | None, output: Any) -> None:
+        """Prove the weights of a softmax that was written out, and tell observers."""
+        followed = running.followed
+        if running.softmaxes > 1 or running.calls:
+            if running.calls and not running.changed:
+                return  # the one that attends is read
+            raise LayoutError(
+                f"{self._label()} computes {running.softmaxes + running.calls} softmaxes of its {self.site.num_heads} "
+                "heads in one forward; which of them its heads attend with is unknown, so their weights and biases "
+                "cannot be reached."
+            )
+        if followed is None:
+            return
+        weights = arrange_heads(followed.weights, self.site)
+        assert weights is not None  # of the same axes as the scores
+        self._prove(followed, witness, output, {axis for axis in range(3) if weights.shape[axis] > 1})
+        mean = mean_of(weights) if running.mean else None
+        for observer in self.listeners.observers:
+            observer.notify(None, weights, None, mean)
+
+    def _prove(self, followed: FollowedWeights, witness: Witness | None, output: Any, needed: set[int]) -> None:
+        if followed.spoiled:
+            raise LayoutError(
+                f"{self._label()} drops its attention weights in place, so that they cannot be read; have it use "
+                "dropout with inplace=False."
+            )
+        if self.proven is not None and needed <= self.proven:
+            return
+        if witness is None:
+            raise NotFired(
+                f"{self._label()} writes its softmax out, and that it is the softmax of its heads is shown by a "
+                "forward that is not compiled: run one first while this is attached, inside "
+                "torch.compiler.set_stance('force_eager')."
+            )
+        witness.take_outputs(self.site, output)
+        with torch.no_grad():
+            self.proven = (self.proven or frozenset()) | prove_weights(self.site, followed.used, witness)
 
     def __reduce__(self) -> tuple:
         # for copy and pickle; the module is among what was copied before
         return (_bind_forward, (self.module,)) if self.previous is None else (_return_given, (self.previous,))
+
+
+# what is watched is not compiled in parts either
+@outside_graphs
+def _call_uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _bind_forward(module: nn.Module) -> Callable[..., Any]:
@@ -183,11 +281,11 @@ def _return_given(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _intercept(module: nn.Module, site: Site) -> tuple[InterceptedForward, Callable[[], None]]:
+def _intercept(module: nn.Module, site: Site, writes: bool) -> tuple[InterceptedForward, Callable[[], None]]:
     """Give a module an intercepted forward, or find the one it has; return it and what ends that."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, InterceptedForward):
-        forward = module.__dict__["forward"] = InterceptedForward(module, site)
+        forward = module.__dict__["forward"] = InterceptedForward(module, site, writes)
     forward.holders += 1
     ended = False
 
@@ -208,17 +306,31 @@ def _intercept(module: nn.Module, site: Site) -> tuple[InterceptedForward, Calla
 
 @dataclass
 class _Running:
-    """One forward of a module: how many tokens were in the cache it was given, and its calls of attention so far.
+    """One forward of a module so far.
 
     Its own object, as torch.compile forgets what a mode holds when it is left.
+
+    Attributes:
+        cached: How many tokens were in the cache it was given; None without a cache.
+        calls: Calls of attention.
+        softmaxes: Calls of a softmax that may be of the heads.
+        others: Shapes of other softmaxes.
+        mean: Whether the mean of its weights over heads was asked for.
+        followed: Its weights, where something was asked.
+        changed: Whether it was changed.
     """
 
     cached: int | None
     calls: int = 0
+    softmaxes: int = 0
+    others: tuple[tuple[int, ...], ...] = ()
+    mean: bool = False
+    followed: FollowedWeights | None = None
+    changed: bool = False
 
 
 class _TakenOver(TorchFunctionMode):
-    """Takes over the call of attention in one forward of a module."""
+    """Takes over the call of attention, or the softmax, in one forward of a module."""
 
     def __init__(self, forward: InterceptedForward, running: _Running) -> None:
         super().__init__()
@@ -232,10 +344,15 @@ class _TakenOver(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.running.calls += 1
             return self._attend(*args, **kwargs)
+        if any(func is softmax for softmax in SOFTMAXES):
+            return _normalize(self.forward, self.running, func, args, kwargs)
         if func is Tensor.unflatten:
             # torch.compile traces a mode's functions, and cannot trace the super() in this one
             func = torch.unflatten
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if self.running.followed is not None:
+            self.running.followed.follow(func, args, kwargs, output)
+        return output
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         module, site = self.forward.module, self.forward.site
@@ -252,6 +369,7 @@ class _TakenOver(TorchFunctionMode):
 
 
 run_uncompiled(_TakenOver.__torch_function__)
+run_uncompiled(InterceptedForward._finish)
 
 
 def _require_heads(site: Site, module: nn.Module, query: Tensor, key: Tensor) -> None:
@@ -273,6 +391,66 @@ def _require_heads(site: Site, module: nn.Module, query: Tensor, key: Tensor) ->
 
 def _describe(tensor: Tensor) -> str:
     return "in a nested tensor" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+
+
+def _list_shapes(running: _Running) -> str:
+    return f" (but over {', '.join(map(str, running.others[:4]))})" if running.others else ""
+
+
+def _resolve_request(forward: InterceptedForward, call: ScoreCall) -> Request:
+    def keep_forward(frame: Any) -> None:
+        # the recomputation must find it although the listener may be gone by then
+        _, release = _intercept(forward.module, forward.site, forward.writes)
+        weakref.finalize(frame, release).atexit = False
+
+    listeners = forward.listeners
+    return resolve_request(forward.module, listeners.observers, listeners.biases, call, keep_forward)
+
+
+def _normalize(
+    forward: InterceptedForward, running: _Running, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
+    """Compute a softmax as torch does, with biases where it may be that of the heads, and keep its weights."""
+    site = forward.site
+    scores, axis, dtype = read_settings(args, kwargs)
+    arranged = arrange_heads(scores, site) if scores is not None and axis == -1 else None
+    if scores is None or arranged is None or site.divided:
+        if scores is not None:
+            running.others = (*running.others, tuple(scores.shape))
+        return func(*args, **kwargs)
+    running.softmaxes += 1
+    if running.softmaxes > 1 or running.calls:
+        return func(*args, **kwargs)
+    if forward.listeners.biases and not torch.compiler.is_compiling():
+        forward.causal = hides_later_keys(arranged)
+    call = ScoreCall(
+        *arranged.shape,
+        first=running.cached or 0,
+        cached=running.cached is not None,
+        dtype=scores.dtype,
+        device=scores.device,
+        causal=forward.causal,
+    )
+    answer = _resolve_request(forward, call)
+    mixer: Any = find_mixer(forward.module)
+    if getattr(mixer, "logits", None) is not None or any(one.edit is not None for one in forward.listeners.observers):
+        what = "scores are mixed before their masks" if mixer is not None else "outputs of heads are changed"
+        raise LayoutError(
+            f"{site.label} ({type(forward.module).__name__}) writes its softmax out, and {what} where a module calls "
+            f"{CALLED}; have it call that function{', or pass logits=False' if mixer is not None else ''}."
+        )
+    if answer.biases:
+        weights = normalize_biased(arranged, answer.biases, dtype).reshape(scores.shape)
+    else:
+        weights = func(*args, **kwargs)
+    given = weights
+    if mixer is not None:
+        mixed = arrange_heads(weights, site)
+        given = mixer(mixed, "weights").reshape(scores.shape)
+    if answer.biases or mixer is not None or answer.weights or answer.mean_weights:
+        running.followed, running.mean = FollowedWeights(weights, given), answer.mean_weights
+        running.changed = bool(answer.biases) or mixer is not None
+    return given
 
 
 def _attend(
@@ -302,13 +480,7 @@ def _attend(
         device=query.device,
         causal=is_causal,
     )
-
-    def keep_forward(frame: Any) -> None:
-        # the recomputation must find it although the listener may be gone by then
-        _, release = _intercept(forward.module, forward.site)
-        weakref.finalize(frame, release).atexit = False
-
-    answer = resolve_request(forward.module, listeners.observers, listeners.biases, call, keep_forward)
+    answer = _resolve_request(forward, call)
     mask, causal = attn_mask, is_causal
     empty = None
     if answer.biases:

@@ -19,6 +19,7 @@ from headwise.heads.capture import (
     ForwardToken,
     OpenCapture,
     Padding,
+    ValueParts,
     list_parameters,
     name_arguments,
     read_padding,
@@ -38,11 +39,10 @@ READS = ("outputs", "values", "weights", "mean_weights")
 
 
 class _Calls:
-    """The calls of one site since the last read, and the parts of its values that arrived in the running one."""
+    """The calls of one site since the last read."""
 
     def __init__(self) -> None:
         self.calls: list[OpenCapture] = []
-        self.arrived: dict[int, Tensor] = {}
 
 
 @dataclass(eq=False)
@@ -255,8 +255,9 @@ class Taps(Handle):
                         f"{site.label} ({type(site.module).__name__}): no module computes values of its "
                         "heads; read their outputs or weights."
                     )
+                parts = ValueParts(site)
                 for index, module in enumerate(modules):
-                    self._hook_after(module, self._make_values_hook(record, index))
+                    self._hook_after(module, self._make_values_hook(record, index, parts))
 
     def _list_within(self, site: Site) -> tuple[str, ...]:
         """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
@@ -360,32 +361,15 @@ class Taps(Handle):
 
         return called
 
-    def _make_values_hook(self, record: _SiteCalls, index: int) -> Callable[[nn.Module, tuple, Tensor], None]:
+    def _make_values_hook(
+        self, record: _SiteCalls, index: int, parts: ValueParts
+    ) -> Callable[[nn.Module, tuple, Tensor], None]:
         """Return a hook on one of the modules that project values."""
-        site = record.site
-        value = site.slices[-1]
-        parts = (value,) if value.module is not None else value.parts
 
         def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             capture = self._find_newest(record)
-            if capture is None or capture.values is not None:
-                return
-            part = parts[index]
-            if len(parts) == 1:
-                whole = output if part.returned else site.gather_heads(output, -1, part.along)
-                values, bias = part.features(whole), part.added_bias
-                # latent attention projects a state of one head, [B, 1, K, r]
-                values = values.squeeze(1) if values.dim() == 5 else values
-                capture.values = values if bias is None else values + bias
-                return
-            arrived = record.here.own.arrived
-            if index in arrived:
-                # the heads of an earlier call did not all run
-                arrived.clear()
-            arrived[index] = part.features(output)
-            if len(arrived) == len(parts):
-                capture.values = torch.cat([arrived[place] for place in range(len(parts))], -2)
-                arrived.clear()
+            if capture is not None and capture.values is None:
+                capture.values = parts.take(index, output)
 
         return called
 

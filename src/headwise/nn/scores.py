@@ -88,7 +88,8 @@ class ScoreCall:
         cached: Whether the call writes to or reads from a cache.
         dtype: Dtype of the scores.
         device: Device of the scores.
-        causal: Whether the call itself says that query i sees keys 0 to i only, and not a mask.
+        causal: Whether the call itself says that query i sees keys 0 to i only, and not a mask, or, where a softmax
+            is written out, its scores do.
     """
 
     batch: int
@@ -121,9 +122,11 @@ class Scores(Protocol):
 
     Attributes:
         gives: What observers get beside the weights: "values", "outputs".
+        written: Whether they are reached at a softmax that the module writes out, with its masks in them.
     """
 
     gives: tuple[str, ...]
+    written: bool
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it.
@@ -145,11 +148,11 @@ class Scores(Protocol):
         ...
 
 
-class CachePosition:
-    """How many tokens were in the cache that the running call was given, and whether it was given one."""
+class RunningCall:
+    """How many tokens are in the cache of the running call, whether it has one, and whether it has attended."""
 
     def __init__(self) -> None:
-        self.first, self.cached = 0, False
+        self.first, self.cached, self.attended = 0, False, False
 
 
 class Listeners:
@@ -159,7 +162,7 @@ class Listeners:
     biases: tuple[Bias, ...] = ()
 
     def __init__(self) -> None:
-        self.position = PerThread(CachePosition)
+        self.running = PerThread(RunningCall)
 
     def __bool__(self) -> bool:
         return bool(self.observers or self.biases)
@@ -189,6 +192,7 @@ class TorchScores:
     """The scores of a torch attention module; it must be headwise's own class before anything listens."""
 
     gives: tuple[str, ...] = ("values",)
+    written = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module

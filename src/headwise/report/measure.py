@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError, MaskError, SettingError
+from headwise.errors import LayoutError, MaskError, NotFired, SettingError
 from headwise.heads.capture import Capture
 from headwise.heads.find import unwrap_model
 from headwise.heads.heads import Heads, Site, require_heads
@@ -99,7 +99,7 @@ def measure(
             advance(done, total)
 
     with torch.no_grad(), evaluating(model), uncompiled(), heads.exposed():
-        reading = Reading(heads, roles)
+        reading = Reading(heads, roles, lambda: run(model, kept[0]))
         if score is None:
             costs = None
             for batch in kept:
@@ -139,8 +139,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def group_readable(heads: Heads) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
+def group_readable(
+    heads: Heads, forward: Callable[[], object] | None = None
+) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
     """Group the attention modules by what can be read of them.
+
+    Args:
+        heads: The heads.
+        forward: Runs the model, where a forward has to show that the weights of a module can be read.
 
     Returns:
         For each subset of "outputs", "values", "weights" the modules of which exactly these can be read, and a note on
@@ -148,17 +154,41 @@ def group_readable(heads: Heads) -> tuple[dict[tuple[str, ...], Heads], list[str
     """
     groups: dict[tuple[str, ...], list[Site]] = {}
     notes: list[str] = []
+    hidden = () if forward is None else _find_hidden(heads, forward)
     for site in heads.sites:
         one = replace(heads, sites=(site,))
         found = []
         for what in WHAT:
             try:
+                if what == "weights" and site in hidden:
+                    raise LayoutError(site.name)
                 Taps(one, **{what: True}).remove()
                 found.append(what)
             except LayoutError:
                 notes.append(f"{WHAT[what]} of {type(site.module).__name__} cannot be read and were omitted.")
         groups.setdefault(tuple(found), []).append(site)
     return {found: replace(heads, sites=tuple(sites)) for found, sites in groups.items()}, list(dict.fromkeys(notes))
+
+
+def _find_hidden(heads: Heads, forward: Callable[[], object]) -> tuple[Site, ...]:
+    """Return the attention modules that write their softmax out, and whose weights a forward does not show."""
+    sites = tuple(site for site in heads.sites if site.scores is not None and site.scores(site.module).written)
+    with suppress(LayoutError, NotFired):
+        _read_weights(heads, sites, forward)
+        return ()
+    hidden = []
+    for site in sites:
+        try:
+            _read_weights(heads, (site,), forward)
+        except (LayoutError, NotFired):
+            hidden.append(site)
+    return tuple(hidden)
+
+
+def _read_weights(heads: Heads, sites: tuple[Site, ...], forward: Callable[[], object]) -> None:
+    if sites:
+        with Taps(replace(heads, sites=sites), weights=True):
+            forward()
 
 
 class Reading:
@@ -171,8 +201,10 @@ class Reading:
         notes: What could not be read, and remarks on what was.
     """
 
-    def __init__(self, heads: Heads, roles: Callable[[Any], HeadMask] | None) -> None:
-        self._groups, self.notes = group_readable(heads)
+    def __init__(
+        self, heads: Heads, roles: Callable[[Any], HeadMask] | None, forward: Callable[[], object] | None = None
+    ) -> None:
+        self._groups, self.notes = group_readable(heads, forward)
         self._roles = roles
         self.sums = {site.name: LayerSums(site) for site in heads.sites}
         self.names: tuple[str, ...] = ()

@@ -325,7 +325,8 @@ def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = F
     A_h = softmax(Q_h K_h^T / sqrt(e) + M_h) for the heads that have a role, where M_h is 0 where the role allows and
     -inf elsewhere (Wang et al. 2021, eq. 2 and 3). The other heads are unchanged, and so is the model's own masking. In
     causal attention, causality is applied to the masks before the policy for empty rows. Causality is detected from the
-    kind of the attention and from `is_causal`, not from a causal `attn_mask`: in that case set `causal` in the mask.
+    kind of the attention, from `is_causal` and from the scores of a softmax that a module writes out, not from a causal
+    `attn_mask`: in that case set `causal` in the mask.
 
     A mask belongs to one forward of the model, including what activation checkpointing recomputes of it. Tokens
     generated after a prompt have no roles. Give each forward a mask: `model(**batch, role_mask=mask)`, where the
