@@ -8,10 +8,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT / "tests")) if path not in sys.path]
 
+import torch  # noqa: E402
+
 import headwise as hw  # noqa: E402
 from heads.families import FAMILIES  # noqa: E402
 from heads.family import Family  # noqa: E402
 from heads.refused import REFUSED  # noqa: E402
+from heads.written import WRITTEN, Written, capture, find  # noqa: E402
 
 PAGE = Path(__file__).parent / "any-model.md"
 
@@ -19,7 +22,7 @@ PAGE = Path(__file__).parent / "any-model.md"
 def render() -> str:
     """Return the page as it is, with its tables made anew."""
     page = PAGE.read_text(encoding="utf-8")
-    for name, table in (("families", _supported()), ("refused", _refused())):
+    for name, table in (("families", _supported()), ("written", _written()), ("refused", _refused())):
         start, end = f"<!-- {name}: written by make api -->", "<!-- end -->"
         before, found, rest = page.partition(start)
         if not found or end not in rest:
@@ -55,6 +58,24 @@ def _family(family: Family) -> str:
     reached = "yes" if _reaches(family) else "refused"
     cells = (family.name, ", ".join(kinds), ", ".join(layouts), ", ".join(counts), reached, family.note)
     return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def _written() -> str:
+    lines = ["| attention | form | read | heads | weights |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_form, WRITTEN)])
+
+
+def _form(form: Written) -> str:
+    if form.refused:
+        return f"| {form.name} | {form.form} | refused: {form.refused} | - | - |"
+    model = form.build()
+    heads = find(form, model)
+    (site,) = heads.sites
+    read = f"with the row that is printed, `{form.row}`" if form.row else f"as it is: {site.layout}"
+    grouped = "" if site.num_heads == site.key_value_heads else f"/{site.key_value_heads}"
+    with torch.no_grad():
+        reached = "refused" if capture(heads, model, form.inputs()) is None else "yes"
+    return f"| {form.name} | {form.form} | {read} | {site.num_heads}{grouped} | {reached} |"
 
 
 def _refused() -> str:

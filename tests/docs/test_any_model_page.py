@@ -5,6 +5,7 @@ import pytest
 from docs.pages import generator
 from heads.families import FAMILIES, REACHED
 from heads.refused import REFUSED
+from heads.written import WRITTEN
 
 
 @pytest.fixture(scope="module")
@@ -12,8 +13,8 @@ def lines() -> list[str]:
     return generator("generate_any_model").render().splitlines()
 
 
-def test_every_family_and_every_refusal_has_a_row(lines: list[str]):
-    for name in [entry.name for entry in (*FAMILIES, *REFUSED)]:
+def test_every_family_every_form_and_every_refusal_has_a_row(lines: list[str]):
+    for name in [entry.name for entry in (*FAMILIES, *WRITTEN, *REFUSED)]:
         assert sum(line.startswith(f"| {name} |") for line in lines) == 1
 
 

@@ -221,22 +221,6 @@ def test_projections_beside_those_of_the_row_are_refused_unless_the_row_names_th
     assert len(hw.find_heads(normed)) == 1
 
 
-def test_a_row_of_ones_own_is_one_line_and_the_one_that_the_message_shows_works():
-    class Mine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads, self.wo = 2, nn.Linear(8, 8)
-            self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-
-    with pytest.raises(hw.LayoutError) as refusal:
-        hw.find_heads(Holding(attention=Mine()))
-    shown = str(refusal.value).partition("with a row: ")[2].partition(". Or exclude")[0]
-    shown = shown.replace("'wq'", "'first'").replace("'wk'", "'second'").replace("'wv'", "'third'")
-    names = {"model": Holding(attention=Mine()), "headwise": hw, **vars(hw)}
-    (site,) = eval(shown, names)
-    assert (site.name, site.num_heads, site.output_projection.attribute) == ("attention", 2, "wo")
-
-
 def test_a_fused_weight_is_read_only_beside_the_output_projection_its_row_names():
     model = FusedAttention()
     assert hw.find_heads(model).sites[0].layout == "fused"

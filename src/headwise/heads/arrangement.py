@@ -7,8 +7,9 @@ inputs of the model.
 
 import inspect
 import math
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Site
@@ -28,16 +29,23 @@ TOKENS = 4
 MOST_TOKENS, MOST_COUNTS = 1024, 8
 # A change far above rounding, also in half precision, relative to the largest output.
 CHANGED = 1e-2
+# Names of arguments that are no tokens.
+_NO_TOKENS = re.compile(r"mask|bias|pos|len|cache|past|state|freq|rope|rotary|pad|layer", re.IGNORECASE)
 # Their attentions are read by rows that are tested on them.
 KNOWN = ("torch.", "transformers.", "headwise.")
 
 
-def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
+def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[str, nn.Module], str]) -> None:
     """Raise `LayoutError` for a module whose heads are elsewhere than they are read, where it can be called.
 
     One module of each kind is called five times, in a copy that shares its parameters: on four tokens, or on as many as
     its tables and masks are made for. Nothing is said of a module that cannot be called with tokens alone, or whose
     output projection is outside it.
+
+    Args:
+        model: The model.
+        sites: Its attentions.
+        advise: Makes what follows the message, given name and module.
     """
     kinds = {
         (type(site.module), site.layout, site.num_heads, site.head_size, site.slices[0].across): site
@@ -48,7 +56,10 @@ def require_arranged(model: nn.Module, sites: Sequence[Site]) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             called, found = _find_misread(model, site)
         if found is not None:
-            Replay(site, RecordedCall(site.module, (), {})).refuse(found)
+            try:
+                Replay(site, RecordedCall(site.module, (), {})).refuse(found)
+            except LayoutError as error:
+                raise LayoutError(f"{error}{advise(site.name, site.module)}") from None
         if called:
             note_proved(site)
 
@@ -85,7 +96,8 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
         return False, None
     if twin is None:
         return False, None
-    for args in (args for shape in _list_shapes(twin) for args in _list_arguments(twin, shape)):
+    widths = [head_slice.across for head_slice in twin.slices]
+    for args in (args for shape in _list_shapes(twin) for args in list_arguments(twin.module, widths, shape)):
         replay = Replay(twin, RecordedCall(twin.module, args, {}, next(twin.module.parameters()).dtype))
         try:
             before, again = replay.heads({}), replay.heads({})
@@ -98,6 +110,9 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
                 if finding is not None:
                     return True, finding
                 seen += 0 < len(changed) <= site.head_size
+            finding = _find_other_groups(site, replay, before)
+            if finding is not None:
+                return True, finding
         except HeadwiseError:
             return False, None
         except Exception:
@@ -124,6 +139,26 @@ def _list_shapes(site: Site) -> list[tuple[int, ...]]:
     counts = dict.fromkeys(count for count in counts if 1 < count <= MOST_TOKENS and count != TOKENS)
     shapes: list[tuple[int, ...]] = [(1, count) for count in (TOKENS, *list(counts)[:MOST_COUNTS])]
     return [*shapes, *((1, side, side) for _, count in shapes if (side := math.isqrt(count)) ** 2 == count)]
+
+
+def _find_other_groups(site: Site, replay: Replay, before: Tensor) -> str | None:
+    """Return what a key of grouped queries changes, where those are the groups of keys repeated in the other order."""
+    if not 1 < site.key_value_heads < site.num_heads:
+        return None
+
+    def change(features: Tensor) -> None:
+        # under causality all others attend to the first token
+        first = features.flatten(0, -3)[0]
+        first[1, 0] = 3.0 - first[1, 0]
+
+    apart = (replay.heads({"key": change}) - before).abs().amax((0, 2)) > CHANGED * before.abs().max()
+    changed, other = apart.nonzero().flatten().tolist(), replace(site, tiled=not site.tiled)
+    if changed != list(other.list_members(1)) or changed == list(site.list_members(1)):
+        return None
+    return (
+        f"changing key head 1 changed query heads {_list_some(changed)}, and not {_list_some(site.list_members(1))}; "
+        f"its keys and values are repeated {'head by head' if site.tiled else 'as a whole'} (tiled={not site.tiled})"
+    )
 
 
 def _list_changed(replay: Replay, before: Tensor, head: int, feature: int) -> tuple[int, list[int]]:
@@ -187,18 +222,26 @@ def _copy_site(model: nn.Module, site: Site) -> Site | None:
     )
 
 
-def _list_arguments(site: Site, shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield arguments with which a module may be called: tokens, for as many as it requires; or tokens and None."""
+def list_arguments(module: nn.Module, widths: Sequence[int], shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments with which a module may be called: tokens, for as many as it requires; or tokens and None.
+
+    Args:
+        module: The module.
+        widths: Features of the tokens of the first arguments; of further ones, those of the last.
+        shape: Sequences and tokens, or tokens alone.
+    """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(site.module.forward).parameters.values()
+    parameters = inspect.signature(module.forward).parameters.values()
     required = [one for one in parameters if one.kind in kinds and one.default is inspect.Parameter.empty]
     named = [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    if any(one.default is inspect.Parameter.empty for one in named) or not 1 <= len(required) <= 3:
+    if any(one.default is inspect.Parameter.empty for one in named) or not 1 <= len(required) <= 6:
         return
-    first = next(site.module.parameters())
-    widths = [head_slice.across for head_slice in site.slices]
-    tokens = [draw_noise(first.new_empty(*shape, width), seed) for seed, width in enumerate(widths)]
-    yield tuple(tokens[: len(required)])
+    first, every = next(module.parameters()), [*widths, *[widths[-1]] * len(required)]
+    tokens = [draw_noise(first.new_empty(*shape, every[seed]), seed) for seed in range(len(required))]
+    optional = [re.search(_NO_TOKENS, one.name) is not None for one in required]
+    yield tuple(None if absent else given for given, absent in zip(tokens, optional, strict=True))
+    if any(optional):
+        yield tuple(tokens)
     if len(required) > 1:
         yield (tokens[0], *[None] * (len(required) - 1))
 

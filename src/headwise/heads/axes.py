@@ -116,6 +116,15 @@ class Axes:
         }
 
 
+def list_patterns(count: int, *, packed: bool) -> tuple[str, ...]:
+    """Return the orders in which a parameter of so many axes may hold heads whose features follow one another.
+
+    >>> list_patterns(2, packed=False)
+    ('(h e) d', 'd (h e)')
+    """
+    return (_PACKED if packed else _SEPARATE).get(count, ())
+
+
 def list_readings(
     shape: tuple[int, ...], known: Mapping[str, int], width: int | None, *, packed: bool
 ) -> list[tuple[Axes, dict[str, int]]]:
@@ -131,7 +140,7 @@ def list_readings(
     ['h d e']
     """
     found = []
-    for pattern in (_PACKED if packed else _SEPARATE).get(len(shape), ()):
+    for pattern in list_patterns(len(shape), packed=packed):
         axes = Axes.read(pattern)
         sizes = axes.bind(shape, known)
         if sizes is not None and sizes["h"] * sizes["e"] == (sizes["d"] if width is None else width):

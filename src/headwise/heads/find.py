@@ -6,6 +6,7 @@
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from headwise.heads.head_list import HeadList
 from headwise.heads.head_stack import HeadStack
 from headwise.heads.heads import Heads, Site
 from headwise.heads.irregular import ATTENTION, attends, find_irregularity, find_mixing
-from headwise.heads.layout_steps import find_letters, projects
+from headwise.heads.layout_steps import AMBIGUOUS, NORMS, find_letters, projects
 from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
 from headwise.heads.layouts_latent import LatentLinears
 from headwise.heads.layouts_shared import SharedLinears
@@ -31,12 +32,24 @@ from headwise.heads.refusal import ROW, Named, describe_failure
 from headwise.heads.returned import read_returned
 from headwise.heads.sdpa import connect_called_scores
 from headwise.heads.slice_checks import check_head_slice, check_head_slices
+from headwise.heads.suggestion import suggest_rows
 from headwise.nn.compiled import unwrap_compiled, without_wrappers
 
 SCRIPTED = "is compiled by torch.jit, which no hook and no layout reaches; compile it after find_heads, or leave it out"
 
 # Falcon and GPT-BigCode store the same attribute in several ways; these flags tell which.
 _PLAIN_FALCON = ("new_decoder_architecture", (None, False))
+
+# Names that need no more than this to tell what they hold; those above them tell it with others.
+FUSED = (
+    *("qkv", "Wqkv", "W_qkv", "W_QKV", "w_qkv", "wqkv", "qkv_proj", "to_qkv", "att_proj", "qkv_linear", "linear_qkv"),
+    *("qkv_layer", "proj_qkv", "attn_qkv", "qkv_projection", "fc_qkv", "qkv_dense", "c_attn", "in_proj_qkv"),
+)
+KEY_VALUE = (
+    *("to_kv", "kv", "kv_proj", "W_kv", "Wkv", "wkv", "linear_kv", "kv_linear", "kv_layer", "proj_kv", "fc_kv"),
+    *("key_value", "kv_projection", "kv_net"),
+)
+OUTPUT = tuple(name for name in SeparateLinears.output if name not in (*NORMS, *AMBIGUOUS))
 
 LAYOUTS: tuple[Layout, ...] = (
     TorchMultihead(),
@@ -84,6 +97,22 @@ LAYOUTS: tuple[Layout, ...] = (
         )
         for mark in (("mp_num", (4,)), ("pos_embd_dim", (...,)))
     ),
+    FusedLinear(
+        "interleaved groups",
+        ("attn",),
+        ("proj",),
+        interleaved=True,
+        when=(("config.n_query_groups", (...,)),),
+    ),
+    # four projections in one list, or three and W_O
+    *(
+        SeparateLinears(
+            query=(f"{held}.0",), key=(f"{held}.1",), value=(f"{held}.2",), output=(output,), when=(("d_k", (...,)),)
+        )
+        for held, output in (("linears", "linears.3"), ("linear_layers", "output_linear"))
+    ),
+    FusedLinear("fused", FUSED, OUTPUT),
+    FusedLinear("fused key-value", KEY_VALUE, OUTPUT, order=("key", "value"), query=SeparateLinears.query),
     SeparateParameters(),
     FusedParameter(),
     HeadList(),
@@ -99,12 +128,13 @@ def find_heads(
 ) -> Heads:
     """Return the attention heads of a model.
 
-    Every module is compared with the layout rows in order; the first that fits gives its site. Nothing is
-    guessed: if no row fits, or if some modules fit and others that project queries, keys and values
-    do not, those are listed in the error. A user's own attention that can be called with tokens alone is called on four
-    of them, in a copy that shares its parameters: heads that are "(d h)" and not "(h d)" are refused. A module shared
-    between layers is one site. For a model wrapped in DistributedDataParallel or by torch.compile, the heads and names
-    are those of the wrapped model; modules that were compiled inside a model keep their names too.
+    Every module is compared with the layout rows in order; the first that fits gives its site. Nothing is guessed: if
+    no row fits, or if some modules fit and others that project queries, keys and values do not, those are listed in the
+    error, with a row for them that was tried and proved on random tokens. A user's own attention that can be called
+    with tokens alone is called on four of them, in a copy that shares its parameters: heads that are "(d h)" and not
+    "(h d)" are refused. A module shared between layers is one site. For a model wrapped in DistributedDataParallel or
+    by torch.compile, the heads and names are those of the wrapped model; modules that were compiled inside a model keep
+    their names too.
 
     Args:
         model: Any module that holds attention modules, or is one.
@@ -166,7 +196,7 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
         told = ", ".join(sorted({str(site.num_heads) for site in sites}))
         raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
     sites = [read_returned(site) for site in sites]
-    require_arranged(model, sites)
+    require_arranged(model, sites, partial(_advise, model))
     require_told(sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
     sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]
@@ -208,9 +238,9 @@ def _match(
     for row, own in rows:
         try:
             site = row.site(model, name, module)
-        except LayoutError:
+        except LayoutError as error:
             if clause is None or own:
-                raise
+                raise LayoutError(f"{error}{_advise(model, name, module)}") from None
             return None, clause
         if site is None:
             continue
@@ -226,6 +256,12 @@ def _match(
             site = replace(site, guessed=True)
         return (site, None) if clause is None else (None, clause)
     return None, None
+
+
+def _advise(model: nn.Module, name: str, module: nn.Module) -> str:
+    """Return what follows the refusal of a module: a row for it, where one is found."""
+    advice = suggest_rows(model, [(name, module)])
+    return f"\n{advice}" if advice else ""
 
 
 def _mark_adapted(model: nn.Module, site: Site) -> Site:

@@ -16,9 +16,12 @@ from headwise.heads.layout_steps import (
     build_site,
     build_slice,
     find_attribute,
+    find_module,
     find_output_projection,
     join_names,
+    list_unused,
     projects,
+    read_child,
     read_integer,
 )
 from headwise.heads.layouts import SeparateLinears
@@ -90,8 +93,9 @@ class HeadList:
 
     def _find(self, module: nn.Module) -> tuple[nn.Module, dict[str, dict[str, Projection]]] | None:
         """Return what holds the heads, and the projections of each kind by their paths from the module."""
-        for attribute, child in module._modules.items():
-            if isinstance(child, nn.ModuleList) and (not self.heads or attribute in self.heads):
+        for attribute in self.heads or module._modules:
+            child = find_module(module, attribute)
+            if isinstance(child, nn.ModuleList):
                 # an empty place of the list is no head
                 heads = {index: head for index, head in enumerate(child) if head is not None}
                 found = self._read_heads(attribute, heads) if heads else None
@@ -106,25 +110,20 @@ class HeadList:
         found: dict[str, dict[str, Projection]] = {kind: {} for kind in PROJECTIONS}
         for index, head in heads.items():
             names = {kind: find_attribute(head, getattr(self, kind)) for kind in PROJECTIONS}
-            others = [child for name, child in head._modules.items() if name not in names.values()]
+            used = {name for name in names.values() if name is not None}
             # heads of several heads, or layers of attention
-            if any(child is not None and projects(child) for child in others) or read_integer(head, NUM_HEADS) not in (
-                None,
-                1,
-            ):
+            several = read_integer(head, NUM_HEADS) not in (None, 1)
+            if several or len(used) < len(PROJECTIONS) or any(projects(child) for _, child in list_unused(head, used)):
                 return None
             for kind, name in names.items():
-                projection = None if name is None else read_projection(head._modules.get(name))
-                if projection is None:
-                    return None
-                found[kind][f"{attribute}.{index}.{name}"] = projection
+                found[kind][f"{attribute}.{index}.{name}"] = read_child(head, str(name))
         return found
 
 
 def _find_list(module: nn.Module, names: tuple[str, ...]) -> dict[str, Projection]:
     """Return the projections in the first list under these names, by path."""
     for name in names:
-        child = module._modules.get(name)
+        child = find_module(module, name)
         if isinstance(child, nn.ModuleList):
             found = {f"{name}.{index}": read_projection(part) for index, part in enumerate(child)}
             return {path: projection for path, projection in found.items() if projection is not None}

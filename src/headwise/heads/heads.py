@@ -51,6 +51,8 @@ class Site:
         prepare: Makes the output projection a module call (swaps a stock torch module), given model and module, and
             returns what undoes it.
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
+        tiled: Whether query head h uses key/value head h mod G, as where keys are repeated as a whole, and not h // (H
+            / G).
         guessed: Whether the layout is one of several that the shapes allow, and no call of the module has told which.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
@@ -71,6 +73,7 @@ class Site:
     value_module: nn.Module | None = field(default=None, repr=False)
     prepare: Callable[[nn.Module, nn.Module], Callable[[], object]] | None = field(default=None, repr=False)
     scores: Callable[[nn.Module], Scores] | None = field(default=None, repr=False)
+    tiled: bool = False
     guessed: bool = field(default=False, repr=False)
     found_at: tuple[tuple[str | None, str | None], ...] = field(init=False, repr=False)
 
@@ -203,6 +206,19 @@ class Site:
             told = f"{self.num_heads} query heads and as many key/value heads, so that no group of query heads shares"
             raise LayoutError(f"{self.label} has {told} one; leave out the grouping, or select other sites.")
         return members
+
+    def list_members(self, group: int) -> range:
+        """Return the query heads that share a key/value head."""
+        members = self.num_heads // self.key_value_heads
+        if self.tiled:
+            return range(group, self.num_heads, self.key_value_heads)
+        return range(group * members, (group + 1) * members)
+
+    def group_queries(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """Return a tensor of query heads along an axis with their groups apart, [..., G, H / G, ...]: a view."""
+        if self.tiled:
+            return tensor.unflatten(axis, (-1, self.key_value_heads)).transpose(axis, axis + 1)
+        return tensor.unflatten(axis, (self.key_value_heads, -1))
 
     def gather_heads(self, tensor: Tensor, axis: int, size: int) -> Tensor:
         """Return `tensor`, of some heads in each process under tensor parallel, for all: `size` along `axis`."""

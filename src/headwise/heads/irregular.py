@@ -63,7 +63,9 @@ def attends(module: nn.Module) -> bool:
     (True, False)
     """
     names = {name for function in list_functions(module) for name in function.__code__.co_names}
-    return any(re.search("softmax|attention|attn|sdpa", name, re.IGNORECASE) for name in names - {*module._modules})
+    return any(
+        re.search("softmax|attend|attention|attn|sdpa", name, re.IGNORECASE) for name in names - {*module._modules}
+    )
 
 
 def list_functions(module: nn.Module) -> list[FunctionType]:

@@ -1,21 +1,35 @@
 """What the layout rows share: reading names and sizes, finding W_O, and building slices and sites."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from headwise.errors import LayoutError, require_integer, require_names
+from headwise.errors import LayoutError, SettingError, require_integer, require_names
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import Site
 from headwise.heads.projection import Projection, read_projection
 from headwise.nn.resized import GROUPS
 
-NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
+NUM_HEADS = (
+    *("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "head_count", "num_head", "nheads"),
+    *("n_attention_heads", "num_attn_heads", "attention_heads", "n_local_heads", "nb_heads", "nb_head", "h"),
+)
+HEAD_SIZE = (
+    "head_dim",
+    "attention_head_size",
+    "head_size",
+    "key_value_proj_dim",
+    "dim_head",
+    "d_head",
+    "hidden_size_per_attention_head",
+)
+# Attributes of a module that may hold its configuration.
+CONFIGS = ("config", "cfg", "args")
 KEY_COUNTS = (
     *("num_key_value_heads", "num_global_key_value_heads", "key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads"),
     "n_head_kv",
@@ -31,6 +45,10 @@ BESIDE = ("pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj", "relative_
 # A module of this name may be W_O, or a block that holds it, a norm and a sum: only a projection is taken.
 AMBIGUOUS = ("output", "..output")
 CROSS = re.compile(r"cross|encoder_attn|encdec|enc_dec|src_attn|context_attn", re.IGNORECASE)
+
+
+# Attributes, and the values that each may have: None where it may be absent, ... where it may be anything.
+Conditions = tuple[tuple[str, tuple[object, ...]], ...]
 
 
 def projects(module: nn.Module) -> bool:
@@ -63,14 +81,54 @@ def find_letters(name: str) -> set[str]:
     return {*"qkv"} if name in ("c_attn", "att_proj", "attn_proj") else letters
 
 
+def find_module(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a dotted path, through lists and dicts of modules; None where there is none.
+
+    >>> find_module(nn.Sequential(nn.ModuleDict({"q": nn.Linear(2, 3)})), "0.q")
+    Linear(in_features=2, out_features=3, bias=True)
+    """
+    found: nn.Module | None = module
+    for part in path.split("."):
+        found = found._modules.get(part) if isinstance(found, nn.Module) else None
+    return found
+
+
+def read_attribute(module: nn.Module, path: str) -> object:
+    """Return what is at a dotted path of attributes, keys and indices; None where nothing is.
+
+    >>> module = nn.Module()
+    >>> module.sizes = {"heads": [4, 8]}
+    >>> read_attribute(module, "sizes.heads.1"), read_attribute(module, "sizes.layers")
+    (8, None)
+    """
+    found: object = module
+    for part in path.split("."):
+        if isinstance(found, Mapping):
+            found = found.get(part)
+        elif isinstance(found, list | tuple) and part.isdigit():
+            found = found[int(part)] if int(part) < len(found) else None
+        else:
+            found = getattr(found, part, None)
+    return found
+
+
+def has_values(module: nn.Module, conditions: Conditions) -> bool:
+    """Return whether the attributes of a module have values that are allowed."""
+    for attribute, allowed in conditions:
+        value = read_attribute(module, attribute)
+        if value not in allowed and (value is None or ... not in allowed):
+            return False
+    return True
+
+
 def find_attribute(module: nn.Module, names: Sequence[str]) -> str | None:
-    """Return the first of these names under which a module holds a projection."""
-    return next((name for name in names if read_projection(module._modules.get(name)) is not None), None)
+    """Return the first of these dotted paths at which a module holds a projection."""
+    return next((name for name in names if read_projection(find_module(module, name)) is not None), None)
 
 
 def read_child(module: nn.Module, attribute: str) -> Projection:
-    """Return the projection under a name that `find_attribute` returned."""
-    projection = read_projection(module._modules.get(attribute))
+    """Return the projection at a path that `find_attribute` returned."""
+    projection = read_projection(find_module(module, attribute))
     assert projection is not None
     return projection
 
@@ -78,6 +136,8 @@ def read_child(module: nn.Module, attribute: str) -> Projection:
 def require_count(name: str, given: object) -> None:
     """Raise `SettingError` unless this is a number of at least 1, or a tuple of attribute names and such numbers."""
     several = given if isinstance(given, tuple | list) else (given,)
+    if ... in several:
+        raise SettingError(f"{name} is ..., a place to fill in: put the number of query heads there, {name}=8.")
     numbers = [one for one in several if isinstance(one, int)]
     for number in numbers:
         require_integer(name, number, low=1)
@@ -87,16 +147,16 @@ def require_count(name: str, given: object) -> None:
 
 
 def read_integer(module: nn.Module, names: Sequence[str | int] | int) -> int | None:
-    """Return the first of these attributes that is an integer, of the module or else of its `config`.
+    """Return the first of these attributes that is an integer, of the module or else of its configuration.
 
     A number among the names is returned where no attribute is one.
     """
     names = (names,) if isinstance(names, int) else names
-    for holder in (module, getattr(module, "config", None)):
+    for holder in ("", *(f"{config}." for config in CONFIGS)):
         for name in (name for name in names if isinstance(name, str)):
-            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
+            value = read_attribute(module, holder + name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                return int(value)
     return next((name for name in names if isinstance(name, int)), None)
 
 
@@ -123,10 +183,10 @@ def refuse_others(row: str, name: str, module: nn.Module, used: set[str], beside
     """Refuse a module with more projections of queries, keys or values than the row describes."""
     rows = max(read_child(module, child).rows for child in used)
     others = [
-        child
-        for child, held in module._modules.items()
-        if held is not None and child not in used and child not in beside
-        if (find_letters(child) and projects(held) and not _scales(held, rows)) or isinstance(held, nn.Conv1d)
+        path
+        for path, held in list_unused(module, {*used, *beside})
+        if (find_letters(path.rpartition(".")[2]) and projects(held) and not _scales(held, rows))
+        or isinstance(held, nn.Conv1d)
     ]
     if others:
         raise LayoutError(
@@ -135,6 +195,22 @@ def refuse_others(row: str, name: str, module: nn.Module, used: set[str], beside
             "them in a row (beside=...); if this is not softmax attention, leave it out with "
             "find_heads(model, exclude=('...',))."
         )
+
+
+def list_unused(module: nn.Module, used: Collection[str], prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the paths and modules that a module holds, except those used and what holds one, whose parts are listed.
+
+    >>> [path for path, _ in list_unused(nn.ModuleDict({"q": nn.Linear(2, 2), "o": nn.Linear(2, 2)}), {"q"})]
+    ['o']
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for child, held in module._modules.items():
+        path = f"{prefix}{child}"
+        if held is None or path in used:
+            continue
+        holds = any(other.startswith(f"{path}.") for other in used)
+        found += list_unused(held, used, f"{path}.") if holds else [(path, held)]
+    return found
 
 
 def find_output_projection(
@@ -148,7 +224,7 @@ def find_output_projection(
         model: The model.
         name: Name of the attention module in it.
         module: The attention module.
-        candidates: Attribute paths from the attention module; from its parent with a leading "..".
+        candidates: Dotted paths from the attention module; from its parent with a leading "..".
         width: H * e; any projection fits where it is None.
     """
     for candidate in candidates:
@@ -157,10 +233,9 @@ def find_output_projection(
             if not name:
                 continue
             owner, path = model.get_submodule(name.rpartition(".")[0]), candidate[2:]
-        *middle, attribute = path.split(".")
-        for part in middle:
-            owner = owner._modules.get(part) if isinstance(owner, nn.Module) else None
-        found = owner._modules.get(attribute) if isinstance(owner, nn.Module) else None
+        middle, _, attribute = path.rpartition(".")
+        owner = find_module(owner, middle) if middle else owner
+        found = None if owner is None else owner._modules.get(attribute)
         if owner is None or found is None:
             continue
         projection = read_projection(found)

@@ -17,11 +17,13 @@ from headwise.heads.layout_steps import (
     HEAD_SIZE,
     NORMS,
     NUM_HEADS,
+    Conditions,
     build_site,
     build_slice,
     count_heads,
     find_attribute,
     find_output_projection,
+    has_values,
     join_names,
     locate,
     read_child,
@@ -37,6 +39,18 @@ from headwise.nn.additive import AdditiveAttention
 from headwise.nn.difference import find_difference
 from headwise.nn.multihead import hold_adopted
 from headwise.nn.scores import TorchScores
+
+
+def _name_each(letter: str, word: str, several: str) -> tuple[str, ...]:
+    """Return the names that a projection of queries, keys or values has in the code of many."""
+    q, query, queries = letter, word, several
+    return (
+        *(f"{q}_proj", query, f"{q}_lin", f"{query}_proj", q, f"to_{q}", f"w{q}", f"W{q}", f"linear_{q}"),
+        *(f"project_{q}", f"{q}_linear", f"{q}_head", f"W_{query}", f"w_{query}", f"W_{q}", f"w_{q}", f"W_{q.upper()}"),
+        *(f"W{q.upper()}", f"w_{q}s", f"fc_{q}", f"{q}_fc", f"fc_{query}", f"lin_{q}", f"proj_{q}", f"{q}_net"),
+        *(f"linear_{query}", f"linear_{queries}", f"{query}_linear", f"{query}_layer", f"{query}_dense", queries),
+        *(f"{query}_projection", f"to{queries}", f"to_{queries}", f"to_{query}", f"{q}_layer", f"{q}_dense"),
+    )
 
 
 class Layout(Protocol):
@@ -146,6 +160,10 @@ class SeparateLinears:
         num_heads: Number of query heads, or attribute names of it on the module or its `config`.
         head_size: Attribute names of the width of one head; tried before `num_heads`.
         beside: Names of other projections that the module may hold and that have no heads.
+        when: Values that attributes of the module must have, each (name, allowed values); None allows its absence, ...
+            any value.
+        tiled: Whether query head h uses key/value head h mod G, as where keys are repeated as a whole, and not h // (H
+            / G).
 
     Raises:
         SettingError: Names are not a tuple of strings.
@@ -155,27 +173,22 @@ class SeparateLinears:
     """
 
     name: str = "separate"
-    query: tuple[str, ...] = (
-        *("q_proj", "query", "q_lin", "query_proj", "q", "to_q", "wq", "Wq", "linear_q", "project_q", "q_linear"),
-        "q_head",
-    )
-    key: tuple[str, ...] = (
-        *("k_proj", "key", "k_lin", "key_proj", "k", "to_k", "wk", "Wk", "linear_k", "project_k", "k_linear"),
-        "k_head",
-    )
-    value: tuple[str, ...] = (
-        *("v_proj", "value", "v_lin", "value_proj", "v", "to_v", "wv", "Wv", "linear_v", "project_v", "v_linear"),
-        "v_head",
-    )
+    query: tuple[str, ...] = _name_each("q", "query", "queries")
+    key: tuple[str, ...] = _name_each("k", "key", "keys")
+    value: tuple[str, ...] = _name_each("v", "value", "values")
     output: tuple[str, ...] = (
         *NORMS,
         *("o_proj", "out_proj", "out_lin", "o", "to_out.0", "to_out", "wo", "Wo", "linear_out", "attention_out"),
         *("proj", "projection_layer", "dense", "output_proj", "..output.dense", "output", "..output", "linear", "post"),
-        *("post_proj", "..post", "output_projection.o_proj"),
+        *("post_proj", "..post", "output_projection.o_proj", "W_o", "W_O", "w_o", "WO", "fc_o", "fc_out", "fc"),
+        *("final_linear", "output_linear", "out_linear", "output_transform", "proj_out", "proj_o", "out_layer"),
+        *("output_dense", "unify_heads", "unifyheads", "w_concat", "c_proj", "out", "projection"),
     )
     num_heads: tuple[str | int, ...] | int = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
     beside: tuple[str, ...] = BESIDE
+    when: Conditions = ()
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         for field in (*PROJECTIONS, "output", "head_size", "beside"):
@@ -185,9 +198,9 @@ class SeparateLinears:
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the three projections."""
         paths = {kind: find_attribute(module, getattr(self, kind)) or "" for kind in PROJECTIONS}
-        if not all(paths.values()):
+        if not all(paths.values()) or not has_values(module, self.when):
             return None
-        refuse_others(self.name, name, module, {*paths.values()}, self.beside)
+        refuse_others(self.name, name, module, {*paths.values()}, (*self.beside, *self.output))
         found = {kind: read_child(module, path) for kind, path in paths.items()}
         names = {kind: join_names(name, path) for kind, path in paths.items()}
         # a module under tensor parallelism may hold the number of heads that it computes itself
@@ -195,6 +208,7 @@ class SeparateLinears:
         size = self._read_size(name, module, found["query"].rows, divided)
         queries, keys = (count_heads(names[kind], found[kind].rows, size) for kind in ("query", "key"))
         width = found["value"].rows // keys
+        self._refuse_shared(model, name, module, found["query"].rows)
         output_projection, gated = find_output_projection(model, name, module, self.output, queries * width), 1
         if output_projection is None and queries % 2 == 0:
             output_projection = find_output_projection(model, name, module, self.output, queries // 2 * width)
@@ -221,7 +235,17 @@ class SeparateLinears:
             for kind in PROJECTIONS
         ]
         layout = self.name if gated == 1 else f"{self.name} gated"
-        return build_site(model, name, module, layout, slices, output_projection)
+        return replace(build_site(model, name, module, layout, slices, output_projection), tiled=self.tiled)
+
+    def _refuse_shared(self, model: nn.Module, name: str, module: nn.Module, rows: int) -> None:
+        """Refuse projections of the width of one head, which all heads share: W_O takes them once for each head."""
+        heads = read_integer(module, self.num_heads)
+        taken = find_output_projection(model, name, module, self.output, rows * (heads or 1))
+        if heads is not None and heads > 1 and read_output_width(taken) == rows * heads:
+            raise LayoutError(
+                f"{name or 'the model'} ({type(module).__name__}) has one projection for all {heads} heads: {rows} "
+                f"features, which W_O takes {heads} times. No weights belong to one head; leave it out with exclude."
+            )
 
     def _read_size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
         size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)
@@ -257,9 +281,7 @@ class FusedLinear:
         interleaved: Whether the heads of `order` alternate: all of one key/value head, then all of the next.
         query: Attribute names of the query projection where it is not in `order`.
         parts: Number of equal parts the output features are divided into, each with its blocks.
-        when: Values that attributes of the module must have, each (name, allowed values); None allows its absence, ...
-            any value.
-        num_heads, head_size, beside: As in `SeparateLinears`.
+        num_heads, head_size, beside, when, tiled: As in `SeparateLinears`.
 
     Raises:
         SettingError: Names are not a tuple of strings, or `order` is not made of query, key and value.
@@ -275,7 +297,8 @@ class FusedLinear:
     interleaved: bool = False
     query: tuple[str, ...] = ()
     parts: int = 1
-    when: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    when: Conditions = ()
+    tiled: bool = False
     num_heads: tuple[str | int, ...] | int = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
     beside: tuple[str, ...] = BESIDE
@@ -294,16 +317,12 @@ class FusedLinear:
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the fused projection and W_O."""
         fused, query = find_attribute(module, self.fused), find_attribute(module, self.query)
-        if fused is None or (self.query and query is None):
+        if fused is None or (self.query and query is None) or not has_values(module, self.when):
             return None
-        for attribute, allowed in self.when:
-            value = getattr(module, attribute, None)
-            if value not in allowed and (value is None or ... not in allowed):
-                return None
         output_projection = find_output_projection(model, name, module, self.output, None)
         if output_projection is None:
             return None
-        refuse_others(self.name, name, module, {fused, query or fused}, self.beside)
+        refuse_others(self.name, name, module, {fused, query or fused}, (*self.beside, *self.output))
         path, projection = join_names(name, fused), read_child(module, fused)
         separate = None if query is None else read_child(module, query)
         heads, groups, size = self._count(path, module, projection, separate, output_projection)
@@ -317,7 +336,8 @@ class FusedLinear:
             start += run * size
         if separate is not None:
             slices["query"] = build_slice("query", join_names(name, str(query)), separate, heads, size)
-        return build_site(model, name, module, self.name, [slices[kind] for kind in PROJECTIONS], output_projection)
+        own = [slices[kind] for kind in PROJECTIONS]
+        return replace(build_site(model, name, module, self.name, own, output_projection), tiled=self.tiled)
 
     def _count(
         self,

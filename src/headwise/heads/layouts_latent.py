@@ -70,7 +70,7 @@ class LatentLinears:
         output_projection = find_output_projection(model, name, module, self.output, None)
         if output_projection is None:
             return None
-        refuse_others(self.name, name, module, {fused, query}, self.beside)
+        refuse_others(self.name, name, module, {fused, query}, (*self.beside, *self.output))
         pair, queries = read_child(module, fused), read_child(module, query)
         width, value = read_output_width(output_projection), read_integer(module, self.value_size)
         heads = read_integer(module, self.num_heads)

@@ -17,6 +17,7 @@ from headwise.heads.layout_steps import (
     HEAD_SIZE,
     NUM_HEADS,
     build_site,
+    find_module,
     find_output_projection,
     join_names,
     read_integer,
@@ -47,6 +48,7 @@ class SeparateParameters:
         output_axes: Axes of W_O where it is a parameter, "d" being its outputs, for example "h e d".
         num_heads: Number of query heads, or attribute names of it on the module or its `config`.
         head_size: Attribute names of the width of one head.
+        tiled: Whether query head h uses key/value head h mod G, and not h // (H / G).
 
     Raises:
         SettingError: Names are not a tuple of strings, or the axes are none.
@@ -64,6 +66,7 @@ class SeparateParameters:
     output_axes: str = ""
     num_heads: tuple[str | int, ...] | int = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in (*PROJECTIONS, "output", "head_size"):
@@ -102,7 +105,7 @@ class FusedParameter:
             projection come first along "h", then those of the second: grouped queries. Read from the shape where empty.
         order: What it holds, in order.
         query: Attribute names of the query weights where they are not in `order`; they have the same axes without "p".
-        output_axes, num_heads, head_size: As in `SeparateParameters`.
+        output_axes, num_heads, head_size, tiled: As in `SeparateParameters`.
 
     Raises:
         SettingError: Names are not a tuple of strings, the axes are none, or `order` is not made of query, key, value.
@@ -122,6 +125,7 @@ class FusedParameter:
     output_axes: str = ""
     num_heads: tuple[str | int, ...] | int = NUM_HEADS
     head_size: tuple[str, ...] = HEAD_SIZE
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("fused", "output", "order", "query", "head_size"):
@@ -190,10 +194,8 @@ class OwnParameter:
 def find_parameter(module: nn.Module, names: Sequence[str]) -> OwnParameter | None:
     """Return the first of these names under which a module holds a parameter of two axes or more."""
     for name in names:
-        *middle, attribute = name.split(".")
-        owner: nn.Module | None = module
-        for part in middle:
-            owner = None if owner is None else owner._modules.get(part)
+        middle, _, attribute = name.rpartition(".")
+        owner = find_module(module, middle) if middle else module
         held = None if owner is None else owner._parameters.get(attribute)
         if owner is not None and held is not None and held.dim() > 1:
             return OwnParameter(owner, attribute, name)
@@ -290,6 +292,7 @@ class _Reader:
         width = query.heads * query.head_size
         projection = find_output_projection(self.model, self.name, self.module, self.row.output, width)
         site = build_site(self.model, self.name, self.module, self.row.name, slices, projection)
+        site = replace(site, tiled=self.row.tiled)
         output = find_parameter(self.module, self.row.output) if projection is None else None
         return site if output is None else replace(site, output=self._read_output(output, query.heads, query.head_size))
 

@@ -30,12 +30,23 @@ def group_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
             "read from; leave out the grouping."
         )
     if grouping == "within":
-        starts = (query.start + group * members * query.stride for group in range(site.key_value_heads))
-        return tuple(replace(query, heads=members, start=start, bias=None, run=run) for run, start in enumerate(starts))
-    if axes.features != axes.heads or query.step != 1 or query.stride != query.head_size:
+        own = [site.list_members(group) for group in range(site.key_value_heads)]
+        return tuple(
+            replace(
+                query,
+                heads=members,
+                start=query.start + heads[0] * query.stride,
+                stride=heads.step * query.stride,
+                bias=None,
+                run=run,
+            )
+            for run, heads in enumerate(own)
+        )
+    if site.tiled or axes.features != axes.heads or query.step != 1 or query.stride != query.head_size:
+        between = "other query heads lie between those of a group" if site.tiled else "rows of other projections lie"
         raise LayoutError(
-            f"{site.label} ({site.layout}): rows of other projections lie between its query heads, which cannot be "
-            "joined into one head for each group; use 'within', or leave out the grouping."
+            f"{site.label} ({site.layout}): {between}{'' if site.tiled else ' between its query heads'}, which cannot "
+            "be joined into one head for each group; use 'within', or leave out the grouping."
         )
     size = members * query.head_size
     return (replace(query, heads=site.key_value_heads, head_size=size, stride=size, bias=None),)
@@ -53,7 +64,8 @@ def group_features(tensor: Tensor, site: Site, grouping: str, axis: int) -> Tens
         grouping: "within" or "across".
         axis: Axis of the heads.
     """
-    apart = tensor.unflatten(axis, (site.key_value_heads, site.count_members()))
+    site.count_members()
+    apart = site.group_queries(tensor, axis)
     if grouping == "within":
         return apart.movedim(axis, 0)
     return apart.flatten(axis + 1, axis + 2) if axis == 2 else apart.mean(dim=axis + 1)

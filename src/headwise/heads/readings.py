@@ -31,7 +31,7 @@ def is_guess(site: Site) -> bool:
 
 def _describe(site: Site) -> Reading:
     parts = [(part.projection, part.heads, part.head_size, part.start, part.stride, part.along) for part in site.parts]
-    return (site.num_heads, site.key_value_heads, *parts)
+    return (site.num_heads, site.key_value_heads, site.tiled, *parts)
 
 
 def require_told(sites: Sequence[Site]) -> None:

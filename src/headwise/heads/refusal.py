@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from headwise.heads.arrangement import is_known
+from headwise.heads.irregular import attends
+from headwise.heads.suggestion import list_parameters, list_projections, suggest_rows
+
 # A row to copy.
 ROW = (
     "find_heads(model, (SeparateLinears(query=('wq',), key=('wk',), value=('wv',), output=('wo',), "
@@ -43,12 +47,13 @@ def describe_failure(
             f"{len(unread)} attentions of {kind} have no regular heads{beside}:\n{listed}\n"
             f"{leave_out}To read their projections all the same, describe them with a row of your own: {ROW}."
         )
+    rows = suggest_rows(model, [(name, part) for name, part in seen if name not in clauses])
     if found:
         said = f"{len(unread)} modules of {kind} look like attention and fit no layout (tried: {tried}){beside}:"
     else:
         said = f"no attention heads found in {kind} (layouts tried: {tried}). Candidates seen:"
     return (
-        f"{said}\n{listed}\nDescribe yours with a row: {ROW}. Or exclude what is not softmax attention: "
+        f"{said}\n{listed}\n{rows or f'Describe yours with a row: {ROW}.'}\nOr exclude what is not softmax attention: "
         f"{_suggest_exclude(model, seen)}."
     )
 
@@ -59,6 +64,20 @@ def _find_candidates(model: nn.Module) -> list[Named]:
         (name, module)
         for name, module in model.named_modules()
         if looks_like.search(type(module).__name__) or looks_like.search(name.rpartition(".")[2])
+    ] or _find_computing(model)
+
+
+def _find_computing(model: nn.Module) -> list[Named]:
+    """Return the modules of one's own that hold something to project with, those whose code attends if some does."""
+    own = [(name, module) for name, module in model.named_modules() if not is_known(module)]
+    held = [(name, module) for name, module in own if len(list_projections(module)) + len(list_parameters(module)) > 1]
+    attending = {id(module) for _, module in own if attends(module)}
+    return [
+        (name, module)
+        for name, module in held
+        if not attending
+        or id(module) in attending
+        or any(isinstance(child, nn.ModuleList) and {*map(id, child)} & attending for child in module.children())
     ]
 
 
@@ -79,7 +98,7 @@ def _join(names: Sequence[str]) -> str:
 
 def _suggest_exclude(model: nn.Module, seen: Sequence[Named]) -> str:
     """Return a call that leaves modules out: by patterns of their names where these match no others."""
-    names = [name for name, _ in seen] or ["..."]
+    names = [name for name, _ in seen if name] or ["..."]
     every = [name for name, _ in model.named_modules()]
     chosen: dict[str, None] = {}
     for name in names:

@@ -537,6 +537,7 @@ def _notify(
 ) -> None:
     """Tell observers what was computed; values that were repeated for each query head are given once."""
     shared = value.shape[1] // max(1, forward.site.key_value_heads)
-    values = value[:, ::shared] if shared > 1 else value
+    if shared > 1:
+        value = value[:, : forward.site.key_value_heads] if forward.site.tiled else value[:, ::shared]
     for observer in forward.listeners.observers:
-        observer.notify(values.transpose(1, 2), weights, None, mean, output.transpose(1, 2))
+        observer.notify(value.transpose(1, 2), weights, None, mean, output.transpose(1, 2))

@@ -128,7 +128,7 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             site.expose()
     with torch.no_grad():
         calls = record_calls(twin, sites, lambda: twin(*positional, **given))
-        attending = [_verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
+        attending = [verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
     for site in heads.sites:
         if all(site.shown != name for name in skipped):
             note_proved(site)
@@ -145,7 +145,7 @@ def _require_values(site: Site) -> None:
         )
 
 
-def _verify_site(site: Site, call: RecordedCall) -> bool:
+def verify_site(site: Site, call: RecordedCall) -> bool:
     """Return whether heads that were proved to be apart were seen to attend; raise where they are not apart."""
     if all(part.called for part in site.parts):
         try:
@@ -171,7 +171,7 @@ def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> boo
                 f"{site.label}: called again with the same inputs its heads are not finite, so nothing can be proved; "
                 "pass inputs without rows that are padding throughout."
             )
-        _draw_zeros(site.module)
+        draw_zeros(site.module)
         if by_weights:
             WeightExperiments(WeightReplay(site, call)).run()
         elif learned:
@@ -190,7 +190,7 @@ def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> boo
         ) from error
 
 
-def _draw_zeros(module: nn.Module) -> None:
+def draw_zeros(module: nn.Module) -> None:
     """Draw the parameters that are zero: a gate that starts at zero hides what passes through it."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and not parameter.any():

@@ -21,7 +21,6 @@ class Experiments:
     def __init__(self, replay: Replay) -> None:
         self.replay, self.site = replay, replay.site
         self.slices = {head_slice.projection: head_slice for head_slice in self.site.slices}
-        self.members = self.site.num_heads // self.site.key_value_heads
         self.unchanged = UNCHANGED[replay.call.dtype]
 
     def run(self) -> None:
@@ -75,22 +74,20 @@ class Experiments:
                 if projection == "key" and not changed:
                     # what it adds to the scores of a query is one number for all keys
                     continue
-                members = 1 if projection == "query" else self.members
-                own = list(range(head * members, (head + 1) * members))
+                own = self._list_own(projection, head)
                 self._require(f"changing the {projection} bias of head {head}", changed, own, "heads")
 
     def _check_heads_are_apart(self) -> None:
         """Changing the query, key or value of a head changes its outputs, and no others."""
         before = self.replay.heads({})
         for projection, head_slice in self.slices.items():
-            members = 1 if projection == "query" else self.members
             for head in range(head_slice.heads):
 
                 def change(features: Tensor, head: int = head) -> None:
                     features[..., head, :] = _shift(features[..., head, :])
 
                 changed = self._find_changes(before, self.replay.heads({projection: change}), (-2,))
-                own = list(range(head * members, (head + 1) * members))
+                own = self._list_own(projection, head)
                 self._require(f"changing the {projection} features of head {head}", changed, own, "heads")
 
     def _check_queries_and_keys(self) -> None:
@@ -132,7 +129,6 @@ class Experiments:
         scale = before[0].abs().max() * before[1].abs().max()
         for projection in ("query", "key"):
             head_slice = self.slices[projection]
-            members = 1 if projection == "query" else self.members
             # features of different heads at once, as heads are apart
             for first in range(0, head_slice.head_size, head_slice.heads):
                 places = [(first + head) % head_slice.head_size for head in range(head_slice.heads)]
@@ -143,7 +139,9 @@ class Experiments:
 
                 after = self._weigh({projection: flip})
                 crossed = (after[0] * before[1] - before[0] * after[1]).abs() / scale
-                weighs = (crossed > self.unchanged).any(0).unflatten(0, (head_slice.heads, members)).all(1)
+                weighs = (crossed > self.unchanged).any(0)
+                weighs = weighs[:, None] if projection == "query" else self.site.group_queries(weighs)
+                weighs = weighs.all(1)
                 for head, place in enumerate(places):
                     count = int(weighs[head].sum())
                     if count < self.site.head_size:
@@ -157,6 +155,10 @@ class Experiments:
         drawn = self.replay.heads(edits)
         without, other = (self.replay.heads({**edits, "value": edit}) for edit in (_clear, _redraw))
         return drawn - without, other - without
+
+    def _list_own(self, projection: str, head: int) -> list[int]:
+        """Return the query heads that a head of a projection belongs to."""
+        return [head] if projection == "query" else list(self.site.list_members(head))
 
     def _find_changes(self, before: Tensor, after: Tensor, axes: tuple[int, ...]) -> list[int]:
         return list_changes(before, after, axes, self.unchanged)

@@ -119,7 +119,6 @@ class WeightExperiments:
     def __init__(self, replay: WeightReplay) -> None:
         self.replay, self.site = replay, replay.site
         self.views = {head_slice.projection: list_views(head_slice) for head_slice in self.site.slices}
-        self.members = self.site.num_heads // self.site.key_value_heads
         self.unchanged = UNCHANGED[replay.call.dtype]
 
     def run(self) -> None:
@@ -157,13 +156,12 @@ class WeightExperiments:
         """Changing the weights of a head changes its outputs, and no others."""
         before = self.replay.heads()
         for projection, views in self.views.items():
-            members = 1 if projection == "query" else self.members
             for head, view in enumerate(views):
                 saved = view.clone()
                 view.add_(draw_noise(saved))
                 changed = list_changes(before, self.replay.heads(), (-2,), self.unchanged)
                 view.copy_(saved)
-                own = list(range(head * members, (head + 1) * members))
+                own = [head] if projection == "query" else list(self.site.list_members(head))
                 if changed != own:
                     self._refuse(
                         f"changing the {projection} weights of head {head} changed heads {changed or 'none'}, not {own}"

@@ -351,11 +351,11 @@ def _list_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
 
 
 def _name_members(site: Site, parts: tuple[HeadSlice, ...], grouping: str) -> str:
-    """Return which query heads a group holds, as " 4:8"; "" for all."""
+    """Return which query heads a group holds, as " 4:8", or " 0:8:2" where they lie apart; "" for all."""
     if grouping != "within" or parts[0].projection != "query":
         return ""
-    first = (parts[0].start - site.slices[0].start) // parts[0].stride
-    return f" {first}:{first + parts[0].heads}"
+    own = site.list_members(parts[0].run)
+    return f" {own.start}:{own.stop}{f':{own.step}' if own.step > 1 else ''}"
 
 
 def divide_groups(optimizers: Sequence[Optimizer], groups: Sequence[ParticleGroup]) -> list[Attachment]:

@@ -97,6 +97,8 @@ def _find_form(site: Site, *, moves: bool) -> str | None:
             "has a key/value head for each query head, and its code takes no fewer; merging is for attentions with "
             f"grouped queries, such as those of Llama, Mistral, Qwen and Gemma; {_LEAVE}, or call hw.prune."
         )
+    if site.tiled:
+        return "gives query head h the keys and values of head h mod G, so that merged heads would be other heads'."
     query, key, value = site.slices
     if query.head_size != key.head_size or any(part.module is None for part in site.parts):
         return f"makes queries and keys in several parts (latent attention), of which only some are heads; {_LEAVE}."

@@ -51,15 +51,18 @@ def choose_heads(heads: Heads, keep: float, importance: Importance | Mapping[str
 
 def _sum_units(site: Site, numbers: Tensor) -> Tensor:
     """Return what the units of a site are worth that go together: groups, or query heads where there is one group."""
-    return numbers.unflatten(0, (site.key_value_heads if site.key_value_heads > 1 else site.num_heads, -1)).sum(1)
+    return site.group_queries(numbers).sum(1) if _is_grouped(site) else numbers
+
+
+def _is_grouped(site: Site) -> bool:
+    return 1 < site.key_value_heads < site.num_heads
 
 
 def _choose(site: Site, units: Tensor, keep: float) -> list[int]:
-    members = site.num_heads // len(units)
     left = max(1, round(keep * len(units)))
     # of equal ones the first stays
     gone = sorted(units.argsort(descending=True, stable=True)[left:].tolist())
-    return [unit * members + member for unit in gone for member in range(members)]
+    return sorted(head for unit in gone for head in (site.list_members(unit) if _is_grouped(site) else (unit,)))
 
 
 def _read(site: Site, importance: Importance | Mapping[str, Any]) -> Tensor:

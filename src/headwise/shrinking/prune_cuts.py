@@ -72,18 +72,21 @@ def list_gone(site: Site, gone: Sequence[int]) -> Lost:
         LayoutError: The groups that stay would not be of one size.
     """
     group = site.num_heads // site.key_value_heads
-    left = [
-        [head for head in range(index * group, (index + 1) * group) if head not in gone]
-        for index in range(site.key_value_heads)
-    ]
+    left = [[head for head in site.list_members(index) if head not in gone] for index in range(site.key_value_heads)]
     groups = tuple(index for index, heads in enumerate(left) if not heads)
     sizes = {len(heads) for heads in left if heads}
-    if len(sizes) > 1:
+    kept = [head for head in range(site.num_heads) if head not in gone]
+    # where keys are repeated as a whole, the groups of the heads that stay must come in their order, again and again
+    in_order = not site.tiled or kept == [head for row in zip(*filter(None, left), strict=False) for head in row]
+    if len(sizes) > 1 or not in_order:
         told = ", ".join(f"{len(heads)} of group {index}" for index, heads in enumerate(left))
+        members = f"g * {group} to g * {group} + {group - 1}"
+        if site.tiled:
+            members = f"g, g + {site.key_value_heads} and so on"
         raise LayoutError(
             f"{site.label}: {group} query heads share a key/value head, and removing heads "
-            f"{', '.join(map(str, gone))} would leave {told}; remove whole groups, or equally many heads of each "
-            f"group that stays (group g has heads g * {group} to g * {group} + {group - 1})."
+            f"{', '.join(map(str, gone))} would leave {told}{'' if in_order else ', in another order'}; remove whole "
+            f"groups, or equally many heads of each group that stays (group g has heads {members})."
         )
     return {"query": tuple(gone), "key": groups, "value": groups, "output": tuple(gone)}
 
