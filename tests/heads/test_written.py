@@ -126,11 +126,11 @@ def test_a_row_is_printed_for_each_kind_beside_attention_that_is_read():
     class OneAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.query, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.first, self.q_map, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (
-                part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.query, self.third, self.first)
+                part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q_map, self.third, self.first)
             )
             return self.second(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
@@ -138,11 +138,11 @@ def test_a_row_is_printed_for_each_kind_beside_attention_that_is_read():
         def __init__(self) -> None:
             super().__init__()
             self.number = HEADS
-            self.value, self.second = self.second, self.first
+            self.v_map, self.second = self.second, self.first
             del self.first
 
         def forward(self, x: Tensor) -> Tensor:
-            self.__dict__["first"] = self.value
+            self.__dict__["first"] = self.v_map
             return super().forward(x)
 
     torch.manual_seed(0)
