@@ -183,3 +183,12 @@ def test_what_is_no_table_is_named_for_what_it_is(raw: bytes, message: str, suff
     for read in (labeled, examples, texts):
         with pytest.raises(DataError, match=rf"/a{suffix}.* ({message})"):
             read(path)
+
+
+def test_lines_of_a_text_are_no_columns_whatever_they_all_hold(tmp_path: Path):
+    lines = ["Well, he said; it is | so", "No, thanks; not | me", '"Yes, of course; or | not"']
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(lines))
+    assert texts(path) == [(line,) for line in lines]
+    path.write_text("\n".join([*lines, "a\ttab"]))
+    assert texts(path) == [(line,) for line in [*lines, "a\ttab"]]
