@@ -49,8 +49,13 @@ def test_the_handle_lists_its_sites_and_puts_the_old_projections_back():
     aggregation.remove()
     assert set(model.state_dict()) == keys
     torch.testing.assert_close(model(x), before)
-    with pytest.raises(HeadwiseError, match="removed or replaced before"):
+    aggregation.remove()
+    assert not aggregation.attached
+    aggregation = aggregate(find_heads(model).layer(1), EMRouting())
+    model.layers[1].self_attn.out_proj = torch.nn.Linear(8, 8)
+    with pytest.raises(HeadwiseError, match=r"the output module is now a Linear.*it was replaced since"):
         aggregation.remove()
+    assert aggregation.attached
 
 
 def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():

@@ -179,9 +179,10 @@ def test_dtype_and_attention_implementation_are_kept(dtype: torch.dtype, tmp_pat
     model, heads = swapped(family)
     model = model.to(dtype)
     model.set_attn_implementation("eager")
-    with hw.Taps(heads, weights=True):
-        # ours, while somebody listens, is nobody else's
-        model.save_pretrained(tmp_path)
+    taps = hw.Taps(heads, weights=True)
+    # ours, while somebody listens, is nobody else's
+    model.save_pretrained(tmp_path)
+    taps.remove()
     again = hw.load(tmp_path)
     assert {p.dtype for p in again.parameters()} == {dtype}
     assert again.config._attn_implementation == "eager"

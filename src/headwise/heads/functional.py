@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from headwise.heads.heads import Site
 from headwise.heads.irregular import list_functions
 from headwise.heads.layout_steps import FUSED_BIASES
+from headwise.nn.checkpointing import find_frame
 from headwise.nn.hooks import Hook, PerThread
 
 BIASES = ("q_bias", "k_bias", "v_bias", *FUSED_BIASES)
@@ -170,6 +171,10 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
     projections = [part for part in module.modules() if type(part).forward is nn.Linear.forward]
 
     def enter(module: nn.Module, _args: tuple) -> None:
+        frame = find_frame()
+        if frame is not None:
+            # the recomputation of a checkpoint must save the tensors that were saved before
+            weakref.finalize(frame, call_projections(module, module)).atexit = False
         entered.own.modes.append(_Calls(module, projections))
         entered.own.modes[-1].__enter__()
 

@@ -158,7 +158,7 @@ def _differentiate(heads: Heads, score: Callable[[], Any]) -> Importance:
             total, items = total + float(losses.detach().double().sum()), items + len(losses)
     if not items:
         raise NotFired("score gave no item; expected the losses of at least one.")
-    gates.verify()
+    gates.require_reached()
     drops = {gate.site.shown: gate.total / items for gate in gates.sites}
     return Importance(total / items, drops, "first_order")
 
@@ -247,7 +247,7 @@ class _Gates(Handle):
                 raise HeadwiseError(f"{gated.site.label}: the gradient of a head is not finite.")
             gated.total, gated.reached = gated.total + gradient.abs().sum(0), True
 
-    def verify(self) -> None:
+    def require_reached(self) -> None:
         """Raise `NotFired` unless the losses depend on the heads of every site."""
         silent = [gated.site.label for gated in self.sites if not gated.reached]
         if silent:

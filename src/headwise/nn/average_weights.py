@@ -60,10 +60,10 @@ def mean_weights(
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # scores of an explicit attention would be products in this dtype
         queries, keys = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (queries, keys))
-    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = queries.shape[-1] ** -0.5 if scale is None else scale
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _average_plainly(queries, keys, mask, scale, causal)
-    mean: Tensor = _MeanWeights.apply(queries, keys, mask, scale, causal)
+        return _average_plainly(queries, keys, mask, factor, causal)
+    mean: Tensor = _MeanWeights.apply(queries, keys, mask, factor, causal)
     return mean
 
 

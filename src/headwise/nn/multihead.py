@@ -177,7 +177,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return {name: value for name, value in self.__dict__.items() if name not in ("observers", "biases")}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
         if HOLDERS not in vars(self) or _stays(self):
             return reduced
         # adopted for handles, which a copy or a pickle does not have
