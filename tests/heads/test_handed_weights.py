@@ -238,3 +238,17 @@ def test_a_projection_that_does_more_than_multiply_is_left_alone():
     heads, plain = hw.find_heads(model), model(X)
     with hw.Taps(heads, outputs=True):
         assert torch.equal(model(X), plain)
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_each_projection_is_called_once_and_no_bit_changes_in_half_precision(kind):
+    model, heads = build(kind)
+    model.bfloat16()
+    plain, calls = model(X.bfloat16()), []
+    projections = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    with hw.Taps(heads, outputs=True, values=True):
+        handles = [part.register_forward_hook(lambda part, *_: calls.append(part)) for part in projections]
+        assert torch.equal(model(X.bfloat16()), plain)
+        for handle in handles:
+            handle.remove()
+    assert len(calls) == len(projections) == len({*calls})

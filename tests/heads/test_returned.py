@@ -92,7 +92,9 @@ READ = [one for one in READ if one[1] != "b t e h"]
 
 
 def check(model: nn.Module, values: nn.Module, first: int) -> None:
+    state = torch.get_rng_state()
     heads, linear = hw.find_heads(model), getattr(values, "linear", values)
+    assert torch.equal(torch.get_rng_state(), state)
     # also as many tokens, or sequences, as heads
     for batch, tokens in ((2, 5), (2, HEADS), (HEADS, 5), (HEADS, HEADS)):
         x = torch.randn(batch, tokens, WIDTH)

@@ -13,6 +13,7 @@ from headwise.heads.adapters import has_adapters, is_peft_layer
 from headwise.heads.copying import copy_deeply
 from headwise.heads.head_slice import HeadSlice, is_sharded
 from headwise.heads.heads import Site
+from headwise.heads.replay import draw_noise
 
 # Numbers of sequences and tokens: two that are no size of the heads are told from these in a shape.
 COUNTS = (5, 7, 11, 13, 17, 19, 23, 29)
@@ -38,7 +39,7 @@ def _require_joined(site: Site) -> None:
     module = None if site.output is None else site.output.module
     if module is None or not _is_own(module):
         return
-    joined = torch.randn(*COUNTS[:2], site.num_heads * site.head_size)
+    joined = _draw(*COUNTS[:2], site.num_heads * site.head_size)
     apart = joined.unflatten(-1, (site.num_heads, site.head_size))
     if _call(module, joined) is None and any(_call(module, one) is not None for one in (apart, apart.transpose(1, 2))):
         raise LayoutError(
@@ -53,7 +54,7 @@ def _read(site: Site, part: HeadSlice) -> HeadSlice:
     if module is None or not _is_own(module):
         return part
     counts = [count for count in COUNTS if count not in {part.heads, part.head_size, part.along, site.num_heads}][:2]
-    tokens = torch.randn(*counts, part.across)
+    tokens = _draw(*counts, part.across)
     output = _call(module, tokens)
     if output is None or (isinstance(output, Tensor) and output.shape == (*counts, part.along)):
         return part
@@ -72,6 +73,10 @@ def _read(site: Site, part: HeadSlice) -> HeadSlice:
         "or along axes of their own, such as (batch, tokens, heads, features). Have it return these, or leave the "
         f"attention out: find_heads(model, exclude=({site.name!r},))."
     )
+
+
+def _draw(*shape: int) -> Tensor:
+    return draw_noise(torch.empty(shape, device="cpu"))
 
 
 def _is_own(module: nn.Module) -> bool:

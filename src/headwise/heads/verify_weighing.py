@@ -50,7 +50,7 @@ Read = Callable[[Callable[[int], Tensor], bool], Tensor]
 
 
 def _see_values(read: Read) -> bool:
-    whole, again = read(torch.ones, False), read(torch.ones, True)
+    whole, again = read(_ones, False), read(_ones, True)
     scale = whole.abs().max()
     if not scale > 0.0 or (again - whole).abs().max() > TOLERANCE * scale:
         return False
@@ -66,13 +66,13 @@ def _see_rotated(read: Read) -> bool:
 
     def count(tokens: int) -> Tensor:
         counted.append(tokens)
-        return torch.ones(tokens)
+        return _ones(tokens)
 
     total = read(count, False).new_zeros(())
     if counted[-1] > MOST_TOKENS:
         return False
     for token in range(counted[-1]):
-        alone = read(lambda tokens, token=token: torch.eye(tokens)[token], False)
+        alone = read(lambda tokens, token=token: torch.eye(tokens, device="cpu")[token], False)
         lengths = alone.norm(dim=-1)
         furthest = alone.gather(0, lengths.argmax(0)[None, :, None].expand(1, *alone.shape[1:]))
         if ((alone * furthest).sum(-1) < -TOLERANCE).any():
@@ -82,7 +82,12 @@ def _see_rotated(read: Read) -> bool:
 
 
 def _draw_pattern(tokens: int, seed: int) -> Tensor:
-    return (draw_noise(torch.empty(tokens), seed=70 + seed) > 0.0).float()
+    return (draw_noise(_ones(tokens), seed=70 + seed) > 0.0).float()
+
+
+def _ones(tokens: int) -> Tensor:
+    # whatever the default device is
+    return torch.ones(tokens, device="cpu")
 
 
 def _read_replaced(site: Site, call: RecordedCall) -> Read:
@@ -117,7 +122,7 @@ def _read_by_weights(site: Site, call: RecordedCall) -> Read:
                     view[:, 0] = 1.0 if projection == "value" else 0.0
                     if other and projection != "value":
                         view[:, 1:] = draw_noise(view[:, 1:], seed=61)
-            return replay.heads(replay.fill(pattern)) - replay.heads(replay.fill(torch.zeros))
+            return replay.heads(replay.fill(pattern)) - replay.heads(replay.fill(lambda tokens: 0.0 * _ones(tokens)))
 
     return read
 
