@@ -10,7 +10,7 @@ from torch import nn
 
 import headwise as hw
 from heads.misreadings import misreadings, reordered
-from heads.shared import MODELS, SHARING, TOKENS, BorrowingAttention, build
+from heads.shared import MODELS, SHARING, TOKENS, build, join
 from heads.transformers_versions import given_cache
 from headwise.heads.heads import Heads
 
@@ -27,6 +27,7 @@ def test_all_layers_are_found_proved_and_read(name: str):
         model(TOKENS)
         read = taps.read()
     for site, capture in zip(heads, read, strict=True):
+        assert capture.outputs is not None
         assert capture.outputs.shape == (2, 7, 4, site.head_size)
         if capture.weights is not None:
             torch.testing.assert_close(capture.weights.sum(-1), torch.ones(2, 4, 7))
@@ -56,16 +57,17 @@ def test_every_wrong_reading_is_disproved(name: str):
 
 
 def test_values_that_are_not_the_keys_are_disproved():
-    class RawAttention(BorrowingAttention):
+    class RawAttention(nn.Module):
         """Attends to what it gets as values, and not to its keys."""
 
         def __init__(self) -> None:
-            super().__init__(4)
-            self.k_proj, self.v_proj = nn.Linear(32, 32), None
+            super().__init__()
+            self.num_heads, self.v_proj = 4, None
+            self.q_proj, self.k_proj, self.o_proj = (nn.Linear(32, 32) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             k, v = (tensor.unflatten(-1, (-1, 8)).transpose(1, 2) for tensor in (self.k_proj(x), x))
-            return super().forward(x, k, v)
+            return join(self, x, k, v)
 
     heads = hw.find_heads(RawAttention())
     assert heads.sites[0].layout == "shared keys as values"
@@ -99,9 +101,11 @@ def test_weights_of_layers_without_keys_are_read_token_by_token():
     heads = hw.find_heads(model)
     with torch.no_grad(), hw.Taps(heads, weights=True) as taps:
         model(TOKENS, use_cache=False)
-        whole = [capture.weights[:, :, -1] for capture in taps.read()]
+        whole = [capture.weights for capture in taps.read()]
         *_, cache = model(TOKENS[:, :-1], use_cache=True, return_dict=False)
         taps.read()
         model(TOKENS[:, -1:], **given_cache(cache))
         for expected, capture in zip(whole, taps.read(), strict=True):
-            torch.testing.assert_close(capture.weights[:, :, -1], expected)
+            assert expected is not None
+            assert capture.weights is not None
+            torch.testing.assert_close(capture.weights[:, :, -1], expected[:, :, -1])

@@ -46,7 +46,11 @@ def _check_every_feature_reaches(replay: Replay) -> None:
 
 def _check_values_are_keys(replay: Replay) -> None:
     """With keys at zero, all tokens have one value, and heads give the same at each."""
-    found = replay.heads({"key": lambda features: features.zero_()})
+
+    def clear(features: Tensor) -> None:
+        features.zero_()
+
+    found = replay.heads({"key": clear})
     if list_changes(found[:1].expand_as(found), found, (0,), UNCHANGED[replay.call.dtype]):
         replay.refuse("with keys at zero, tokens have different values, so that values are not the keys")
 

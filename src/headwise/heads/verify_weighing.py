@@ -36,6 +36,9 @@ def weighs_positions(site: Site, call: RecordedCall, *, by_weights: bool) -> boo
         call: The call it was proved with.
         by_weights: Whether values are written through the weights, as no module call returns them.
     """
+    if all(head_slice.projection != "value" for head_slice in site.slices):
+        # they are its keys, or another layer's
+        return _see_weights(site, call)
     read = _read_by_weights(site, call) if by_weights else _read_replaced(site, call)
     try:
         seen = _see_values(read) or _see_rotated(read)
