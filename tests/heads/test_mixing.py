@@ -342,7 +342,7 @@ def test_a_forward_that_does_not_call_attention_is_refused():
     model = CausalSelfAttention(dropout=0.0)
     mixed(model)
     model.flash = False
-    with pytest.raises(hw.NotFired, match="its forward did not call scaled_dot_product_attention"):
+    with pytest.raises(hw.LayoutError, match="writes its softmax out, and scores are mixed before their masks"):
         model(X.float())
 
 
@@ -376,7 +376,8 @@ def test_what_would_not_be_trained_or_not_be_applied_is_refused():
         handle.remove()
     for wrong, message in (
         (hw.nn.AdditiveAttention(12, 4, 3), "computes its scores otherwise"),
-        (BY_NAME["Bloom"].build(), "computes its scores otherwise"),
+        (BY_NAME["Bloom"].build(), "writes its softmax out"),
+        (BY_NAME["WavLM"].build(), "computes its scores otherwise"),
         (OwnForward(12, 3), "whose forward is its own"),
         (hw.nn.MultiheadAttention(12, 1), "has one head"),
         (Replicated(attention()), "wrapped by DistributedDataParallel"),

@@ -193,7 +193,7 @@ def test_cross_attention_and_two_kinds_at_once_are_refused():
     for chosen in (heads, heads.kind("cross"), heads.kind("self", "decoder")):
         with pytest.raises(hw.LayoutError, match=r"choose with heads.kind\('self'\)"):
             hw.guide(chosen)
-    family = BY_NAME["DeBERTa-v2"]
+    family = BY_NAME["WavLM"]
     with pytest.raises(hw.LayoutError, match="are reached in"):
         hw.guide(hw.find_heads(family.build()))
 
