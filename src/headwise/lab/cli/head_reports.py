@@ -19,7 +19,7 @@ from headwise.heads.taps import Taps
 from headwise.lab.data.encoded import Encoded
 from headwise.lab.data.labeled_texts import describe_blank
 from headwise.lab.data.progress import make_bars
-from headwise.lab.data.tables import Columns
+from headwise.lab.data.tables import USUAL, Columns
 from headwise.lab.experiment.frozen import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
@@ -118,7 +118,7 @@ class Inspected:
 
 
 def _encode(
-    folder: Path, text: Path, columns: Columns, pipeline: str | None, *, trust_remote_code: bool = False
+    folder: Path, text: Path, pipeline: str | None, columns: Columns = USUAL, *, trust_remote_code: bool = False
 ) -> tuple[Inspected, Sequence[Any]]:
     frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
     lines = frozen.read_text(text, columns)
