@@ -90,7 +90,7 @@ def test_attentions_without_a_module_that_takes_their_heads_are_refused():
     heads = hw.find_heads(model, (row, *hw.LAYOUTS))
     refused(model, hw.LayoutError, "W_O is the parameter wo, which its forward uses itself", heads=heads)
     wavlm = next(family for family in FAMILIES if family.name == "WavLM").build()
-    refused(wavlm, hw.LayoutError, "hands the weight of its output projection to torch's function")
+    refused(wavlm, hw.LayoutError, "hands the weight of its output projection to a function")
 
 
 def test_pooling_with_learned_queries_is_refused():
