@@ -265,6 +265,7 @@ def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_un
     heads = hw.find_heads(model)
     plain = results(model, inputs)
     with hw.Taps(heads, weights=True):
+        results(model, inputs)
         buffer = io.BytesIO()
         torch.save(model, buffer)
         buffer.seek(0)
