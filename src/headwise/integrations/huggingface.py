@@ -16,7 +16,7 @@ from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.integrations.attached import Attached, Method
 from headwise.routing.save import find_aggregators, load
-from headwise.routing.saved import RECORD
+from headwise.stock_folders import RECORD
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

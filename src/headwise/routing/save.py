@@ -26,9 +26,10 @@ from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, GatedProjection, Residual, ResidualAggregator, Setting, build
 from headwise.routing.rebuild import rebuild
 from headwise.routing.resize_saved import find_module, resize_modules
-from headwise.routing.saved import CONFIG, FILE, FORMAT, RECORD, REMEDY, SIZES, Saved, read_saved
+from headwise.routing.saved import CONFIG, FILE, FORMAT, REMEDY, SIZES, Saved, read_saved
 from headwise.routing.setting_records import record, restore
 from headwise.routing.shards import collect_tensors, load_tensors, parse_size, read_tensors, split_into_shards
+from headwise.stock_folders import RECORD
 from headwise.stored_tensors import Stored
 from headwise.strict_json import encode_json, parse_json
 

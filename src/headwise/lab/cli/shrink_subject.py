@@ -26,8 +26,7 @@ from headwise.lab.frozen.open import open_folder
 from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import find_model_folder, open_tokenizer
 from headwise.routing.save import load
-from headwise.routing.saved import RECORD
-from headwise.stock_folders import open_within
+from headwise.stock_folders import RECORD, open_within
 
 # Of every so many lines one is held out, for the scores.
 HELD_OUT = 5

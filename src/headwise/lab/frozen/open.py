@@ -18,8 +18,7 @@ from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise.lab.training.trained import read_finished
 from headwise.routing.save import load
-from headwise.routing.saved import RECORD
-from headwise.stock_folders import open_within
+from headwise.stock_folders import RECORD, open_within
 
 # Files in a folder that states do not depend on.
 IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}

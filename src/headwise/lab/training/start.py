@@ -22,8 +22,7 @@ from headwise.lab.experiment.run_folder import RESULT, is_finished, read_json
 from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
 from headwise.routing.save import load
-from headwise.routing.saved import RECORD
-from headwise.stock_folders import open_within
+from headwise.stock_folders import RECORD, open_within
 
 FORMS = (
     "a folder of Hugging Face, a finished run of pretraining, or the --out folder of a comparison of pretraining or of "

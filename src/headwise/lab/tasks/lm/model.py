@@ -20,8 +20,7 @@ from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.tasks.lm.tokens import TextTokens
 from headwise.routing.save import load
-from headwise.routing.saved import RECORD
-from headwise.stock_folders import open_within
+from headwise.stock_folders import RECORD, open_within
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # What rounding may change in logits, relative to the largest.
