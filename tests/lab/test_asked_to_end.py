@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -89,7 +88,6 @@ def test_a_long_call_of_torch_is_not_waited_for(number: signal.Signals, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec(MODEL) is None, reason="MiniLM is not here")
 @pytest.mark.parametrize("command", ["merge", "prune", "inspect", "probe", "compare"])
 def test_a_command_ends_at_any_point_within_two_seconds(command: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("".join(f"the old man bought {count} red cars .\n" for count in range(300)))
