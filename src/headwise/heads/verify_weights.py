@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError, NotFired
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
 from headwise.heads.replay import RecordedCall, Replay, Uncalled, draw_noise
-from headwise.heads.verify_experiments import UNCHANGED, list_changes
+from headwise.heads.verify_shared import UNCHANGED, list_changes
 
 # Tokens that are moved: some that others attend to, and some that attend to others.
 PROBES = 5

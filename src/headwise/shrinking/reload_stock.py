@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from headwise.heads.heads import Site
+from headwise.heads.layout_steps import KEY_COUNTS
 from headwise.nn.resized import forget_sizes
 from headwise.routing.rebuild import find_arguments, list_tensors
 from headwise.routing.save import SavePretrained, find_aggregators
-from headwise.shrinking.prune_counts import HEAD_SIZES, KEY_COUNTS, QUERY_COUNTS
+from headwise.shrinking.prune_counts import HEAD_SIZES, QUERY_COUNTS
 
 # (query heads, key/value heads, head size) of a site.
 Counts = tuple[int, int, int]

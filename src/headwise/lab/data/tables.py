@@ -188,11 +188,11 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
     {'data.body': 'a text', 'data.words': 2}
     """
     found: dict[str, Any] = {}
-    left = list(reversed(value.items()))
+    left = [*value.items()][::-1]
     while left:
         name, inner = left.pop()
         if isinstance(inner, dict):
-            left += [(f"{name}.{key}", one) for key, one in reversed(inner.items())]
+            left += [(f"{name}.{key}", one) for key, one in [*inner.items()][::-1]]
         else:
             found[name] = inner
     return found
@@ -234,15 +234,15 @@ def _read_delimited(path: Path, is_header: Callable[[Sequence[str]], bool], fewe
     tried = present if own in present or own == TAB else [*present, own]
     if fewest == 1 and own == TAB:
         tried = [mark for mark in tried if mark == TAB]
-    split = {}
+    split: dict[str, tuple[Sequence[Row], str]] = {}
     for mark in tried:
-        rows, fault = split[mark] = _try_split(lines, mark)
+        split[mark] = rows, fault = _try_split(lines, mark)
         if rows and not fault and len(rows[0][1]) >= fewest and _are_even(rows):
             return rows
     if fewest == 1 and (own == TAB or own not in present):
         return [(number, [line]) for number, line in lines() if line]
     mark = own if own in present or not present else max(present, key=first.count)
-    return _require_closed(path, *split.get(mark) or _try_split(lines, mark))
+    return _require_closed(path, *(split[mark] if mark in split else _try_split(lines, mark)))
 
 
 def _read_lines(path: Path, longest: int, after: int = 0) -> Iterator[tuple[int, str]]:

@@ -180,7 +180,7 @@ def _write(
     found = {"blank": 0, "by_rows": False, **state} if state else text.count()
     found = {name: found[name] for name in ("total", "blank", "by_rows")}
     words = _make_tokenizer(packing, text, preparation, folder, found["total"], progress=progress)
-    writer = _Writer(packing, folder, preparation, words, by_rows=found["by_rows"])
+    writer = _Writer(packing, folder, preparation, words, by_rows=bool(found["by_rows"]))
     if "pieces" in state:
         writer.restore(state)
     stream = islice(text.read("packing", found["total"]), writer.pieces, None)
