@@ -170,7 +170,7 @@ def test_columns_are_those_that_are_named(tmp_path: Path):
     [
         ("a\tb\nc\td\n".encode("utf-16"), "is not UTF-8 but UTF-16, as Excel's"),
         ("a\tb\nc\td\n".encode("utf-16-le"), "line 1: a NUL byte, which no text has"),
-        (gzip.compress(b"a\tb\n"), r"is packed by gzip; add \.gz to its name"),
+        (gzip.compress(b"a\tb\n", mtime=0), r"is packed by gzip; add \.gz to its name"),
         (b"PK\x03\x04\x14\x00", r"is an archive \(\.zip\), perhaps a spreadsheet"),
         (b"PAR1\x15", "is Parquet; write it as JSON Lines or CSV"),
         ("grün\tb\n".encode("latin-1"), "line 1: not UTF-8"),
