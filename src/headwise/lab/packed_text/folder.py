@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headwise.atomic import hold
 from headwise.digests import is_sealed, require_no_others, require_unchanged
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.lab.data.documents import FORMS, find_files
@@ -93,12 +94,12 @@ def write_packed(
         raise DataError(f"{place} is prepared already; give it to headwise compare {packing.task} --data.")
     files, preparation = find_files(place), dataclasses.replace(preparation, tokenizer=tokenizer)
     fingerprint = compute_fingerprint(packing, files, preparation)
-    if folder.exists() and any(folder.iterdir()):
+    with hold(folder, wait=True):
+        if not (folder.exists() and any(folder.iterdir())):
+            prepare_text(packing, files, preparation, fingerprint, folder, progress=progress)
         held = open_packed(packing, folder)[0] if (folder / RECORD).exists() else {}
         if held.get("fingerprint") != fingerprint:
             raise DataError(f"{folder} holds something else; name another folder.")
-    else:
-        prepare_text(packing, files, preparation, fingerprint, folder, progress=progress)
     return open_packed(packing, folder)
 
 

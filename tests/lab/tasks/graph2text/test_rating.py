@@ -10,7 +10,6 @@ import pytest
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
 from headwise.lab.tasks.graph2text.rating_form import (
-    CRITERIA,
     FORM,
     KEY,
     make_outputs_page,
@@ -21,7 +20,7 @@ from headwise.lab.tasks.graph2text.rating_form import (
 from headwise.lab.tasks.graph2text.ratings import draw_ratings, read_ratings, record_ratings
 from lab.command import call, refused
 from lab.tasks.graph2text.graph_sets import write_triples
-from lab.tasks.graph2text.rated import HOSTILE, write_pair
+from lab.tasks.graph2text.rated import HOSTILE, shown, write_answers, write_pair
 
 
 @pytest.fixture
@@ -33,21 +32,6 @@ def write_texts(pair: tuple[Path, Path, Path], place: Path, count: int = 4, seed
     place.mkdir(exist_ok=True)
     one, other, data = pair
     return write_rating(place, read_items(one, other, data), (one, other), ("svgd", "plain"), count=count, seed=seed)
-
-
-def shown(form: Path) -> dict:
-    block = form.read_text(encoding="utf-8").partition('id="rating-data">')[2].partition("</script>")[0]
-    return json.loads(block)
-
-
-def saved(path: Path, form: Path, rater: str, rate) -> Path:
-    """What the form's button would save, each item rated by `rate(item)`."""
-    data = shown(form)
-    answers = [
-        {"item": item["id"], **dict.fromkeys((name for name, _ in CRITERIA), rate(item))} for item in data["items"]
-    ]
-    path.write_text(json.dumps({"set": data["set"], "rater": rater, "answers": answers}), encoding="utf-8")
-    return path
 
 
 def favors(arm: str):
@@ -81,9 +65,11 @@ def test_a_form_for_other_texts_does_not_overwrite_a_key(pair, tmp_path):
 def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_path):
     form, key = write_texts(pair, tmp_path / "rating")
     files = [
-        saved(tmp_path / "a.json", form, "Ann", favors("svgd")),
-        saved(tmp_path / "b.json", form, "Bea", favors("svgd")),
-        saved(tmp_path / "c.json", form, "Cem", lambda item: favors("plain")(item) if item["id"] % 2 else "tie"),
+        write_answers(tmp_path / "a.json", form, "Ann", favors("svgd")),
+        write_answers(tmp_path / "b.json", form, "Bea", favors("svgd")),
+        write_answers(
+            tmp_path / "c.json", form, "Cem", lambda item: favors("plain")(item) if item["id"] % 2 else "tie"
+        ),
     ]
     found = read_ratings(key, files)
     odd = sum(item["id"] % 2 for item in shown(form)["items"])
@@ -101,7 +87,7 @@ def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_
 
 def test_unfinished_items_are_left_out_and_damaged_files_are_refused(pair, tmp_path):
     form, key = write_texts(pair, tmp_path / "rating")
-    whole = saved(tmp_path / "a.json", form, "Ann", favors("svgd"))
+    whole = write_answers(tmp_path / "a.json", form, "Ann", favors("svgd"))
     answers = json.loads(whole.read_text())
     del answers["answers"][0]["grammar"]
     part = tmp_path / "part.json"
@@ -134,7 +120,7 @@ def test_the_commands_write_the_form_and_count(pair, tmp_path, capsys):
     out = tmp_path / "pages"
     run, other, data = map(str, pair)
     assert call("rate", run, other, "--data", data, "--out", str(out), "--items", "3") == 0
-    answers = saved(tmp_path / "a.json", out / FORM, "Ann", favors("svgd"))
+    answers = write_answers(tmp_path / "a.json", out / FORM, "Ann", favors("svgd"))
     page = (out / "outputs.html").read_text()
     assert HOSTILE not in page
     # all texts, however many are on the form

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from headwise.atomic import hold
 from headwise.digests import is_sealed, require_no_others, require_unchanged
 from headwise.errors import DataError, require_choice
 from headwise.input_files import read_numbered_lines
@@ -201,10 +202,11 @@ def prepare_translation(
     preparation = Preparation(vocabulary_size, tokenizer, corpus.cleaning)
     layout, files = find_files(corpus, folder)
     fingerprint = compute_fingerprint(corpus, layout, files, preparation)
-    if not place.exists():
-        prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
-    elif not (place / RECORD).is_file() or open_prepared(place).fingerprint != fingerprint:
-        raise DataError(f"{place} holds something else; nothing is overwritten: name another --out.")
+    with hold(place, wait=True):
+        if not place.exists():
+            prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
+        elif not (place / RECORD).is_file() or open_prepared(place).fingerprint != fingerprint:
+            raise DataError(f"{place} holds something else; nothing is overwritten: name another --out.")
     return open_prepared(place)
 
 
