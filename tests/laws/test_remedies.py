@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import headwise as hw
 from heads.attentions import SeparateAttention
+from heads.families import BY_NAME
 from headwise.integrations import Aggregate, Penalize, Repel
 from headwise.integrations.accelerate import attach
 from headwise.testing import check_rule
+from roles.tokenizers_for_tests import fast_tokenizer
 
 # A case yields what is refused; what follows is the remedy. It may yield again what is to work afterwards, where that
 # is another call.
@@ -77,6 +80,34 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: torch.Tens
 
 def with_lora(model: nn.Module, targets: list[str], **settings: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=2, target_modules=targets, **settings))
+
+
+class Untold(nn.Module):
+    """Attention whose number of heads is a number in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part(tokens).unflatten(-1, (8, 2)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class Switched(SeparateAttention):
+    """Attention that a switch turns into a sum over sigmoids."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.fused = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            return super().forward(tokens)
+        query, key, value = (self.split(part(tokens)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.join((query @ key.mT).sigmoid() @ value))
 
 
 def window_mask(heads: int = 4) -> hw.HeadMask:
@@ -196,7 +227,7 @@ def target_without_a_model() -> Iterator[Callable[[], Any]]:
 def spans_of_everything() -> Iterator[Callable[[], Any]]:
     model = SeparateAttention(width=5, num_heads=3, key_value_heads=3, head_dim=6)
     heads = hw.find_heads(model)
-    yield hw.Disagreement(heads, hw.SpanOverlap())
+    yield lambda: hw.Disagreement(heads, hw.SpanOverlap())
     penalty = hw.Disagreement(heads, hw.CKA())
     model(torch.randn(3, 6, 5))
     yield penalty
@@ -468,6 +499,99 @@ def aggregators_in_a_loop() -> Iterator[Callable[[], Any]]:
     yield lambda: attach(accelerator, model, optimizer, Aggregate(hw.Trunk()))
     hw.aggregate(hw.find_heads(model), hw.Trunk())
     yield lambda: attach(accelerator, model, sgd(model), Penalize(hw.Output()), Repel(hw.SVGD()))
+
+
+@after("is gated and computed no queries before its output projection was called.* gate the heads again")
+def queries_replaced_under_gates() -> Iterator[Callable[[], Any]]:
+    model = llama()
+    gates = hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    model.layers[0].self_attn.q_proj = nn.Linear(16, 16, bias=False)
+    yield lambda: model(ids)
+    gates.remove()
+    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+
+
+@after("was replaced since hw.head_blocks was called; call remove\\(\\), and hw.head_blocks again")
+def blocks_of_replaced_parameters() -> Iterator[Callable[[], Any]]:
+    model = encoder()
+    blocks = hw.head_blocks(hw.find_heads(model))
+    optimizer = torch.optim.SGD(list(blocks), lr=0.1)
+    blocks.attach(optimizer)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    yield lambda: step(model, optimizer)
+    blocks.remove()
+    blocks = hw.head_blocks(hw.find_heads(model))
+    again = torch.optim.SGD(list(blocks), lr=0.1)
+    blocks.attach(again)
+    yield lambda: step(model, again)
+
+
+@after("so none of their heads was dropped; call model.train\\(\\), and run a forward pass")
+def dropping_in_evaluation() -> Iterator[Callable[[], Any]]:
+    model = encoder().eval()
+    dropping = hw.drop_heads(hw.find_heads(model), 0.5)
+    model(x)
+    yield dropping.verify
+    model.train()
+    model(x)
+
+
+@after("num_heads=8 fits no attention: those found tell")
+def heads_that_are_told() -> Iterator[Callable[[], Any]]:
+    model = encoder()
+    yield lambda: hw.find_heads(model, num_heads=8)
+    yield lambda: hw.find_heads(model)
+
+
+@after("give its number of heads, find_heads\\(model, num_heads=8\\)")
+def heads_that_nothing_tells() -> Iterator[Callable[[], Any]]:
+    model = Untold()
+    yield lambda: hw.find_heads(model)
+    yield lambda: hw.verify(hw.find_heads(model, num_heads=8), (x,))
+
+
+@after("did not call the attention function that it looks up.*Call model.set_attn_implementation\\('sdpa'\\)")
+def attention_that_takes_another_way() -> Iterator[Callable[[], Any]]:
+    sizes = {"vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    model = GPT2Model._from_config(GPT2Config(**sizes, reorder_and_upcast_attn=True), attn_implementation="eager")
+    hw.Taps(hw.find_heads(model), weights=True)
+    yield lambda: model(ids)
+    model.set_attn_implementation("sdpa")
+
+
+@after("it took another way .*Have it call that function, or remove\\(\\) what is attached")
+def attention_without_a_softmax() -> Iterator[Callable[[], Any]]:
+    model = Switched()
+    taps = hw.Taps(hw.find_heads(model), weights=True)
+    model.fused = False
+    yield lambda: model(x)
+    taps.remove()
+
+
+@after("expected the same words at the same characters: call hw.align with the tables given")
+def other_words() -> Iterator[Callable[[], Any]]:
+    encoding = fast_tokenizer("WordPiece")(["so it goes"])
+    aligned = hw.align([hw.WordTable.split("so it goes")], encoding)
+    other = [hw.WordTable.split("so it went")]
+    yield lambda: aligned.with_tables(other)
+    yield lambda: hw.align(other, fast_tokenizer("WordPiece")(["so it went"]))
+
+
+@after("which an aggregator in that place would leave as it is; use hw.Residual\\(...\\) or hw.Gate\\(\\)")
+def norm_before_the_output() -> Iterator[Callable[[], Any]]:
+    model = BY_NAME["BitNet"].build()
+    yield lambda: hw.aggregate(hw.find_heads(model), hw.Trunk())
+    yield lambda: hw.aggregate(hw.find_heads(model), hw.Residual(hw.Trunk()))
+
+
+@after("it was replaced since. Put the .* back, and call remove\\(\\) again")
+def replaced_aggregator() -> Iterator[Callable[[], Any]]:
+    model: Any = encoder(1)
+    aggregation = hw.aggregate(hw.find_heads(model), hw.Trunk())
+    attention = model.layers[0].self_attn
+    placed, attention.out_proj = attention.out_proj, nn.Linear(16, 16)
+    yield aggregation.remove
+    attention.out_proj = placed
 
 
 @pytest.mark.parametrize("message", CASES)

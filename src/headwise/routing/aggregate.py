@@ -94,8 +94,8 @@ class Aggregation(Handle):
             if site.output_projection.module is not site.placed:
                 raise HeadwiseError(
                     f"{site.name}: the output module is now a {type(site.output_projection.module).__name__}, not the "
-                    f"{type(site.new).__name__} of aggregate(): it was replaced since. Call remove() on the latest "
-                    "handle first."
+                    f"{type(site.new).__name__} of aggregate(): it was replaced since. Put the "
+                    f"{type(site.new).__name__} back, and call remove() again."
                 )
         super().remove()
 
