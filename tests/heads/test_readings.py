@@ -107,6 +107,42 @@ def test_nothing_repels_heads_of_a_guess_until_it_is_proved():
             hw.verify(wrong, (x, x))
 
 
+class Packed(nn.Module):
+    """Queries, keys and values in a parameter of two axes, as blocks or head by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = 4, nn.Parameter(torch.randn(48, WIDTH)), nn.Linear(16, WIDTH)
+
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        return projected.unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = F.scaled_dot_product_attention(*self.split(x @ self.qkv.T))
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+
+class PackedByHead(Packed):
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        return projected.unflatten(-1, (4, 3, 4)).permute(3, 0, 2, 1, 4).unbind()
+
+
+def test_a_fused_parameter_is_a_guess_until_it_is_proved():
+    x = torch.randn(2, 5, WIDTH)
+    for kind in (Packed, PackedByHead):
+        heads = hw.find_heads(kind())
+        with pytest.raises(hw.LayoutError, match="proves it; or describe it"):
+            repel(heads)
+        if kind is Packed:
+            hw.verify(heads, (x,))
+            repel(heads)
+        else:
+            with pytest.raises(hw.LayoutError, match="misreads PackedByHead"):
+                hw.verify(heads, (x,))
+    row = hw.FusedParameter("mine", fused=("qkv",), output=("proj",), axes="(h p e) d", num_heads=4)
+    repel(hw.find_heads(PackedByHead(), row))
+
+
 def test_what_a_call_has_told_may_be_repelled_at_once():
     class Told(FusedAttention):
         pass

@@ -251,9 +251,9 @@ def _match(
         if site.output is not None:
             check_head_slice(site.output)
         clause = None if own else clause or find_mixing(site)
-        if isinstance(row, FusedLinear) and not own and not is_known(module):
-            # only the forward tells blocks from alternating heads
-            site = replace(site, guessed=True)
+        if isinstance(row, FusedLinear | FusedParameter) and not own and not is_known(module):
+            # only the forward tells blocks from alternating heads, where these share an axis
+            site = replace(site, guessed=any(part.parameter.dim() == 2 for part in site.parts))
         return (site, None) if clause is None else (None, clause)
     return None, None
 

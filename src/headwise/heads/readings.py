@@ -74,7 +74,7 @@ def require_proved(heads: Heads) -> None:
             raise LayoutError(
                 f"{site.label} ({type(site.module).__name__}): its fused projection is read by the layout "
                 f"{site.layout!r}, and its shape allows others: blocks of queries, keys and values, or these of each "
-                "head in turn. It could not be called with tokens alone, so nothing told which is right, and forces "
-                "on other rows would train something else. Call hw.verify(heads, inputs) first, which proves it; or "
+                "head in turn. No call with tokens alone has told which is right, and forces on other rows would "
+                "train something else. Call hw.verify(heads, inputs) first, which proves it; or "
                 "describe it with a row of your own."
             )
