@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from heads.attentions import SeparateAttention
 from heads.calling import CallingAttention
 from heads.families import BY_NAME
 from heads.forwards import results, without_dropout
@@ -192,6 +193,14 @@ def of_family(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], dict[
     return BY_NAME[name].build, draw
 
 
+class WrittenOut(SeparateAttention):
+    """Its softmax is written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.split(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.join((query @ key.mT / 2).softmax(-1) @ value))
+
+
 def alone(make: Callable[[], nn.Module], width: int) -> Any:
     def draw(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
@@ -208,6 +217,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "LoRA": (low_rank, of_family("BERT")[1]),
     "GPT-2 with a cache": (Decoding, draw_prompt),
     "called": alone(CallingAttention, 12),
+    "written out": alone(WrittenOut, 12),
     "WavLM": of_family("WavLM"),
 }
 
