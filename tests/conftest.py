@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from headwise.atomic import STOPS
 from headwise.repulsion import replaced_optimizers
 
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -28,6 +30,16 @@ def no_watched_optimizers() -> None:
     replaced_optimizers._discarded.clear()
     for watch in [*replaced_optimizers._watches, replaced_optimizers.Watch()]:
         watch.remove()
+
+
+# A command that refuses ignores signals until it has ended, and run in this process it would leave that to later tests,
+# whose processes inherit it.
+@pytest.fixture(autouse=True)
+def heard_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOPS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 # Each training collects garbage, and takes longer over all that is imported by now than over a toy.

@@ -147,6 +147,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_a_model_of_any_family_is_unchanged_until_its_gates_are_trained_and_after_they_are_removed(family: Family):
     model, batch = family.build(), family.inputs()
     heads = hw.find_heads(model)
+    names = [site.name for site in heads]
     # its local attention has the heads of one chunk after another
     heads = heads.where("encoder.*") if family.name == "CANINE" else heads
     [site.expose() for site in heads]  # the fast path sums in another order
@@ -154,7 +155,7 @@ def test_a_model_of_any_family_is_unchanged_until_its_gates_are_trained_and_afte
     gating = hw.gate_heads(heads, hw.SigmoidGate())
     assert equal(call(model, batch), plain)
     assert sum(NAME in key for key in model.state_dict()) == 2 * len(heads)
-    assert [site.name for site in hw.find_heads(model)] == [site.name for site in heads]
+    assert [site.name for site in hw.find_heads(model)] == names
     randomize(model)
     gated = call(model, batch)
     assert not equal(gated, plain)

@@ -304,7 +304,7 @@ def test_what_is_no_bias_is_refused():
         expected = r"expected \(3 or 1, 4 or 1, 7 or 1, 7\)"
         with pytest.raises(hw.MaskError, match=expected), hw.bias_heads(heads, torch.zeros(shape)):
             results(model, inputs)
-    for name in ("DeBERTa-v2", "DeBERTa"):
+    for name in ("WavLM", "Perceiver"):
         with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
             hw.bias_heads(hw.find_heads(BY_NAME[name].build()), no_bias)
 

@@ -287,8 +287,9 @@ def test_the_same_heads_are_not_repelled_twice_until_removed():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     heads = hw.find_heads(model)
     handle = hw.repel(optimizer, heads, RULE)
-    with handle, pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
+    with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
         hw.repel(optimizer, heads.projection("key"), RULE)
+    handle.remove()
     before = model.q_proj.weight.grad.clone()
     optimizer.step()
     assert torch.equal(model.q_proj.weight.grad, before)

@@ -89,7 +89,7 @@ def test_outputs_are_captured_at_measured_steps_only():
         torch.manual_seed(seed)
         optimizer.zero_grad()
         (model(torch.randn(4, 7, 12)) - 0.3).square().mean().backward()
-        held.append(sum(len(record.calls) for record in repulsion.steering._taps._records))
+        held.append(sum(len(record.here.own.calls) for record in repulsion.steering._taps._records))
         optimizer.step()
         numbers.append(next(iter(repulsion.steering.controls.values())).effective_heads)
     assert held == [2, 0, 0, 2, 0, 0, 2]

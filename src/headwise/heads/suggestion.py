@@ -147,7 +147,7 @@ class _Trial:
         refusals: What was said of rows that were disproved.
     """
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     args: tuple[Any, ...]
     projections: dict[str, Projection]
     before: Mapping[str, Tensor]

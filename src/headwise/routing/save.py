@@ -72,6 +72,7 @@ def save(
         SettingError: `model` is not a module, or `max_shard_size` is not a size.
 
     Example:
+        >>> import tempfile
         >>> import headwise as hw
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> _ = hw.aggregate(hw.find_heads(model), hw.SimpleRouting())

@@ -127,7 +127,7 @@ def test_the_command_end_to_end_and_its_refusals(
     both = ("a", "--pipeline", "toy", "--corpus", "corpus.txt", "--idf", "corpus.txt")
     assert "--corpus and --idf were both given" in refused(capsys, *both)
     Path("empty.txt").write_text("\n", encoding="utf-8")
-    assert "empty.txt holds no text" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "empty.txt")
+    assert "it holds no text" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "empty.txt")
     Path("latin.txt").write_bytes(b"caf\xe9")
     assert "latin.txt, line 1: not UTF-8" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "latin.txt")
     assert "absent.txt cannot be read" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "absent.txt")

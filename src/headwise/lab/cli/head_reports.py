@@ -174,7 +174,8 @@ def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]
 def _read_weights(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
     """Return the first sentences with the (last) attention weights of each layer; and whether one ran repeatedly."""
     heads = inspected.frozen.heads
-    groups, _ = group_readable(heads)
+    with torch.no_grad():
+        groups, _ = group_readable(heads, lambda: inspected.frozen.run(inspected.batches[0]))
     sites = [site for what, found in groups.items() if "weights" in what for site in found]
     found: dict[int, Sentence] = {}
     repeated = False

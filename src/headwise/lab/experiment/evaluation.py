@@ -1,6 +1,6 @@
 """The scores of a trained model per bin, and how similar its heads are."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,9 +68,10 @@ def round_to_bins(values: ArrayLike, ends: Sequence[int]) -> NDArray[np.int64]:
     return np.array(ends)[np.minimum(np.searchsorted(ends, values), len(ends) - 1)]
 
 
-def select_with_weights(heads: Heads) -> Heads:
-    """Return the attentions whose weights can be read, perhaps none."""
-    found = [site.name for read, sites in group_readable(heads)[0].items() if "weights" in read for site in sites]
+def select_with_weights(heads: Heads, forward: Callable[[], object]) -> Heads:
+    """Return the attentions whose weights a forward pass shows, perhaps none."""
+    groups = group_readable(heads, forward)[0]
+    found = [site.name for read, sites in groups.items() if "weights" in read for site in sites]
     return replace(heads, sites=tuple(site for site in heads if site.name in found))
 
 
@@ -87,12 +88,12 @@ class Diversity:
     sites: dict[str, dict[str, float]]
 
 
-def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
+def diversity(heads: Heads | None, probe: Callable[[], Iterable[None]]) -> Diversity:
     """Return how alike the heads are, at each site and on average.
 
     Args:
         heads: The heads; None for a model without attention.
-        probe: Runs the model on one batch per item; see `Task.probe`.
+        probe: Returns what runs the model on one batch per item, anew each time; see `Task.probe`.
 
     Returns:
         "effective_heads", "effective_heads_weighted" (by variance) and "debiased_cka" of the contributions of heads,
@@ -117,9 +118,9 @@ def diversity(heads: Heads | None, probe: Iterable[None]) -> Diversity:
     with ExitStack() as attached:
         taps = [
             attached.enter_context(Taps(group, outputs=True, weights="weights" in read))
-            for read, group in group_readable(heads)[0].items()
+            for read, group in group_readable(heads, lambda: next(iter(probe()), None))[0].items()
         ]
-        for _ in probe:
+        for _ in probe():
             for capture in (capture for tap in taps for capture in tap.read()):
                 sites[capture.site.name].add(capture)
     found = {name: site.means() for name, site in sites.items()}

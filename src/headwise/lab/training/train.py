@@ -341,7 +341,7 @@ def _finish(
             score = scores_by_bin(METRICS[task.metric], answers.statistics, task.difficulties(data))
             run_folder.write_answers(folder, answers.statistics, answers.predicted, answers.text)
             answered, signatures = dict(answers.measures), dict(answers.signatures)
-        measured = diversity(methods.heads, task.probe(model, data))
+        measured = diversity(methods.heads, lambda: task.probe(model, data))
     for name, text in task.extra_files(data).items():
         run_folder.write_text(folder / name, text)
     if methods.masks is not None:

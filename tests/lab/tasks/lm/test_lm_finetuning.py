@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BloomConfig,
-    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    RoFormerConfig,
+    RoFormerForCausalLM,
 )
 
 import headwise as hw
@@ -132,8 +132,10 @@ def test_a_fine_tuned_run_with_gates_is_opened_as_the_model_it_began_with(place,
 @torch.no_grad()
 def test_measures_of_attention_are_left_out_where_weights_cannot_be_read(place):
     data = open_toy(place / "prepared")
-    config = BloomConfig(vocab_size=data.words.vocabulary_size, hidden_size=16, n_layer=1, n_head=2)
-    model = BloomForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    # it rotates its values, so that weights times values are not what its heads put out
+    config = RoFormerConfig(vocab_size=data.words.vocabulary_size, rotary_value=True, is_decoder=True, **sizes)
+    model = RoFormerForCausalLM(config).eval()
     assert set(measure_copying(model, data.words, 32)) == {"copied"}
     assert measure_sinks(model, data.dev) == {}
 

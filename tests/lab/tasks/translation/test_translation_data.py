@@ -314,7 +314,7 @@ def test_an_interrupted_preparation_leaves_nothing_behind(folder, tmp_path, monk
 
 def test_whoever_is_second_to_prepare_takes_the_first_ones(folder, tmp_path, monkeypatch):
     first = load(folder, tmp_path)
-    marked = first.folder / "mark"
+    marked = first.folder / ".mark"
     marked.touch()
     real = open_prepared
     answers = iter([DataError("not yet there")])
@@ -332,7 +332,7 @@ def test_whoever_is_second_to_prepare_takes_the_first_ones(folder, tmp_path, mon
 
 def test_a_cache_that_cannot_be_written_is_refused(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be written .*; name another folder"):
+    with pytest.raises(DataError, match=r"cannot be written .*; choose a folder that can"):
         load(folder, tmp_path / "file")
 
 

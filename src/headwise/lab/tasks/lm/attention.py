@@ -38,7 +38,7 @@ def measure_copying(model: Any, words: TextTokens, length: int) -> dict[str, flo
     # [start] is at 0, the second r_j at half + j
     queries = torch.arange(half + 1, 2 * half)
     scores, right = [], []
-    readable = select_with_weights(find_heads(model))
+    readable = select_with_weights(find_heads(model), lambda: model(**to_device({"input_ids": ids[:1]}, model)))
     with ExitStack() as attached:
         taps = attached.enter_context(Taps(readable, weights=True)) if len(readable) else None
         for part in ids.split(_count_together(ids.shape[1])):
@@ -62,18 +62,23 @@ def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
     "sink_heads" the share of heads whose mean weight is above 0.3. A layer whose window never reaches back so far, or
     whose weights cannot be read, is left out; nothing is returned where all are.
     """
-    readable = select_with_weights(find_heads(model))
-    if not len(readable):
-        return {}
     chosen = spread_evenly(len(rows), ROWS).tolist()
     size = _count_together(rows.length)
+
+    def run(numbers: list[int]) -> Tensor:
+        batch = TextRow.batch([rows[number] for number in numbers])
+        given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+        model(**to_device(given, model))
+        return batch["position_ids"]
+
+    readable = select_with_weights(find_heads(model), lambda: run(chosen[:1]))
+    if not len(readable):
+        return {}
     sums: list[Tensor] = []
     counts: list[Tensor] = []
     with Taps(readable, weights=True) as taps:
         for first in range(0, len(chosen), size):
-            batch = TextRow.batch([rows[number] for number in chosen[first : first + size]])
-            positions = batch["position_ids"]
-            model(**to_device({"input_ids": batch["input_ids"], "position_ids": positions}, model))
+            positions = run(chosen[first : first + size])
             places = torch.arange(positions.shape[1])
             firsts, read = places - positions, (positions >= READ).double()
             weights = [_gather(one.weights, firsts) for one in taps.read()]
