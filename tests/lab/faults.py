@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import multiprocessing
 import os
 import sys
@@ -26,9 +27,11 @@ import headwise.lab.probing.run
 import headwise.lab.training.train
 import headwise.lab.tune  # noqa: F401  imported once, and not by each process
 from headwise.lab.cli import main, roles
+from headwise.lab.data.downloads import Download
 from headwise.lab.jobs import pool
 from headwise.lab.jobs.serving import attempt
 from headwise.lab.tasks.logic import task as logic
+from headwise.lab.tasks.translation import corpora
 from headwise.lab.tasks.translation.task import TranslationTask
 from lab.sentences import parsed
 from lab.tasks.lm.lm_toy import TOY as LM_TOY
@@ -36,6 +39,8 @@ from lab.tasks.logic.logic_toy import TOY
 from lab.tasks.translation.translation_toy import SMALLEST
 
 KILLED, STUCK = 9, 120.0
+# What the toy of a server serves.
+SERVED = Path("served") / "corpus.zip"
 WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 CHANGES = ("os.rename", "os.mkdir", "os.link")
 REMOVALS = ("os.remove", "os.rmdir")
@@ -94,12 +99,18 @@ def call(place: Path, arguments: Sequence[str], fault: Any, said: Path, met: Pat
 
 
 def make_small() -> None:
-    """Make the demos toys, parse without a parser, and do jobs in this process."""
+    """Make the demos toys, download from the folder, parse without a parser, and do jobs in this process."""
     logic.LogicTask.scales = {**logic.LOGIC_SCALES, "demo": dataclasses.replace(TOY, name="demo")}
     TranslationTask.scales = {**TranslationTask.scales, "demo": SMALLEST}
     from headwise.lab.tasks.lm.task import LmTask
 
     LmTask.scales = {**LmTask.scales, "demo": dataclasses.replace(LM_TOY, name="demo")}
+    if SERVED.is_file():
+        content = SERVED.read_bytes()
+        served = Download(
+            SERVED.resolve().as_uri(), hashlib.sha256(content).hexdigest(), len(content), (("a/train.de", "train.de"),)
+        )
+        corpora.CORPORA = {"multi30k": dataclasses.replace(corpora.CORPORA["multi30k"], downloads=(served,))}
     roles.load_parser = lambda _pipeline: lambda texts: [parsed(text.split()) for text in texts]
 
     def run_jobs(target: Any, jobs: Any, _workers: int, watched: Any) -> list[Any]:

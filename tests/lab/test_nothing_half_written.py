@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.finished import require_intact
 from headwise.lab.tasks.graph2text.rating_form import read_items, write_rating
 from lab.cli.tiny_models import write_models
-from lab.faults import KILLED, Fault, run
+from lab.faults import KILLED, SERVED, Fault, run
 from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.graph2text.rated import write_answers, write_pair
 from lab.tasks.lm.lm_toy import write_documents
@@ -73,6 +74,7 @@ COMMANDS = {
         ("reproduce", "diversity/tuned-pairs", "--from", str(ROOT / "papers" / "diversity"), "--scale", "cpu", *OUT),
         whole=False,
     ),
+    "download": Command(("download", "multi30k", *OUT), whole=False),
     "rate": Command(
         ("rate", "rated/svgd/seed-0", "rated/plain/seed-0", "--data", "graphs.tsv", *OUT, "--items", "3"),
         earlier=("rate", "rated/svgd/seed-0", "rated/plain/seed-0", "--data", "graphs.tsv", *OUT, "--items", "3"),
@@ -99,6 +101,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "models" / "fewer.txt").write_text("\n".join(lines[4:7]))
     write_toy_corpus(root / "pairs")
     write_documents(root / "docs.jsonl", 250)
+    (root / "served").mkdir()
+    with zipfile.ZipFile(root / SERVED, "w") as archive:
+        archive.writestr("a/train.de", "ein Haus\n" * 999)
     (root / "probing").mkdir()
     write_probing(root / "probing" / "tree_depth.txt", {"tr": 60, "va": 20, "te": 30}, seed=0)
     one, other, graphs = write_pair(root / "rated", root / "graphs.tsv")

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_columns_are_those_that_are_named(tmp_path: Path):
         (Columns(("Kommentar",)), r"none of its columns .* is known to hold labels; name it: --label-column"),
         (Columns((), "Klasse"), r"none of its columns .* is known to hold texts; name it: --text-column"),
     ):
-        for reader in (lambda: read_labeled(Layout("all"), {"all": path}, columns), lambda: read_set(path, columns)):  # noqa: B023
+        for reader in (partial(read_labeled, Layout("all"), {"all": path}, columns), partial(read_set, path, columns)):
             with pytest.raises(DataError, match=rf"a\.csv.* {message}"):
                 reader()
 

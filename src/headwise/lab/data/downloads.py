@@ -10,7 +10,7 @@ import tarfile
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from headwise.atomic import new_file, put
+from headwise.atomic import PARTIAL, new_file, put
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.lab.data.progress import make_bars
 
@@ -77,26 +77,29 @@ def fetch(download: Download, folder: Path, *, progress: bool = False) -> tuple[
     """
     archive = folder / download.name
     wanted = tuple(folder / kept for _, kept in download.members) or (archive,)
+    partial = folder / f".{download.name}{PARTIAL}"
     if download.members and all(path.is_file() for path in wanted):
+        partial.unlink(missing_ok=True)  # of a process that was killed after it had unpacked it
         return wanted
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fetched = not archive.is_file()
-        if fetched:
-            _transfer(download, archive, progress)
-        else:
+        if archive.is_file():
             _require_checksum(archive, download, f"{archive} is another file; take it away and run again.")
-        if download.members:
-            _unpack(archive, dict(download.members))
-            if fetched:
-                archive.unlink()
+            _unpack(archive, download)
+        else:
+            _transfer(download, partial, progress)
+            _unpack(partial, download)
+            if download.members:
+                partial.unlink()
+            else:
+                put(partial, archive)
     except OSError as error:
         raise DataError(f"{folder} cannot be written ({error}); name another folder.") from error
     return wanted
 
 
-def _transfer(download: Download, place: Path, progress: bool) -> None:
-    partial = place.with_name(f".{place.name}.partial")
+def _transfer(download: Download, partial: Path, progress: bool) -> None:
+    """Complete the file under its temporary name, and check it."""
     present = partial.stat().st_size if partial.is_file() else 0
     if present > download.size:
         partial.unlink()
@@ -110,7 +113,6 @@ def _transfer(download: Download, place: Path, progress: bool) -> None:
     except DataError:
         partial.unlink()
         raise
-    put(partial, place)
 
 
 def _receive(download: Download, partial: Path, present: int, progress: bool) -> int:
@@ -160,12 +162,14 @@ def _require_checksum(path: Path, download: Download, otherwise: str) -> None:
         )
 
 
-def _unpack(archive: Path, members: Mapping[str, str]) -> None:
-    """Extract the named members next to the archive, and nothing else."""
-    missing = dict(members)
+def _unpack(archive: Path, download: Download) -> None:
+    """Extract the named members next to the archive, and nothing else; without any it may be no archive."""
+    missing = dict(download.members)
+    if not missing:
+        return
     try:
         for name, stream in (
-            _open_zip_members(archive, members) if archive.suffix == ".zip" else _open_tar_members(archive)
+            _open_zip_members(archive, {**missing}) if zipfile.is_zipfile(archive) else _open_tar_members(archive)
         ):
             kept = missing.pop(name, None)
             if kept is not None:
@@ -174,8 +178,8 @@ def _unpack(archive: Path, members: Mapping[str, str]) -> None:
             if not missing:
                 return
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{archive} cannot be unpacked ({error}); fetch it again.") from error
-    raise DataError(f"{archive} lacks {', '.join(missing)}; was it unpacked and packed anew?")
+        raise DataError(f"{archive.parent / download.name} cannot be unpacked ({error}); fetch it again.") from error
+    raise DataError(f"{archive.parent / download.name} lacks {', '.join(missing)}; was it unpacked and packed anew?")
 
 
 def _open_tar_members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
