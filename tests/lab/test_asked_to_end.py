@@ -48,15 +48,20 @@ def list_processes(session: int) -> dict[int, float]:
 
 
 def start(command: list[str], place: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": SOURCE},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # the tests may run where Ctrl-C is ignored, as in the background of a shell, which a process would inherit
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": SOURCE},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[float, str]:
