@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.calling import CallingAttention
-from heads.families import BY_NAME
+from heads.families import BY_NAME, FAMILIES
+from heads.family import Family
 from heads.forwards import results, without_dropout
 from headwise.heads.pairing import pair_decoder_heads
 from roles.guided import square
@@ -302,6 +303,18 @@ def test_two_threads_compute_and_read_what_each_does_alone(name: str):
             if not isinstance(other, list) or len(own) != len(other) or not equal(own, other):
                 wrong.append((what, other if isinstance(other, Exception) else "differs"))
     assert not wrong
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_what_changes_a_layer_is_refused_when_it_is_attached_or_runs(family: Family):
+    for name in ("gates", "mixture of heads", "talking heads", "dropped heads", "ablation", "aggregators"):
+        attachment, model = ATTACHMENTS[name], family.build()
+        try:
+            handle = attachment.attach(hw.find_heads(model))
+        except hw.LayoutError:
+            continue
+        model.train(attachment.trains)
+        serve(model, handle, family.inputs(), attachment)
 
 
 def describe(owner: Any) -> dict[str, Any]:

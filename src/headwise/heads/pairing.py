@@ -8,7 +8,8 @@ from headwise.errors import LayoutError
 from headwise.heads.adapters import has_peft
 from headwise.heads.heads import Site
 from headwise.nn.compiled import guard_hooks
-from headwise.nn.difference import CHILD, HeadDifference, find_difference
+from headwise.nn.difference import CHILD as DIFFERENCE
+from headwise.nn.difference import HeadDifference, find_difference
 from headwise.nn.mixing import find_mixer
 
 # Attributes of attentions that compute scores or weights in more than one step: sinks, caps, learned biases.
@@ -74,7 +75,7 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
     guard_hooks()
     weight = next(module.parameters())
     difference = HeadDifference(2 * site.head_size, layer, second=second)
-    module.add_module(CHILD, difference.to(device=weight.device, dtype=weight.dtype))
+    module.add_module(DIFFERENCE, difference.to(device=weight.device, dtype=weight.dtype))
     module.register_forward_pre_hook(_keep_paired)
 
 

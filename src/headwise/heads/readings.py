@@ -21,15 +21,15 @@ _proved: weakref.WeakKeyDictionary[type, set[Reading]] = weakref.WeakKeyDictiona
 
 def note_proved(site: Site) -> None:
     """Remember that a reading was proved by calls of the module."""
-    _proved.setdefault(type(site.module), set()).add(_describe(site))
+    _proved.setdefault(type(site.module), set()).add(_as_reading(site))
 
 
 def is_guess(site: Site) -> bool:
     """Return whether a site is read in one of several ways that its shapes allow, and nothing has told which."""
-    return site.guessed and _describe(site) not in _proved.get(type(site.module), ())
+    return site.guessed and _as_reading(site) not in _proved.get(type(site.module), ())
 
 
-def _describe(site: Site) -> Reading:
+def _as_reading(site: Site) -> Reading:
     parts = [(part.projection, part.heads, part.head_size, part.start, part.stride, part.along) for part in site.parts]
     return (site.num_heads, site.key_value_heads, site.tiled, *parts)
 

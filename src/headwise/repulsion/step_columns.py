@@ -43,7 +43,7 @@ def find_apart(rule: Rule, batch: Sequence[GroupGradients]) -> tuple[list[Rows |
     if rule.needs_inner:
         return [None] * len(batch), None
     every = [_flatten(group, gradients) for group, gradients in batch]
-    found = [None if rows is None else _add_grams([own for own, _ in rows]) for rows in every]
+    found = [None if rows is None else _gram_of_columns([own for own, _ in rows]) for rows in every]
     grams = [gram for gram in found if gram is not None]
     if not grams:
         return [None] * len(batch), None
@@ -147,7 +147,7 @@ def _divide(theta: Tensor, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(theta.split(size, 1), gradient.split(size, 1), strict=True)
 
 
-def _add_grams(every: Sequence[Tensor]) -> Tensor:
+def _gram_of_columns(every: Sequence[Tensor]) -> Tensor:
     """Return the Gram matrix of particles in several parts: products in float32, their sums in float64."""
     size = len(every[0])
     products = [columns @ columns.T for theta in every for columns in theta.split(max(1, GRAM_PART // size), dim=1)]

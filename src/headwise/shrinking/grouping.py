@@ -6,7 +6,7 @@ from torch import Tensor
 from headwise.errors import HeadwiseError, SettingError, require_integer, require_shape
 
 # Of the largest similarity: an exchange that gains less is none.
-ROUNDING = 1e-12
+NO_GAIN = 1e-12
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -73,6 +73,6 @@ def _exchange(alike: Tensor, groups: Groups) -> Groups:
         gain[(member @ member.T) > 0] = 0
         place = int(gain.argmax())
         first, second = divmod(place, len(alike))
-        if float(gain[first, second]) <= ROUNDING * float(alike.abs().max()):
+        if float(gain[first, second]) <= NO_GAIN * float(alike.abs().max()):
             return tuple(tuple(column.nonzero().flatten().tolist()) for column in member.T)
         member[[first, second]] = member[[second, first]]

@@ -22,10 +22,10 @@ _HELD = "has_relative_attention_bias"
 # A value of each head that comes from outside of the attention.
 _GIVEN = {"alibi": "ALiBi slopes", "value_embeds": "value embeddings"}
 
-Removed = Mapping[Site, Sequence[int]]
+RemovedHeads = Mapping[Site, Sequence[int]]
 
 
-def require_prunable(heads: Heads, site: Site, removed: Removed) -> None:
+def require_prunable(heads: Heads, site: Site, removed: RemovedHeads) -> None:
     """Raise unless heads can be removed from a site.
 
     Raises:
@@ -131,7 +131,7 @@ def _find_parts(site: Site, gone: Sequence[int]) -> str | None:
     )
 
 
-def _find_shared_table(heads: Heads, site: Site, removed: Removed) -> str | None:
+def _find_shared_table(heads: Heads, site: Site, removed: RemovedHeads) -> str | None:
     """Return why the other layers of a stack must lose the same heads: they get their position biases of one table."""
     owner, alike = find_table_owner(heads, site), _list_alike(heads, site)
     if owner is None or len({tuple(removed.get(other, ())) for other in alike}) == 1:
@@ -142,7 +142,7 @@ def _find_shared_table(heads: Heads, site: Site, removed: Removed) -> str | None
     )
 
 
-def _find_shared_keys(heads: Heads, site: Site, removed: Removed) -> str | None:
+def _find_shared_keys(heads: Heads, site: Site, removed: RemovedHeads) -> str | None:
     """Return why other layers must lose the same groups: they compute with the same keys and values."""
     alike = list_sharing(heads.found, site)
     gone = {other: list_gone(other, removed.get(other, ()))["key"] for other in alike}

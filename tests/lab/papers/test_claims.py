@@ -10,7 +10,7 @@ import pytest
 from headwise.errors import DataError
 from headwise.lab.papers.claims import Claim, Contrast
 from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
-from headwise.lab.papers.judge import MEASURED, UNMEASURED, judge
+from headwise.lab.papers.judge import MEASURED, NO_VERDICT, judge
 from headwise.lab.papers.measures import Least, Numbers, StepTimes
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
@@ -252,11 +252,11 @@ def test_what_no_test_decides_is_shown_without_one_and_leaves_the_others_p_value
     assert (untested.verdict, untested.found[0].verdict, untested.found[0].judgement.adjusted) == (MEASURED, "", None)
     assert tuple(map(str, together[1].shown)) == ("step time over plain: svgd 2.00, spos not run", "size: plain 1,000")
     (nothing,) = judge([Claim("", shown=(StepTimes(("svgd",), "big"),))], {"": evidence})
-    assert (nothing.verdict, str(nothing.shown[0])) == (UNMEASURED, "step time over plain in big: svgd not run")
+    assert (nothing.verdict, str(nothing.shown[0])) == (NO_VERDICT, "step time over plain in big: svgd not run")
     asked = (Numbers("structure_win", "win, %", ("svgd", "spos")), Least("NLL", "svgd", ("", "big")))
     (nobody,) = judge([Claim("", shown=asked)], {"": evidence})
     shown = ("win, %: svgd not measured, spos not run", "least NLL of svgd: , big not run")
-    assert (nobody.verdict, tuple(map(str, nobody.shown))) == (UNMEASURED, shown)
+    assert (nobody.verdict, tuple(map(str, nobody.shown))) == (NO_VERDICT, shown)
     (some,) = judge([Claim("", shown=(*asked, Least("NLL", "svgd", ("",))))], {"": evidence})
     assert some.verdict == MEASURED
 

@@ -13,7 +13,7 @@ from headwise.lab.results.statistics import Estimate, estimate_over_starts
 from headwise.lab.results.tabulate import find_doubt
 from headwise.lab.results.verdicts import ORDER, Judgement, judge_family
 
-MEASURED, UNMEASURED = "measured, not tested", "no verdict (nothing measured)"
+MEASURED, NO_VERDICT = "measured, not tested", "no verdict (nothing measured)"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _describe(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence
     if claim.tested and any(one.contrast.kind != COST for one in found):
         return _decide([one for one in found if one.contrast.kind != COST])
     measured = any(one.estimate is not None for one in found) or any(one.is_measured(parts) for one in claim.shown)
-    return MEASURED if measured else UNMEASURED
+    return MEASURED if measured else NO_VERDICT
 
 
 def _decide(found: Sequence[Found]) -> str:

@@ -9,7 +9,7 @@ from headwise.lab.results.statistics import Estimate, holm
 
 MINIMUM_SEEDS = 5
 # A difference is a finding at this adjusted p-value.
-LEVEL = 0.05
+ALPHA = 0.05
 BORNE_OUT, LESS, CONTRADICTED = "borne out", "better, by less than published", "contradicted"
 NOT_FOUND, EQUIVALENT = "published gain not found", "published gain not found, equivalent within half of it"
 UNCLEAR, NOT_SHOWN = "cannot tell", "not shown"
@@ -60,7 +60,7 @@ class Judgement:
     @property
     def detectable_in_family(self) -> float | None:
         """The smallest effect that a test at 5 % over the number of tests finds with 80 % power."""
-        return self.estimate.detectable(LEVEL / self.family) if self.family and self.detectable else None
+        return self.estimate.detectable(ALPHA / self.family) if self.family and self.detectable else None
 
     @property
     def holds_gain(self) -> bool | None:
@@ -86,7 +86,7 @@ class Judgement:
         if self.undecided:
             return self.undecided
         high = self.estimate.interval()[1]
-        if self.adjusted is not None and self.adjusted <= LEVEL:
+        if self.adjusted is not None and self.adjusted <= ALPHA:
             if self.estimate.value < 0.0:
                 return CONTRADICTED
             return LESS if self.gain is not None and self.gain > high else BORNE_OUT
@@ -95,7 +95,7 @@ class Judgement:
             return NOT_SHOWN
         if self.gain <= high:
             return UNCLEAR
-        return EQUIVALENT if self.estimate.p_within(self.gain / 2) <= LEVEL else NOT_FOUND
+        return EQUIVALENT if self.estimate.p_within(self.gain / 2) <= ALPHA else NOT_FOUND
 
     @property
     def note(self) -> str:
@@ -139,7 +139,7 @@ def describe(found: Estimate, adjusted: float | None) -> str:
     if adjusted is None:
         return "not tested"
     words = "no difference shown"
-    if adjusted <= LEVEL:
+    if adjusted <= ALPHA:
         words = "better" if found.value > 0 else "worse"
     if adjusted < 0.001:
         return f"{words} (p < 0.001)"
