@@ -17,10 +17,8 @@ from torch import Tensor
 
 from headwise import metrics
 from headwise.disagreement.terms import position_similarity
-from headwise.similarity.alignment import multiply_features
-from headwise.similarity.correlation import cross_correlation
+from headwise.similarity.alignment import cross_correlation, effective_number, log_determinant, multiply_features
 from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.effective import effective_number, log_determinant
 from headwise.similarity.subspaces import map_cosine, span_similarity
 
 TOKENS, HEADS, SIZE, WIDTH, CLASSES = 512, 8, 16, 160, 10

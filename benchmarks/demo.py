@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from headwise.strict_json import encode_json
+from headwise.input_files import encode_json
 from timing import RECORDS, console, default_device, new_record
 
 ROOT = Path(__file__).parents[1]

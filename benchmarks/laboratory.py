@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import PROGRESS
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings, load_data
+from headwise.lab.experiment.task import named_task
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.train import train_run

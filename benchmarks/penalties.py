@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.heads.heads import Heads
-from headwise.lab.training.muon import MuonAndRest
+from headwise.lab.training.optimizer import MuonAndRest
 from headwise.nn.difference import pair_heads
 from headwise.nn.multihead import adopt
 from headwise.repulsion.rules import Rule

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from headwise.strict_json import encode_json
+from headwise.input_files import encode_json
 
 RECORDS = Path(__file__).parent / "records"
 console = Console()

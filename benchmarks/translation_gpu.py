@@ -33,7 +33,7 @@ from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.attach import Methods
-from headwise.routing.settings import Chunks
+from headwise.routing.modules import Chunks
 
 ARMS = (
     "plain,smooth,svgd,svgd-relative,output,"

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headwise.strict_json import encode_json, parse_json
+from headwise.input_files import encode_json, parse_json
 from timing import console, new_record, write
 
 FORMS, CHUNK, SEEN = 400_000, 20_000, 500
@@ -46,9 +46,9 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
 def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     """Prepare the corpus in this process, read an epoch, and print time and memory."""
     from headwise.lab.data.batching import TokenBatches
-    from headwise.lab.tasks.translation.cleaning import Cleaning
-    from headwise.lab.tasks.translation.custom_corpus import make_folder_corpus
+    from headwise.lab.tasks.translation.corpora import Cleaning
     from headwise.lab.tasks.translation.data import collate, load_translation
+    from headwise.lab.tasks.translation.files import make_folder_corpus
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2

@@ -7,8 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from headwise.input_files import parse_json
 from headwise.lab.papers.overview import summarize_claims
-from headwise.strict_json import parse_json
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "README.md"

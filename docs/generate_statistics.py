@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.strict_json import parse_json
+from headwise.input_files import parse_json
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "statistics.md"

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from headwise.atomic import STOPS
-from headwise.repulsion import replaced_optimizers
+from headwise.repulsion import optimizers
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 torch.set_num_threads(1)
@@ -27,8 +27,8 @@ settings.load_profile("integration" if os.environ.get("CI") else "development")
 # An optimizer that a test discards before its first step is not one that the next test replaces.
 @pytest.fixture(autouse=True)
 def no_watched_optimizers() -> None:
-    replaced_optimizers._discarded.clear()
-    for watch in [*replaced_optimizers._watches, replaced_optimizers.Watch()]:
+    optimizers._discarded.clear()
+    for watch in [*optimizers._watches, optimizers.Watch()]:
         watch.remove()
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.disagreement.similarities import Arithmetic
+from headwise.disagreement.terms import Arithmetic
 from headwise.repulsion import Mixing
-from headwise.repulsion.gram import Geometry
+from headwise.repulsion.kernels import Geometry
 from headwise.repulsion.rules import RepulsiveRule
 
 

@@ -3,7 +3,7 @@
 #
 # A task of the laboratory says what its data are, how its model is built and how it is scored. Training, arms,
 # resuming, tables and verdicts are written against that. In the repository a task is a folder in `headwise/lab/tasks`
-# and a line in `headwise/lab/experiment/registry.py`; here it is a class on this page. The task: which of five
+# and a line in `headwise/lab/experiment/task.py`; here it is a class on this page. The task: which of five
 # symbols occurs most often in a sequence?
 
 # %%
@@ -19,16 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.lab.experiment import registry
-from headwise.lab.experiment.answers import ClassifierTask
+from headwise.input_files import parse_json
+from headwise.lab.experiment import task
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.evaluation import scores_by_bin
-from headwise.lab.experiment.metrics import Accuracy
+from headwise.lab.experiment.evaluation import Accuracy, scores_by_bin
 from headwise.lab.experiment.scale import Count, Natural, Positive, Scale, presets
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.task import Answers, ClassifierTask
 from headwise.lab.training.train import train_run
-from headwise.strict_json import parse_json
 
 SYMBOLS = 5
 
@@ -172,7 +170,7 @@ class CountingTask(ClassifierTask):
         return Answers(predicted == data.test.labels, predicted)
 
 
-registry.TASKS = {**registry.TASKS, "counting": f"{__name__}:CountingTask"}
+task.TASKS = {**task.TASKS, "counting": f"{__name__}:CountingTask"}
 
 # %% [markdown]
 # Every arm now runs on it. In the repository, `headwise compare counting --arms plain,cka,svgd` would train all arms

@@ -1,7 +1,6 @@
 """The public names of headwise, which `import headwise` offers and loads when the first is used."""
 
 from headwise import integrations, nn, plots
-from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.invariant import (
     CKA,
     HSIC,
@@ -12,7 +11,7 @@ from headwise.disagreement.invariant import (
     SquaredCosine,
 )
 from headwise.disagreement.penalty import Disagreement
-from headwise.disagreement.similarities import Frobenius, Output, Position, PositionSquaredDifference, Subspace
+from headwise.disagreement.terms import Frobenius, GroupedQueries, Output, Position, PositionSquaredDifference, Subspace
 from headwise.errors import (
     DataError,
     HeadwiseError,
@@ -23,33 +22,35 @@ from headwise.errors import (
     ShapeError,
 )
 from headwise.gating.attach import Gating, gate_heads
-from headwise.gating.settings import MixtureOfHeads, SigmoidGate
-from headwise.heads.ablation import Ablation, ablate
+from headwise.gating.gates import MixtureOfHeads, SigmoidGate
+from headwise.heads.ablation import Ablation, HeadDropping, Importance, ablate, drop_heads, importance
 from headwise.heads.bias import HeadBias, bias_heads
 from headwise.heads.blocks import HeadBlocks, head_blocks
 from headwise.heads.capture import Capture
-from headwise.heads.dropping import HeadDropping, drop_heads
+from headwise.heads.experiments.verify import Verification, verify
 from headwise.heads.find import LAYOUTS, find_heads
-from headwise.heads.head_list import HeadList
 from headwise.heads.heads import Heads, Site
-from headwise.heads.importance import Importance, importance
-from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
-from headwise.heads.layouts_latent import LatentLinears
+from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters
+from headwise.heads.layouts.rows import (
+    AdditiveQueries,
+    FusedLinear,
+    HeadList,
+    LatentLinears,
+    Layout,
+    SeparateLinears,
+    TorchMultihead,
+)
 from headwise.heads.mixing import HeadMixing, mix_heads
-from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
 from headwise.heads.taps import Taps
-from headwise.heads.verify import Verification, verify
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.scores import ScoreCall
 from headwise.report.layer import LayerReport
 from headwise.report.measure import measure
 from headwise.report.report import Comparison, Report, load_report
-from headwise.repulsion.function_space import FunctionSVGD
+from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
-from headwise.repulsion.noise import jitter
-from headwise.repulsion.repel import Repulsion, repel
+from headwise.repulsion.repel import Repulsion, jitter, repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
-from headwise.repulsion.spans import SpanSVGD
 from headwise.roles.align import Alignment, align
 from headwise.roles.build import Roles
 from headwise.roles.collator import RoleCollator
@@ -59,10 +60,9 @@ from headwise.roles.idf import IDF, idf
 from headwise.roles.roles import Dependency, Major, Rare, Role, Separator, Window
 from headwise.roles.word_table import WordTable
 from headwise.routing.aggregate import Aggregation, aggregate
-from headwise.routing.modules import Gate, Residual
+from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
+from headwise.routing.modules import Chunks, EMRouting, Gate, Residual, SimpleRouting, Trunk
 from headwise.routing.save import load, save
-from headwise.routing.settings import Chunks, EMRouting, SimpleRouting, Trunk
-from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 from headwise.shrinking.merge import MergeStep, Merging, merge
 from headwise.shrinking.prune import Pruning, prune
 from headwise.strength import Relative, Target

@@ -1,21 +1,389 @@
 """Folders of transformers, loaded so that nothing grows beyond what the folder holds and no foreign code runs.
 
 The numbers of a `config.json` may be anything: they are compared with the tensors beside it before a model is built.
+
+Models built from sizes that a file names, which may be anything: no larger than the tensors that belong to them.
+
+What files of tensors hold, read from their headers: numbers and sizes, before any tensor is loaded.
+
+A file may be made to fill the memory when it is loaded: packed small, or by a pickle that makes something large.
+
+Folders of transformers may name code: Python files, kernels and adapters. None of it runs unless that was asked for.
+
+`config.json` names Python files as "auto_map", and kernels, which transformers fetches from the Hub and runs, as
+"attn_implementation"; `adapter_config.json` names modules to import.
 """
 
+from __future__ import annotations
+
 import math
+import pickletools
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from headwise.errors import DataError
-from headwise.foreign_code import CONFIG, read_config, refuse_foreign_code
-from headwise.input_files import is_file
-from headwise.native_code import refuse_panics
-from headwise.nn.bounds import TooLarge, limit_size
-from headwise.stored_tensors import REMEDY, Stored, read_stored
+from headwise.input_files import find_inside, is_file, parse_json, read_whole, refuse_panics
+
+# A new model may have float32 numbers for bytes, projections that are replaced later, and buffers that are not kept.
+GROWTH, SPARE_BYTES, SPARE_TENSORS = 8, 64 << 20, 64
+# Of weights that are stored with as little as two bits for each.
+PACKED_GROWTH = 32
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class TooLarge(BaseException):
+    """A model became far larger than its tensors; no constructor catches it.
+
+    Attributes:
+        shape: That of the tensor with which it did.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(f"a tensor of the shape {shape} is one too many")
+        self.shape = shape
+
+
+def build_within(make: Callable[[], Model], *, tensors: int, size: int) -> Model:
+    """Return a new model, unless it is far larger than its tensors.
+
+    Args:
+        make: Makes the model.
+        tensors: Number of its tensors.
+        size: Their bytes.
+
+    Raises:
+        TooLarge: It would have more than twice as many tensors, or more than eight times the bytes, and some.
+    """
+    # first without memory: a size may be anything. Some models need memory to be built at all.
+    with limit_size(tensors, size), torch.device("meta"), suppress(Exception):
+        make()
+    with limit_size(tensors, size):
+        return make()
+
+
+@contextmanager
+def limit_size(tensors: int, size: int, *, packed: bool = False) -> Iterator[None]:
+    """Stop building a model in the block when its parameters and buffers are far larger than its tensors.
+
+    Args:
+        tensors: Number of its tensors.
+        size: Their bytes.
+        packed: Whether weights are stored in fewer bits than a byte.
+
+    Raises:
+        TooLarge: It has more than twice as many, or more than 8 times the bytes (packed: 32 times), and some.
+    """
+    most_tensors, most_bytes = 2 * tensors + SPARE_TENSORS, (PACKED_GROWTH if packed else GROWTH) * size + SPARE_BYTES
+    thread, total = threading.get_ident(), 0
+    # a parameter that takes the place of another is no further one
+    counted: dict[tuple[int, str], int] = {}
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal total
+        if tensor is None or threading.get_ident() != thread:
+            return
+        place, own = (id(module), name), tensor.numel() * tensor.element_size()
+        total += own - counted.get(place, 0)
+        counted[place] = own
+        if len(counted) > most_tensors or total > most_bytes:
+            raise TooLarge(tuple(tensor.shape))
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# In the order in which transformers looks for them.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Of a model that several processes saved.
+PARTS = "shard-*-model-*.safetensors"
+REMEDY = "copy the folder again, or save the model again."
+# What a pickle of tensors is made of; whatever else torch allows may make objects of any size.
+MAKERS = re.compile(
+    r"collections OrderedDict|_codecs encode|(builtins|__builtin__) set|torch\._utils _rebuild_\w+"
+    r"|torch\._tensor _rebuild_from_type_v2|torch\.nn\.parameter Parameter|torch\.storage \w+|torch \w+Storage"
+    r"|torch (device|Size|dtype|[a-z]+\d+\w*)|torch\.serialization _get_layout"
+)
+# How a file of torch begins that is no archive: with four pickles, of which the last names the tensors.
+LEGACY, PICKLES = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What tensors are stored.
+
+    Attributes:
+        tensors: How many.
+        size: Bytes of their files.
+        dimensions: Their sizes along any dimension.
+    """
+
+    tensors: int = 0
+    size: int = 0
+    dimensions: frozenset[int] = frozenset()
+
+    @property
+    def largest(self) -> int:
+        """The largest dimension; no more than bytes, as a tensor without numbers may have any."""
+        return min(self.size, max(self.dimensions, default=0))
+
+    def __str__(self) -> str:
+        return f"{self.tensors} tensors of {self.size:,} bytes, the largest dimension {self.largest:,}"
+
+
+def read_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
+    """Return what tensors transformers would load from a folder; no tensors where it holds none.
+
+    Args:
+        folder: The folder.
+        config: Its configuration, which may name the file.
+
+    Raises:
+        DataError: A file is missing or damaged, leads out of the folder, or would make something other than tensors.
+    """
+    named = config.get("transformers_weights")
+    if named is not None:
+        files = [find_inside(folder, named, "config.json", REMEDY)]
+    else:
+        files = sorted(path for path in folder.glob(PARTS) if is_file(path))
+        files = files or [folder / name for name in WEIGHTS if is_file(folder / name)][:1]
+    if files and files[0].name.endswith(".index.json"):
+        files = _read_index(files[0])
+    # each process saved its parts of the same tensors
+    apart = not any(path.match(PARTS) for path in files)
+    tensors: dict[str, Path] = {}
+    dimensions: set[int] = set()
+    count = 0
+    for path in files:
+        if path.suffix == ".safetensors":
+            shapes = _read_shapes(path)
+            twice = next((name for name in shapes if name in tensors), None)
+            if twice is not None and apart:
+                raise DataError(f"{path} and {tensors[twice].name} both hold the tensor {twice[:60]!r}; {REMEDY}")
+            tensors |= dict.fromkeys(shapes, path)
+            found, numbers = len(shapes), {size for shape in shapes.values() for size in shape}
+        else:
+            found, numbers = require_tensors_alone(path)
+        count += found
+        dimensions |= numbers
+    return Stored(count, sum(path.stat().st_size for path in files), frozenset(dimensions))
+
+
+def _read_index(path: Path) -> list[Path]:
+    """Return the files that an index names."""
+    try:
+        index = parse_json(read_whole(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not readable as JSON ({error}); {REMEDY}") from None
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise DataError(f"{path} has no weight_map, which names the file of each tensor; {REMEDY}")
+    # only text can be looked up in a set
+    names = dict.fromkeys(name if isinstance(name, str) else str(name) for name in places.values())
+    return [find_inside(path.parent, name, path.name, REMEDY) for name in names]
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a file of safetensors by name."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(str(path), "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
+    except Exception as error:
+        # whatever safetensors raises for a damaged file
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"{path} cannot be read as tensors ({reason}); {REMEDY}") from None
+
+
+def require_tensors_alone(path: Path) -> tuple[int, set[int]]:
+    """Refuse a file of `torch.save` that becomes larger when it is loaded.
+
+    Returns:
+        The number of its tensors, and all numbers in their description.
+
+    Raises:
+        DataError: It is packed, or makes something else than tensors of the numbers that it holds.
+    """
+    try:
+        return _count(_read_pickles(path))
+    except DataError:
+        raise
+    except Exception as error:
+        # whatever is raised for a damaged file
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        raise DataError(f"{path} cannot be read as tensors, and nothing in it was run ({reason}); {REMEDY}") from None
+
+
+def require_unpacked(path: Path, archive: zipfile.ZipFile, remedy: str) -> None:
+    """Refuse an archive that is smaller than what it holds: neither torch nor numpy packs what it saves.
+
+    Args:
+        path: Its file.
+        archive: The archive.
+        remedy: What to do, as the end of a sentence.
+
+    Raises:
+        DataError: As above.
+    """
+    parts = archive.infolist()
+    if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise DataError(f"{path} is packed, so that loading it may fill the memory; {remedy}")
+
+
+def _read_pickles(path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, operation) of the pickles of a file of torch."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            if file.read(len(LEGACY)) != LEGACY:
+                raise DataError(f"{path} is no file of torch.save; {REMEDY}")
+            file.seek(0)
+            for _ in range(PICKLES):
+                yield from ((path, operation) for operation in pickletools.genops(file))
+        return
+    with zipfile.ZipFile(path) as archive:
+        require_unpacked(path, archive, REMEDY)
+        for part in archive.infolist():
+            if part.filename.endswith("/data.pkl"):
+                yield from ((path, operation) for operation in pickletools.genops(archive.read(part)))
+
+
+def _count(operations: Iterable[tuple[Path, Any]]) -> tuple[int, set[int]]:
+    tensors, numbers = 0, set()
+    for path, (operation, argument, _) in operations:
+        if operation.name == "STACK_GLOBAL" or (operation.name == "GLOBAL" and not MAKERS.fullmatch(argument)):
+            named = str(argument or operation.name)[:60]
+            raise DataError(f"{path} holds {named!r}, which is no tensor, and nothing in it was run; {REMEDY}")
+        tensors += operation.name == "BINPERSID"
+        if isinstance(argument, int):
+            numbers.add(argument)
+    return tensors, numbers
+
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+FLAG = "if you trust it, give --trust-remote-code, or trust_remote_code=True in Python"
+# What transformers and torch have themselves, by the key that names it; a key of a private attribute begins with _.
+LOCAL: Mapping[str, frozenset[str]] = {
+    "attn_implementation": frozenset({"eager", "sdpa", "flex_attention", "paged|eager"}),
+    "experts_implementation": frozenset({"eager", "batched_mm", "grouped_mm"}),
+}
+KERNELS = ("use_kernels", "kernel_config")
+
+
+@contextmanager
+def refuse_foreign_code(folder: Path, *, trusted: bool) -> Iterator[None]:
+    """Let transformers load a folder in the block, without asking whether to run code that the folder names.
+
+    Args:
+        folder: The folder.
+        trusted: Whether that code may run; the block then does nothing.
+
+    Raises:
+        DataError: The folder cannot be loaded without running code that it names.
+    """
+    if trusted:
+        yield
+        return
+    if is_file(folder / ADAPTER):
+        raise DataError(
+            f"{folder / ADAPTER} names a base model and modules that transformers would import; merge the adapter into "
+            f"its model (merge_and_unload) and save that, or {FLAG}."
+        )
+    if is_file(folder / CONFIG):
+        require_local_kernels(folder / CONFIG, read_config(folder / CONFIG))
+    from transformers import dynamic_module_utils
+
+    # with a time of 0 it refuses, where some of its classes do not pass trust_remote_code on to those they load
+    before, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise DataError(
+            f"{folder} holds Python code of its own (auto_map), without which transformers cannot load it, and which "
+            f"was not run; {FLAG}."
+        ) from None
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return the content of a `config.json`.
+
+    Raises:
+        DataError: It cannot be read, or is no JSON object.
+    """
+    try:
+        config = parse_json(read_whole(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not readable as JSON ({error}); save the model again.") from None
+    if not isinstance(config, dict):
+        raise DataError(f"{path} holds a {type(config).__name__}; expected the configuration of a model.")
+    return config
+
+
+def require_local_kernels(path: Path, config: Any) -> None:
+    """Refuse a configuration that names a kernel, at any depth.
+
+    Args:
+        path: The file that holds it, for the message.
+        config: JSON data.
+
+    Raises:
+        DataError: It names a kernel that transformers would fetch from the Hub.
+    """
+    waiting = [config]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            for key, item in value.items():
+                _require_local(path, key, item)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def _require_local(path: Path, key: str, value: Any) -> None:
+    allowed = LOCAL.get(key.removeprefix("_").removesuffix("_internal"))
+    if allowed is not None:
+        named = value.values() if isinstance(value, dict) else (value,)
+        strange = next((name for name in named if not is_local(name, allowed)), None)
+    else:
+        strange = value if key in KERNELS and value else None
+    if strange is not None:
+        raise DataError(
+            f"{path} has {key} {str(strange)[:60]!r}, code that transformers would fetch from the Hub and run; delete "
+            f"that line, or {FLAG}."
+        )
+
+
+def is_local(name: Any, allowed: frozenset[str]) -> bool:
+    """Return whether an implementation needs no code but that of installed packages."""
+    if not isinstance(name, str):
+        return name is None
+    # without flash_attn, transformers takes its kernel from the Hub
+    flash = name.startswith("flash_attention") and "/" not in name
+    return name in allowed or (flash and find_spec("flash_attn") is not None)
+
 
 RECORD = "headwise.json"
 # No size of a model is larger.

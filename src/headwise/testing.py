@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.heads.experiments.verify import Verification, verify
 from headwise.heads.find import LAYOUTS, find_heads
-from headwise.heads.layouts import Layout
-from headwise.heads.verify import Verification, verify
+from headwise.heads.layouts.rows import Layout
 from headwise.repulsion.rules import Rule, update
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 from architecture.source import FILES, SOURCE, module_name
 
@@ -10,10 +12,9 @@ from architecture.source import FILES, SOURCE, module_name
 # another. Every task is a folder on the line "lab/tasks/*".
 LAYERS = """
     errors moved
-    atomic strength input_files strict_json native_code
-    digests foreign_code stored_tensors
+    strength input_files
+    atomic stock_folders
     nn masks reference similarity
-    stock_folders
     heads
     repulsion disagreement routing gating roles
     shrinking
@@ -38,6 +39,9 @@ LAYERS = """
     lab/cli
     __main__
 """
+MOST_FILES, FEWEST_LINES = 12, 80
+# inherits from matplotlib, which is imported when the first figure is drawn
+APART = "plots/figure.py"
 RANK = {room: number for number, line in enumerate(LAYERS.split("\n")) for room in line.split()}
 MODULES = {module_name(path): path for path in FILES}
 
@@ -97,3 +101,21 @@ def test_nothing_but_the_papers_names_a_task():
 def test_the_reference_shares_no_code_with_what_it_checks():
     files = [path for path in FILES if path.startswith("reference/")]
     assert not [(path, other) for path in files for other in imports(path) if room(other) != "reference"]
+
+
+def test_no_folder_is_crowded_and_no_small_file_serves_one_other():
+    counts = Counter(str(Path(path).parent) for path in FILES)
+    crowded = {folder: count for folder, count in counts.items() if count > MOST_FILES}
+    assert not crowded, f"{crowded}: more than {MOST_FILES} files; divide the folder by ideas."
+    used = Counter(other for path in FILES if not path.endswith("__init__.py") for other in imports(path) - {path})
+    lines = {path: len((SOURCE / path).read_text(encoding="utf-8").splitlines()) for path in used}
+    small = [
+        path
+        for path, count in used.items()
+        if count == 1
+        and lines[path] < FEWEST_LINES
+        and "tasks/" not in path
+        and "__init__" not in path
+        and path != APART
+    ]
+    assert not small, f"{small}: fewer than {FEWEST_LINES} lines and one importer; merge them into it."

@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.effective import count_effective_heads
-from headwise.heads.taps import Taps
+from headwise.heads.taps import Taps, count_effective_heads
 from headwise.reference import metrics as loops
 from headwise.similarity.alignment import multiply_features
 

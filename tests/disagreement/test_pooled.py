@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.disagreement import pooled
+from headwise.disagreement import terms
 
 TERMS = {
     "output": hw.Output(),
@@ -20,7 +20,7 @@ TERMS = {
 
 def penalize(monkeypatch: pytest.MonkeyPatch, most: int, term: object, *, padded: bool, relative: bool) -> list:
     """Return the penalty and all gradients, with stacks of tensors of at most this many numbers."""
-    monkeypatch.setattr(pooled, "MOST_ON_CPU", most)
+    monkeypatch.setattr(terms, "MOST_ON_CPU", most)
     torch.manual_seed(0)
     model = nn.Transformer(16, 4, 3, 3, 8, dropout=0.0, batch_first=True).double()
     strength = hw.Relative(0.3) if relative else None
@@ -48,7 +48,7 @@ def test_pooled_and_one_by_one_agree(term: str, padded: bool, relative: bool, mo
 def test_attentions_of_one_shape_are_stacked_and_others_are_not():
     term, ones = hw.Output(), torch.ones(2, 3, 4, 5)
     keep = torch.ones(2, 3, dtype=torch.bool)
-    sums, counts = pooled.measure_together(term, [ones, ones], [keep, ~keep])
+    sums, counts = terms.measure_together(term, [ones, ones], [keep, ~keep])
     assert sums.tolist() == [pytest.approx(6.0), 0.0]
     assert counts.tolist() == [6, 0]
     for tensors, keeps in (
@@ -59,8 +59,8 @@ def test_attentions_of_one_shape_are_stacked_and_others_are_not():
         ([ones, ones.double()], [None, None]),
         ([torch.ones(2, 2**13, 4, 5)] * 2, [None, None]),
     ):
-        assert pooled.measure_together(term, tensors, keeps) is None
-    assert pooled.measure_together(hw.CKA(), [ones, ones], [None, None]) is None
+        assert terms.measure_together(term, tensors, keeps) is None
+    assert terms.measure_together(hw.CKA(), [ones, ones], [None, None]) is None
 
 
 def test_attaching_walks_through_the_model_as_often_for_many_layers_as_for_few(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.disagreement.relative import KEPT, MOST
+from headwise.disagreement.penalty import KEPT, MOST
 from headwise.errors import SettingError, ShapeError
 
 

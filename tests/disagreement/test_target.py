@@ -11,7 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import SettingError
-from headwise.heads.effective import count_effective_heads
+from headwise.heads.taps import count_effective_heads
 from headwise.strength import SATURATED, Control, Target, advance
 
 

@@ -6,9 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headwise.routing.modules import build
-from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
-from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
+from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
+from headwise.routing.modules import EMRouting, SimpleRouting, Trunk, build
 
 vote_settings = st.sampled_from([SharedTrunk(), SharedTrunk(relu=False), PerHead(), DistinctCapsules()])
 EVERY = [SimpleRouting(), EMRouting(), EMRouting(activation=False, votes=PerHead()), Trunk(votes=DistinctCapsules())]

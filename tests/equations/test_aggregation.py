@@ -13,17 +13,20 @@ from torch import Tensor, nn
 import headwise.routing.chunked as recompute
 from equations.aggregators import EVERY, D, E, H, random, seeded, vote_settings
 from headwise.errors import HeadwiseError, SettingError, ShapeError
-from headwise.routing.modules import EMAggregator, Residual, SimpleAggregator, build
-from headwise.routing.settings import (
+from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
+from headwise.routing.modules import (
     Chunks,
+    EMAggregator,
     EMRouting,
+    Residual,
+    SimpleAggregator,
     SimpleRouting,
     Trunk,
+    build,
     em_routing,
     simple_routing,
     uniform_routing,
 )
-from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk
 
 chunk_settings = st.builds(Chunks, tokens=st.integers(1, 9), routed=st.integers(1, 9))
 capsule_counts = st.sampled_from([None, 1, 2, 4, 8])

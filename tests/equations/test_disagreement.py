@@ -16,7 +16,7 @@ from equations.public import public_names
 from headwise.disagreement import terms as disagreement
 from headwise.errors import MaskError, ShapeError
 from headwise.reference import disagreement as loops
-from headwise.similarity import mean_cosine
+from headwise.similarity import cosine
 
 torch.set_num_threads(1)
 
@@ -229,8 +229,8 @@ def test_a_gradient_taken_in_parts_is_that_of_the_whole(dtype: torch.dtype, monk
     vectors[~keep] = math.nan
     found = []
     # numbers of 21 tokens of 20, of 4 and of less than one
-    for size in (mean_cosine.CPU_PART, 80, 8):
-        monkeypatch.setattr(mean_cosine, "CPU_PART", size)
+    for size in (cosine.CPU_PART, 80, 8):
+        monkeypatch.setattr(cosine, "CPU_PART", size)
         leaf = vectors.clone().requires_grad_()
         disagreement.output_similarity(leaf, keep).backward()
         assert leaf.grad is not None

@@ -10,16 +10,8 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
 from headwise.reference import particles as reference
-from headwise.repulsion.gram import (
-    CPU_CHUNK,
-    find_collapsed,
-    geometry,
-    geometry_from_grams,
-    plain_gram,
-    require_nonzero,
-    shifted_gram,
-)
 from headwise.repulsion.kernels import (
+    CPU_CHUNK,
     IMQ,
     RBF,
     Bandwidth,
@@ -31,6 +23,12 @@ from headwise.repulsion.kernels import (
     RadialRBF,
     ReleasedMedian,
     cosine_gradient,
+    find_collapsed,
+    geometry,
+    geometry_from_grams,
+    plain_gram,
+    require_nonzero,
+    shifted_gram,
 )
 
 EPS = torch.finfo(torch.float64).eps

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from equations.draws import draw
 from headwise.reference import particles as reference
-from headwise.repulsion.gram import Geometry, geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.mixing import Mixing, blend
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
+from headwise.repulsion.kernels import (
+    IMQ,
+    RBF,
+    Cosine,
+    Fixed,
+    Geometry,
+    Kernel,
+    Median,
+    NormalizedRBF,
+    ReleasedMedian,
+    geometry,
+)
+from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Mixing, Rule, blend, update
 from headwise.strength import Relative
 
 EPS = torch.finfo(torch.float64).eps

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
 from headwise.reference.routing import em_routing_loop, simple_routing_loop
-from headwise.routing.em import em_gradient, em_schedule
-from headwise.routing.settings import (
+from headwise.routing.algorithms import DistinctCapsules, SharedTrunk, em_gradient, em_schedule, simple_gradient
+from headwise.routing.modules import (
     Chunks,
     EMRouting,
     SimpleRouting,
@@ -16,8 +16,6 @@ from headwise.routing.settings import (
     simple_routing,
     uniform_routing,
 )
-from headwise.routing.simple import simple_gradient
-from headwise.routing.votes import DistinctCapsules, SharedTrunk
 
 GOLDEN_TOLERANCE = 1e-6
 

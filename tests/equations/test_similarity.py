@@ -7,10 +7,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.similarity.alignment import multiply_features, square_products
-from headwise.similarity.correlation import cross_correlation
+from headwise.similarity.alignment import (
+    cross_correlation,
+    effective_number,
+    log_determinant,
+    multiply_features,
+    square_products,
+)
 from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.effective import effective_number, log_determinant
 from headwise.similarity.subspaces import map_cosine, span_similarity
 
 NAN = float("nan")

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from equations.aggregators import EVERY, D, E, H, random, seeded, vote_settings
-from headwise.routing.modules import Residual, build
-from headwise.routing.settings import EMRouting, Trunk
-from headwise.routing.votes import DistinctCapsules, PerHead, SharedTrunk, Votes
+from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk, Votes
+from headwise.routing.modules import EMRouting, Residual, Trunk, build
 
 
 @given(vote_settings, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))

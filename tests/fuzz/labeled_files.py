@@ -9,8 +9,7 @@ from pathlib import Path
 
 from fuzz.made_files import Reader, lines, mutate_packed, packed
 from fuzz.mutate import mutate_json_lines, mutate_text
-from headwise.lab.data.labeled_texts import Layout, read_labeled, read_texts
-from headwise.lab.data.probing_files import drop_repeats, read_probing
+from headwise.lab.data.labeled_texts import Layout, drop_repeats, read_labeled, read_probing, read_texts
 from headwise.lab.data.word_vectors import pack_vectors
 from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.probing_data import load_probing

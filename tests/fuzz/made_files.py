@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.mutate import Mutation, mutate_bytes, mutate_text
-from headwise.digests import FILES, OWN
+from headwise.atomic import FILES, OWN
 
 # The file to change, what reads it and all that belongs to it, and how it is changed.
 Reader = tuple[Path, Callable[[], object], Mutation]

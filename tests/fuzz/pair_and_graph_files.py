@@ -11,8 +11,7 @@ from fuzz.mutate import mutate_bytes, mutate_json, mutate_text
 from headwise.lab.data.line_streams import read_lines
 from headwise.lab.tasks.graph2text.coder import SPECIAL
 from headwise.lab.tasks.graph2text.data import load_graphs
-from headwise.lab.tasks.graph2text.rating_form import CRITERIA
-from headwise.lab.tasks.graph2text.ratings import read_ratings
+from headwise.lab.tasks.graph2text.ratings import CRITERIA, read_ratings
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise.lab.tasks.graph2text.writer import _read_coder, read_requests
 from headwise.lab.tasks.translation.corpora import CORPORA

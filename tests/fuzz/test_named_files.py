@@ -11,13 +11,13 @@ import typer
 
 from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json, mutate_text
 from headwise.errors import SettingError
-from headwise.lab.cli.configs import format_config, merge_sizes, read_config
+from headwise.lab.cli.comparing import format_config, merge_sizes, read_config
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.frozen.open import open_folder
 from headwise.lab.probing.figures import make_heads_grid, make_layers_grid, make_sets_grid
 from headwise.lab.probing.run import _read_finished
-from headwise.lab.results.head_drops import read_head_drops
+from headwise.lab.results.runs import read_head_drops
 from headwise.lab.tasks.lm.tokens import learn_tokens, read_tokens
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.tune import TUNED, TUNING, read_tuned

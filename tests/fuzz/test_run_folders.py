@@ -16,7 +16,7 @@ import headwise as hw
 from fuzz.mutate import BYTES, INPUTS, Mutation, fuzz, limit_memory, mutate_bytes, mutate_json, mutate_json_lines
 from headwise.lab.data.arrays import Ragged, cache_arrays, read_arrays
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.finished import require_intact
+from headwise.lab.experiment.run_folder import require_intact
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings
 from headwise.lab.results.evidence import read_numbers

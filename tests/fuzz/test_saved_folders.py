@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 
 import headwise as hw
 from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json
-from headwise.digests import is_sealed
+from headwise.atomic import is_sealed
 from routing.hostile import RECORD, tensor_file
 from routing.test_hostile_folders import make_bert
 

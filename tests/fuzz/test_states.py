@@ -14,9 +14,9 @@ from torch import nn
 import headwise as hw
 from fuzz.mutate import INPUTS, fuzz, mutate_json
 from headwise.errors import SettingError
+from headwise.input_files import parse_json
 from headwise.integrations import Penalize, Repel
 from headwise.integrations.attached import Attached
-from headwise.strict_json import parse_json
 
 
 def make() -> nn.Module:

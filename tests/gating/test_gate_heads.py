@@ -16,7 +16,7 @@ import headwise as hw
 from heads.attentions import FusedAttention, KeyValueAttention, SeparateAttention
 from heads.families import FAMILIES
 from heads.family import Family
-from headwise.gating.link import NAME
+from headwise.gating.attach import NAME
 from headwise.reference.gating import mixture_gates_loop, sigmoid_gates_loop
 from laws.attaching import tensors
 

@@ -12,7 +12,7 @@ from transformers import HieraConfig, HieraModel, ProphetNetConfig, ProphetNetMo
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
-from headwise.gating.link import NAME
+from headwise.gating.attach import NAME
 
 WIDTH, HEADS = 12, 4
 

@@ -23,7 +23,7 @@ from heads.calling import CallingAttention, NanoGPT
 from heads.own import ListAttention
 from heads.vision import SwinTransformer, VisionTransformer
 from heads.wrappers import wrap
-from headwise.heads import arrangement
+from headwise.heads.experiments import arrangement
 
 
 class Fused(nn.Module):

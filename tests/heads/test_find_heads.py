@@ -13,8 +13,7 @@ from torch import nn
 import headwise as hw
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
 from heads.families import FAMILIES
-from headwise.heads.head_slice import HeadSlice
-from headwise.heads.slice_checks import check_head_slice
+from headwise.heads.head_slice import HeadSlice, check_head_slice
 
 
 def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer():

@@ -107,7 +107,7 @@ def test_an_implementation_without_scores_is_refused():
 
 
 def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_are(monkeypatch):
-    from headwise.heads import huggingface
+    from headwise.heads.scores import huggingface
 
     compute = huggingface._compute_weights
     computed: list[str] = []

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import headwise as hw
 from heads.own import HEADS, RULE, SIZE, LensAttention, ParameterAttention, X, forces, with_gradients
 from heads.refused import REFUSED
-from headwise.heads.axes import Axes
 from headwise.heads.heads import Heads
+from headwise.heads.layouts.parameters import Axes
 
 SEPARATE = ("h d e", "h e d", "d h e", "e d h", "(h e) d", "d (h e)", "(e h) d", "d (e h)")
 PACKED = (
@@ -101,7 +101,7 @@ def test_rows_shifted_by_a_few_are_disproved(projection: int, shift: int, monkey
     heads = Heads(model, (replace(site, slices=tuple(slices)),))
     with pytest.raises(hw.LayoutError, match="as part of its"):
         hw.verify(heads, (X,))
-    monkeypatch.setattr(import_module("headwise.heads.verify"), "check_head_slices", lambda _: None)
+    monkeypatch.setattr(import_module("headwise.heads.experiments.verify"), "check_head_slices", lambda _: None)
     with pytest.raises(hw.LayoutError, match="misreads"):
         hw.verify(heads, (X,))
 

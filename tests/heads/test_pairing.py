@@ -28,7 +28,7 @@ import headwise as hw
 from heads.families import BY_NAME
 from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
-from headwise.heads.pairing import pair_decoder_heads
+from headwise.heads.mixing import pair_decoder_heads
 from headwise.reference.attention import differential_heads
 
 FAMILIES: dict[str, Any] = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}

@@ -14,7 +14,7 @@ from heads.calling import EinsumAttention
 from heads.own import LensAttention, ListAttention
 from heads.written import WRITTEN, Tiled, find
 from headwise.repulsion.groups import find_groups
-from headwise.shrinking.prune_choice import choose_heads
+from headwise.shrinking.prune import choose_heads
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
 

@@ -11,7 +11,7 @@ from torch import nn
 import headwise as hw
 from heads.families import FAMILIES
 from heads.family import Family
-from headwise.heads.head_runs import HeadRuns
+from headwise.heads.head_slice import HeadRuns
 from headwise.heads.heads import Heads
 
 IN_RUNS = [family for family in FAMILIES if family.name.startswith(("Falcon", "CodeGen"))]

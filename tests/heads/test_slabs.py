@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads.head_slice import HeadSlice
-from headwise.heads.head_stack import HeadStack
-from headwise.heads.slice_checks import check_head_slice
+from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slice
 
 
 @pytest.mark.parametrize(

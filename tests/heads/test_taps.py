@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import headwise as hw
 from heads.attentions import LinearAttention, SeparateAttention
-from headwise.heads import huggingface
+from headwise.heads.scores import huggingface
 from headwise.heads.taps import UNREAD_CALLS
 from headwise.nn import additive as additive_module
 from headwise.nn import checkpointing, multihead

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from headwise.routing import em_triton, triton_tiles
-from headwise.routing.em import EMKernel, em_forward, em_schedule
+from headwise.routing.algorithms import EMKernel, SimpleKernel, em_forward, em_schedule, simple_forward
 from headwise.routing.fused import FusedKernel, fuse_kernel, runs_on
-from headwise.routing.modules import build
-from headwise.routing.settings import Chunks, EMRouting, SimpleRouting
-from headwise.routing.simple import SimpleKernel, simple_forward
+from headwise.routing.modules import Chunks, EMRouting, SimpleRouting, build
 
 FLOOR = 1e-6
 

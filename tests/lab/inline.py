@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headwise.lab.analyses import step_time
-from headwise.lab.experiment.job import Failure
+from headwise.lab.experiment.run_folder import Failure
 from headwise.lab.jobs import pool
 
 

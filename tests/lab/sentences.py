@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.data import spacy_pipelines
+from headwise.lab.role_masks import stored
 from headwise.lab.tasks.classification import texts as classification_texts
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
@@ -55,4 +55,4 @@ def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(classification_texts, "word_tables", made)
     # any folder is a pipeline to this parser
-    monkeypatch.setattr(spacy_pipelines, "is_file", lambda _path: True)
+    monkeypatch.setattr(stored, "is_file", lambda _path: True)

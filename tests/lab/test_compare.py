@@ -18,8 +18,7 @@ from headwise.errors import DataError, SettingError
 from headwise.lab import compare as compare_module
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arms
-from headwise.lab.experiment.job import Failure, Watch
-from headwise.lab.experiment.run_folder import first_difference, read_progress, write_json
+from headwise.lab.experiment.run_folder import Failure, Watch, first_difference, read_progress, write_json
 from headwise.lab.jobs.pool import count_workers
 from headwise.lab.jobs.progress import Bars, Lines, choose_watch
 from headwise.lab.jobs.workers import do_job, run_jobs
@@ -70,7 +69,7 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from headwise.lab.experiment.job import Watch
+from headwise.lab.experiment.run_folder import Watch
 from headwise.lab.jobs.workers import run_jobs
 from lab.jobs.pool_target import jobs, work
 

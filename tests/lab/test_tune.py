@@ -16,10 +16,9 @@ from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.integrations.methods import Repel
 from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.arm_record import restore_arm
-from headwise.lab.experiment.arm_text import list_settings, parse_arm
-from headwise.lab.experiment.job import Failure
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.arm_text import list_settings, parse_arm, restore_arm
+from headwise.lab.experiment.run_folder import Failure
+from headwise.lab.experiment.task import named_task
 from headwise.lab.jobs import pool
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import read_table

@@ -10,7 +10,7 @@ from torch import nn
 
 import headwise as hw
 from heads.attentions import SeparateAttention, StridedAttention
-from headwise.repulsion.mixing import Mixing
+from headwise.repulsion.rules import Mixing
 from headwise.testing import check_layout, check_rule, particles_near_collapse
 
 RULES = [

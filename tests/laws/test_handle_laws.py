@@ -26,7 +26,7 @@ from heads.calling import CallingAttention
 from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from heads.forwards import results, without_dropout
-from headwise.heads.pairing import pair_decoder_heads
+from headwise.heads.mixing import pair_decoder_heads
 from roles.guided import square
 
 pytestmark = [

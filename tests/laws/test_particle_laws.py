@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.repulsion.gram import geometry
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Kernel, Median, NormalizedRBF, RadialRBF, ReleasedMedian
+from headwise.repulsion.kernels import (
+    IMQ,
+    RBF,
+    Cosine,
+    Fixed,
+    Kernel,
+    Median,
+    NormalizedRBF,
+    RadialRBF,
+    ReleasedMedian,
+    geometry,
+)
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
 from headwise.strength import Relative
 

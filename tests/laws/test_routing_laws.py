@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.routing.em import em_gradient
-from headwise.routing.settings import EMRouting, Routed, SimpleRouting, em_routing, simple_routing
-from headwise.routing.simple import simple_gradient
+from headwise.routing.algorithms import em_gradient, simple_gradient
+from headwise.routing.modules import EMRouting, Routed, SimpleRouting, em_routing, simple_routing
 
 drawn = settings(max_examples=25)
 sizes = st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(1, 8), st.integers(1, 4))

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import headwise as hw
-from headwise.report.prefix_cache import record
-from headwise.report.removal_cost import measure_removal
+from headwise.report.removal_cost import measure_removal, record
 from report.stack import SMALL, Stack, ids, spread, tensors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import headwise as hw
 from heads.attentions import SeparateAttention
 from headwise.repulsion.function_space import FunctionSVGD, compute_products, pull_back
-from headwise.repulsion.gram import geometry
+from headwise.repulsion.kernels import geometry
 
 HEADS, SIZE, WIDTH = 3, 4, 12
 

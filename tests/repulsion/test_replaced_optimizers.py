@@ -15,7 +15,7 @@ from torch.optim import optimizer as hooks
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from headwise.repulsion import replaced_optimizers
+from headwise.repulsion import optimizers
 from repulsion.by_hand import RULE, loss_of
 
 SAME_HEADS = r"another AdamW than the AdamW that hw\.repel was called on steps the same heads"
@@ -186,12 +186,12 @@ def test_nothing_is_said_of(loop):
 def test_torch_calls_nothing_of_headwise_once_no_repulsion_is_left():
     model, optimizer = build()
     handle = hw.repel(optimizer, hw.find_heads(model), RULE)
-    assert replaced_optimizers._look in hooks._global_optimizer_post_hooks.values()
+    assert optimizers._look in hooks._global_optimizer_post_hooks.values()
     handle.remove()
-    assert replaced_optimizers._look not in hooks._global_optimizer_post_hooks.values()
+    assert optimizers._look not in hooks._global_optimizer_post_hooks.values()
     model, optimizer = build()
     hw.repel(optimizer, hw.find_heads(model), RULE)
     take_steps(model, optimizer, 1)
     del model, optimizer
     gc.collect()
-    assert replaced_optimizers._look not in hooks._global_optimizer_post_hooks.values()
+    assert optimizers._look not in hooks._global_optimizer_post_hooks.values()

@@ -14,8 +14,8 @@ import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.wrappers import wrap
-from headwise.repulsion.gram import Geometry
-from headwise.repulsion.mixing import Mixing
+from headwise.repulsion.kernels import Geometry
+from headwise.repulsion.rules import Mixing
 from repulsion.lora_by_hand import base_weight, expected_gradients, lora_layers, product_of
 
 peft = pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from headwise.repulsion import step, step_batched
+from headwise.repulsion import step
 from headwise.repulsion.groups import find_groups
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import apply_rule
@@ -138,10 +138,10 @@ def test_what_is_not_finite_is_left_alone_and_the_others_are_not(stacks):
 def test_more_groups_than_fit_in_one_stack_take_several(stacks, monkeypatch):
     model = with_gradients(packed(4))
     taken = []
-    apply = step_batched.apply_to_stack
-    monkeypatch.setattr(step_batched, "MOST_STACKED", 5 * 144)
+    apply = step.apply_to_stack
+    monkeypatch.setattr(step, "MOST_STACKED", 5 * 144)
     monkeypatch.setattr(
-        step_batched, "apply_to_stack", lambda r, members, *a: taken.append(len(members)) or apply(r, members, *a)
+        step, "apply_to_stack", lambda r, members, *a: taken.append(len(members)) or apply(r, members, *a)
     )
     assert_equal(both_ways(stacks, model, SVGD), rtol=1e-12, atol=1e-12)
     assert taken == [5, 5, 2]

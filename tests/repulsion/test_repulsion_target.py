@@ -9,8 +9,8 @@ import torch
 
 import headwise as hw
 from headwise.errors import NotFired, SettingError
+from headwise.repulsion.repel import Steering
 from headwise.repulsion.rules import update
-from headwise.repulsion.steering import Steering
 from headwise.strength import SATURATED
 
 RULES = {
@@ -254,7 +254,7 @@ def test_an_attention_that_was_not_called_leaves_the_others_controllers_to_go_on
 
 
 def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headwise.repulsion.steering.NEWEST", 2)
+    monkeypatch.setattr("headwise.repulsion.repel.NEWEST", 2)
     found = []
     for skipped in (0, 3):
         model = make(layers=1)

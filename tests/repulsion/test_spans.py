@@ -7,7 +7,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
-from headwise.repulsion.spans import find_turns
+from headwise.repulsion.function_space import find_turns
 
 
 def squared_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

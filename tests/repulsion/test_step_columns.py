@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.repulsion import step, step_columns
+from headwise.repulsion import step
 from headwise.repulsion.groups import find_groups
 from headwise.repulsion.rules import Rule
 from headwise.repulsion.step import apply_rule
@@ -28,7 +28,7 @@ RULES = {
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the groups that were mixed by columns."""
     names: list[str] = []
-    apply = step_columns.apply_by_columns
+    apply = step.apply_by_columns
 
     def noted(rule, batch, *rest):
         names.extend(group.name for group, _ in batch)
@@ -60,7 +60,7 @@ def require_close(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("most", [2**18, 2**10])
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_and_norms_are_those_of_float64(rule: str, most: int, taken: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_columns, "MIXED_PART", most)
+    monkeypatch.setattr(step, "MIXED_PART", most)
     model, exact = make(), make().double()
     expected = expected_gradients(model, RULES[rule], strength=0.5)
     found, wanted = act(model, RULES[rule]), act(exact, RULES[rule])
@@ -118,10 +118,10 @@ def test_distances_above_the_share_are_apart_and_those_below_are_not():
     own = heads.clone() / heads.std()
     for ratio, wanted in ((1.3, True), (0.7, False)):
         # two heads c + s x and c + s y: squared distance 2 s^2 of squared norms 2 (1 + s^2)
-        size = math.sqrt(ratio * step_columns.APART)
+        size = math.sqrt(ratio * step.APART)
         heads.copy_(common + size * own)
         gradients = query.gradients()
-        (rows,), grams = step_columns.find_apart(RULES["svgd"], [(query, query.views(gradients))])
+        (rows,), grams = step.find_apart(RULES["svgd"], [(query, query.views(gradients))])
         assert (rows is not None) == wanted
         assert (grams is not None) == wanted
 
@@ -132,7 +132,7 @@ def test_distances_above_the_share_are_apart_and_those_below_are_not():
 def test_gradients_that_are_not_finite_stay(
     rule: str, value: float, most: int, taken: list, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(step_columns, "MIXED_PART", most)
+    monkeypatch.setattr(step, "MIXED_PART", most)
     model, before = make(), make()
     for own in (model, before):
         own.in_proj_weight.grad[WIDTH + 3, 77] = value

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.roles.fitting import find_max_length
+from headwise.roles.guide import find_max_length
 from roles.tokenizers_for_tests import fast_tokenizer
 
 TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]

@@ -13,8 +13,12 @@ import headwise as hw
 
 spacy = pytest.importorskip("spacy")
 
-from headwise.roles.spacy import Parser  # noqa: E402
-from headwise.roles.spacy_cache import Parse, ParseCache, digest  # noqa: E402
+from headwise.roles.spacy import (  # noqa: E402
+    Parse,
+    ParseCache,
+    Parser,
+    digest,
+)
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 TRAINED = DATA.parent / "models" / "en_ewt_parser"

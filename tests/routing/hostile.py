@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headwise.digests import seal
+from headwise.atomic import seal
 
 RECORD = "headwise.json"
 CANARY = "canary"

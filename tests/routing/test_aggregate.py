@@ -14,8 +14,7 @@ from heads.attentions import SeparateAttention
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.find import find_heads
 from headwise.routing.aggregate import aggregate
-from headwise.routing.modules import EMAggregator, Gate, Residual, TrunkAggregator
-from headwise.routing.settings import EMRouting, SimpleRouting, Trunk
+from headwise.routing.modules import EMAggregator, EMRouting, Gate, Residual, SimpleRouting, Trunk, TrunkAggregator
 
 
 def encoder(layers: int = 2) -> nn.TransformerEncoder:

@@ -16,7 +16,7 @@ import headwise as hw
 from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from heads.forwards import results, same
-from headwise.digests import seal
+from headwise.atomic import seal
 
 # the test model of Chameleon lacks the tokenizer of images, which its config builds
 OTHERS = ("timm", "torch", "Chameleon")
@@ -319,7 +319,7 @@ class Own:
     scale: float = 1.0
 
     def weights(self, num_heads: int, head_size: int, width: int) -> dict:
-        from headwise.routing.votes import VoteWeight
+        from headwise.routing.algorithms import VoteWeight
 
         return {"own_weight": VoteWeight((num_heads, width, head_size), bound=0.5)}
 

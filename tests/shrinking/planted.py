@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.shrinking.key_freedom import KeyFreedom
+from headwise.shrinking.alignment import KeyFreedom
 
 WIDTH, HEADS, GROUPS, SIZE, VOCABULARY = 32, 8, 2, 8, 61
 KINDS = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma")

@@ -15,7 +15,7 @@ from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
 from heads.shared import KEYS, MODELS, SHARING, TOKENS, build, gemma4
 from headwise.heads.heads import Heads
-from headwise.shrinking.prune_proof import TESTED
+from headwise.shrinking.proof import TESTED
 from shrinking.cutting import Removed, ablated, apart, compute, named
 from shrinking.test_prune_families import PRUNED
 

@@ -5,7 +5,7 @@ import torch
 
 from headwise.errors import HeadwiseError, SettingError, ShapeError
 from headwise.reference import merging as reference
-from headwise.shrinking.grouping import group_by_similarity, group_in_order
+from headwise.shrinking.alignment import group_by_similarity, group_in_order
 from shrinking.drawn_heads import draw
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError
 from headwise.reference import merging as reference
-from headwise.shrinking.alignment import measure_loss
-from headwise.shrinking.key_freedom import KeyFreedom
+from headwise.shrinking.alignment import KeyFreedom, measure_loss
 from shrinking.drawn_heads import draw, gram_of
 
 SIZE, HEADS, TOKENS = 8, 3, 29

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.shrinking.key_freedom import KeyFreedom
-from headwise.shrinking.merge_freedom import find_freedoms
-from headwise.shrinking.merge_heads import Way, make_alike
-from headwise.shrinking.merge_moments import measure_inputs
+from headwise.shrinking.alignment import KeyFreedom
+from headwise.shrinking.merge_heads import Way, find_freedoms, make_alike, measure_inputs
 from shrinking.cutting import apart, float64
 from shrinking.drawn_heads import draw
 from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, plant, tokens

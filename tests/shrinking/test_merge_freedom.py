@@ -11,8 +11,8 @@ from torch import nn
 import headwise as hw
 from heads.families import FAMILIES
 from headwise.errors import HeadwiseError
-from headwise.shrinking.key_freedom import KeyFreedom
-from headwise.shrinking.merge_freedom import Freedom, find_freedoms
+from headwise.shrinking.alignment import KeyFreedom
+from headwise.shrinking.merge_heads import Freedom, find_freedoms
 from shrinking.cutting import named
 from shrinking.planted import SIZE, build, tokens
 

@@ -9,8 +9,8 @@ import torch
 
 import headwise as hw
 from heads.families import FAMILIES
-from headwise.heads.importance import Importance
-from headwise.shrinking.prune_choice import choose_heads
+from headwise.heads.ablation import Importance
+from headwise.shrinking.prune import choose_heads
 from shrinking.cutting import ablated, apart, compute, named
 from shrinking.planted import build, tokens
 

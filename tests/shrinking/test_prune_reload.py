@@ -20,7 +20,7 @@ import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
 from heads.family import Family
-from headwise.digests import seal
+from headwise.atomic import seal
 from shrinking.cutting import apart, compute, evenly, named, unevenly
 
 STOCK = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError, SettingError, ShapeError
-from headwise.shrinking.refit import refit_output
+from headwise.shrinking.merge import refit_output
 from shrinking.drawn_heads import draw
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from architecture.source import ROOT
 from headwise.errors import DataError, HeadwiseError
+from headwise.input_files import encode_json, find_not_finite, parse_json
 from headwise.lab.experiment.run_folder import read_json, write_json, write_lines
 from headwise.report.html import Page
-from headwise.strict_json import encode_json, find_not_finite, parse_json
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("aé\n")
 VALUES = st.recursive(SCALARS, lambda part: st.lists(part) | st.dictionaries(st.text("ab."), part), max_leaves=8)
@@ -106,4 +106,4 @@ def test_no_other_file_uses_pythons_own_module():
                 names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
                 found |= {path.relative_to(ROOT).as_posix() for name in names if name.partition(".")[0] == "json"}
     # the second recomputes records without headwise
-    assert found == {"src/headwise/strict_json.py", "benchmarks/recompute.py"}
+    assert found == {"src/headwise/input_files.py", "benchmarks/recompute.py"}

@@ -1,6 +1,5 @@
 """Penalties on the similarity of heads."""
 
-from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.invariant import (
     CKA,
     HSIC,
@@ -11,8 +10,9 @@ from headwise.disagreement.invariant import (
     SquaredCosine,
 )
 from headwise.disagreement.penalty import Disagreement
-from headwise.disagreement.similarities import (
+from headwise.disagreement.terms import (
     Frobenius,
+    GroupedQueries,
     Output,
     Position,
     PositionSquaredDifference,
@@ -20,8 +20,6 @@ from headwise.disagreement.similarities import (
     SiteSimilarity,
     Subspace,
     Sum,
-)
-from headwise.disagreement.terms import (
     frobenius_penalty,
     frobenius_penalty_sum,
     normalized_position_similarity,

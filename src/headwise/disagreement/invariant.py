@@ -12,14 +12,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.disagreement.similarities import PARAMETERS, Arithmetic
+from headwise.disagreement.terms import PARAMETERS, Arithmetic
 from headwise.errors import LayoutError, require_boolean, require_choice, require_integer, require_positive
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.sharding import gather_mean
-from headwise.similarity.alignment import FEWEST_TOKENS, Products, form_metric, multiply_features
-from headwise.similarity.correlation import cross_correlation
+from headwise.similarity.alignment import (
+    EPSILON,
+    FEWEST_TOKENS,
+    Products,
+    cross_correlation,
+    form_metric,
+    log_determinant,
+    multiply_features,
+)
 from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.effective import EPSILON, log_determinant
 from headwise.similarity.subspaces import map_cosine, span_similarity
 
 # What heads put out before W_O, and what each adds to the residual stream through W_O.

@@ -7,12 +7,28 @@ receive no gradient. Half precision is summed and returned in float32; float64 s
 
 Every term also comes as `*_sum`, a sum over valid tokens and their number, to pool several calls token by token. With
 no valid token the mean is 0: raising would require reading the mask's values in every step.
+
+A term on many attentions of one shape at once, in a number of operators that does not grow with the layers.
+
+Where a launch or a call costs more than copying what heads computed, the tensors of all attentions are copied into one
+stack. Larger ones are measured one attention after another, without a copy.
+
+The similarities that a penalty may lower: those of the papers, weighted sums, and the protocols for others.
+
+Terms on the query heads of grouped attention: inside each group, or between groups.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headwise.similarity.mean_cosine import mean_cosine
+from headwise.errors import SettingError, require_boolean, require_choice, require_range
+from headwise.heads.heads import GROUPINGS, Site, group_features
+from headwise.similarity.cosine import mean_cosine
 from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
 
 
@@ -269,3 +285,322 @@ def _require_weights(weights: Tensor, keep: Tensor | None) -> None:
     require_floating("weights", weights, 3, "[..., H, Q, K]")
     if keep is not None:
         require_keep(keep, (*weights.shape[:-3], weights.shape[-2]))
+
+
+# Largest tensors of one attention that are stacked, in numbers: on a CPU copying soon costs more than calls do.
+MOST_ON_CPU, MOST_ON_ACCELERATOR = 2**16, 2**22
+
+
+@runtime_checkable
+class Poolable(Protocol):
+    """A similarity that is computed for several attentions at once."""
+
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what `sum_and_count` does for each of S attentions, [S], given a stack of what it reads, [S, ...]."""
+        ...
+
+
+def measure_together(
+    similarity: object, tensors: list[Tensor], keeps: list[Tensor | None]
+) -> tuple[Tensor, Tensor] | None:
+    """Return sums and numbers of several attentions, each [S], or None where they are measured one by one.
+
+    Args:
+        similarity: A similarity.
+        tensors: What it reads of each attention.
+        keeps: True where a token of each is real, or None.
+    """
+    first, keep = tensors[0], keeps[0]
+    if len(tensors) < 2 or not isinstance(similarity, Poolable):
+        return None
+    most = MOST_ON_CPU if first.device.type == "cpu" else MOST_ON_ACCELERATOR
+    alike = all(own.shape == first.shape and own.dtype == first.dtype and own.device == first.device for own in tensors)
+    if first.numel() > most or not alike:
+        return None
+    if keep is None:
+        return similarity.sum_and_count_each(torch.stack(tensors), None) if keeps.count(None) == len(keeps) else None
+    given = [own for own in keeps if own is not None]
+    if len(given) < len(keeps) or any(own.shape != keep.shape for own in given):
+        return None
+    return similarity.sum_and_count_each(torch.stack(tensors), torch.stack(given))
+
+
+def add_up_each(per_token: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums of a term that is 0 where not kept, [S, ...] -> [S], and the numbers of valid tokens.
+
+    >>> add_up_each(torch.ones(2, 3), None)
+    (tensor([3., 3.]), tensor([3, 3]))
+    """
+    per_token = per_token.flatten(1)
+    if keep is None:
+        counts = torch.full((len(per_token),), per_token.shape[1], dtype=torch.int64, device=per_token.device)
+        return per_token.sum(1), counts
+    return per_token.sum(1), keep.flatten(1).sum(1)
+
+
+def vector_similarity_each(vectors: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`output_similarity_sum` of S attentions at once, vectors [S, ..., H, e] and keep [S, ...]: sums and numbers, [S].
+
+    >>> vector_similarity_each(torch.eye(4).expand(2, 3, 4, 4), None)
+    (tensor([0.7500, 0.7500]), tensor([3, 3]))
+    """
+    return add_up_each(mean_cosine(vectors, keep), keep)
+
+
+def position_similarity_each(mean: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`position_similarity_of_mean_sum` of S attentions at once, [S, ..., Q, K]: sums and numbers, [S].
+
+    >>> position_similarity_each(torch.full((2, 3, 4), 0.25), None)
+    (tensor([0.7500, 0.7500]), tensor([3, 3]))
+    """
+    if keep is not None:
+        mean = mean.masked_fill(~keep.unsqueeze(-1), 0.0)
+    return add_up_each(mean.to(accumulation_dtype(mean)).square().sum(-1), keep)
+
+
+def mean_over_heads(weights: Tensor) -> Tensor:
+    """Return the mean of attention weights [..., H, Q, K] over heads, in single precision at least.
+
+    >>> mean_over_heads(torch.eye(2)[:, None])
+    tensor([[0.5000, 0.5000]])
+    """
+    return weights.mean(-3, dtype=accumulation_dtype(weights))
+
+
+# What a similarity may read: a field of a capture, or the parameters of the attention.
+PARAMETERS = "parameters"
+READABLE = ("outputs", "values", "weights", "mean_weights", PARAMETERS)
+
+
+@runtime_checkable
+class Similarity(Protocol):
+    """A similarity of heads; anything with these two attributes can be added to the built-in ones."""
+
+    @property
+    def reads(self) -> str:
+        """The field of a capture it is computed from: "outputs", "values", "weights" or "mean_weights"."""
+        ...
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum over valid tokens and their number, given the field named by `reads`."""
+        ...
+
+
+@runtime_checkable
+class SiteSimilarity(Protocol):
+    """A similarity of heads that reads parameters of the attention, with what it computed or alone."""
+
+    @property
+    def reads(self) -> str:
+        """As for `Similarity`, or "parameters" where no call of the model is needed."""
+        ...
+
+    def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number, given the field named by `reads`; None for "parameters"."""
+        ...
+
+
+class Arithmetic:
+    """`+` between terms and `*` with a number."""
+
+    def __add__(self, other: Similarity | SiteSimilarity | Sum) -> Sum:
+        return Sum((*list_parts(self), *list_parts(other)))
+
+    def __mul__(self, weight: float) -> Sum:
+        require_range("weight of a term", weight)
+        return Sum(tuple((weight * own, similarity) for own, similarity in list_parts(self)))
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Sum(Arithmetic):
+    """A weighted sum of similarities, made by `+` and `*`: `Output() + 0.5 * Position()`."""
+
+    parts: tuple[tuple[float, Similarity | SiteSimilarity], ...]
+
+    def __str__(self) -> str:
+        return " + ".join(f"{weight:g} * {similarity}" for weight, similarity in self.parts)
+
+
+@dataclass(frozen=True)
+class Output(Arithmetic):
+    """Similarity of head outputs: (1/H^2) sum_ij cos(O_i, O_j), minus Eq. 7 of Li et al. 2021; per query.
+
+    1 for heads that agree, 1/H for orthogonal ones, and least, 0, where directions cancel, as those of a and -a do.
+    """
+
+    reads = "outputs"
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return output_similarity_sum(tensor, keep)
+
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the same of S attentions at once, [S, B, Q, H, e] -> [S]."""
+        return vector_similarity_each(tensor, keep)
+
+
+@dataclass(frozen=True)
+class Subspace(Arithmetic):
+    """Similarity of projected values: (1/H^2) sum_ij cos(V_i, V_j), minus Eq. 5 of Li et al. 2021; per key."""
+
+    reads = "values"
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid keys."""
+        return subspace_similarity_sum(tensor, keep)
+
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the same of S attentions at once, [S, B, K, G, e] -> [S]."""
+        return vector_similarity_each(tensor, keep)
+
+
+@dataclass(frozen=True, repr=False)
+class Position(Arithmetic):
+    """Overlap of attended positions: (1/H^2) sum_ij sum_k A_ik A_jk, minus Eq. 6 of Li et al. 2021; per query.
+
+    Its minimum is not diversity but collapse to uniform attention; monitor a normalized similarity as well.
+
+    Args:
+        recompute: False computes attention explicitly and keeps the weights of all heads for the backward pass. True
+            leaves attention to the fused kernel and computes the weights a second time, of some heads at a time, in
+            both passes: for long sequences, whose H Q K weights do not fit in memory. The value is the same. It is
+            never chosen by size or device: a fused kernel draws dropout differently, so the same seed would give a
+            different run.
+    """
+
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        require_boolean("Position.recompute", self.recompute)
+
+    @property
+    def reads(self) -> str:
+        """The weights, or their mean over heads."""
+        return "mean_weights" if self.recompute else "weights"
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return (
+            position_similarity_of_mean_sum(tensor, keep) if self.recompute else position_similarity_sum(tensor, keep)
+        )
+
+    def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the same of S attentions at once, [S, B, H, Q, K] or means [S, B, Q, K] -> [S]."""
+        return position_similarity_each(tensor if self.recompute else mean_over_heads(tensor), keep)
+
+    def __repr__(self) -> str:
+        # as in records of runs made before this option existed
+        return "Position(recompute=True)" if self.recompute else "Position()"
+
+
+@dataclass(frozen=True)
+class PositionSquaredDifference(Arithmetic):
+    """Minus the mean squared difference of attention rows, the variant of footnote 3 of Li et al. 2021."""
+
+    reads = "weights"
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return position_squared_difference_sum(tensor, keep)
+
+
+@dataclass(frozen=True)
+class Frobenius(Arithmetic):
+    """||A_q A_q^T - I||_F^2 over the attention rows A_q [H, K] of one query (Lin et al. 2017); per query.
+
+    Squared, as in the paper. Not a mean over pairs: it grows with H^2, up to H (H - 1) for heads that all attend to
+    one token, and its minimum 0 requires one-hot rows on different tokens.
+    """
+
+    reads = "weights"
+
+    def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid queries."""
+        return frobenius_penalty_sum(tensor.transpose(1, 2), keep)
+
+
+def list_parts(term: object) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
+    """Return the similarities of a term with their weights.
+
+    Raises:
+        SettingError: It is no term.
+    """
+    if isinstance(term, Sum):
+        return term.parts
+    if isinstance(term, Similarity | SiteSimilarity) and not isinstance(term, type):
+        return ((1.0, term),)
+    raise SettingError(
+        f"term is {term!r}; expected CKA(), Output(), Subspace(), Position(), Frobenius() or a weighted sum of such."
+    )
+
+
+# Axis of the heads in what a term reads.
+AXES = {"outputs": 2, "weights": 1}
+
+
+@dataclass(frozen=True)
+class GroupedQueries(Arithmetic):
+    """A term on the query heads of one group, or on groups, under grouped queries.
+
+    With H query heads, G key/value heads and groups g of H / G query heads that share one,
+
+        within: (1/G) sum_g s(heads of g)        across: s(g_1, ..., g_G)
+
+    where a group as a whole puts out the outputs of its heads one after another, and attends with the mean of their
+    weights (`Position` across is therefore `Position`, an overlap of means). Terms on values compare the G key/value
+    heads as they are, without this.
+
+    Args:
+        term: A term on outputs or weights: `CKA()`, `Output()`, `Position()`, ...
+        grouping: "within" or "across".
+
+    Raises:
+        SettingError: The term reads something else, or contributions, or there is no such grouping.
+
+    Example:
+        >>> import headwise as hw
+        >>> GroupedQueries(hw.CKA(), "within") + 0.5 * GroupedQueries(hw.CKA(), "across")
+        Sum(parts=((1.0, GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='within')), (0.5, \
+GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='across'))))
+    """
+
+    term: Similarity | SiteSimilarity
+    grouping: Literal["within", "across"] = "within"
+
+    def __post_init__(self) -> None:
+        require_choice("grouping", self.grouping, GROUPINGS)
+        if not isinstance(self.term, Similarity | SiteSimilarity) or self.term.reads not in AXES:
+            raise SettingError(
+                f"term is {self.term!r}; expected one on the outputs or the weights of heads, such as CKA() or "
+                "Position()."
+            )
+        if getattr(self.term, "of", "outputs") != "outputs":
+            raise SettingError(f"term is {self.term!r}; groups are compared by outputs: leave out of='contributions'.")
+
+    @property
+    def reads(self) -> str:
+        """What the term reads."""
+        return self.term.reads
+
+    def count_heads(self, site: Site) -> int:
+        """Return how many heads of a group, or how many groups, are compared."""
+        return site.key_value_heads if self.grouping == "across" else site.num_heads // site.key_value_heads
+
+    def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return sum and number over valid tokens, or over calls, as the term does.
+
+        Raises:
+            LayoutError: The site has no grouped queries.
+        """
+        assert tensor is not None  # captured, as `reads` asks
+        found = group_features(tensor, site, self.grouping, AXES[self.reads])
+        parts = [self._measure(site, part, keep) for part in (found if self.grouping == "within" else found[None])]
+        own, count = (torch.stack(column) for column in zip(*parts, strict=True))
+        return own.mean(), count.to(own.dtype).mean()
+
+    def _measure(self, site: Site, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        if isinstance(self.term, SiteSimilarity):
+            return self.term.sum_and_count_at(site, tensor, keep)
+        return self.term.sum_and_count(tensor, keep)

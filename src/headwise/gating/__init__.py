@@ -1,9 +1,19 @@
 """Gates on heads that depend on the token: gated attention and mixture of heads, on a model already built."""
 
 from headwise.gating.attach import Gating, gate_heads
-from headwise.gating.gates import Gates, balance, mixture_gates, sigmoid_gates
-from headwise.gating.modules import MixtureGates, SigmoidGates, build_gates
-from headwise.gating.settings import GateSetting, MixtureOfHeads, SigmoidGate, require_gate
+from headwise.gating.gates import (
+    Gates,
+    GateSetting,
+    MixtureGates,
+    MixtureOfHeads,
+    SigmoidGate,
+    SigmoidGates,
+    balance,
+    build_gates,
+    mixture_gates,
+    require_gate,
+    sigmoid_gates,
+)
 
 __all__ = [
     "GateSetting",

@@ -1,18 +1,23 @@
 """Where the heads of a model are: find, select, read, bias, remove and verify them."""
 
-from headwise.heads.ablation import Ablation, ablate
+from headwise.heads.ablation import Ablation, Importance, ablate, importance
 from headwise.heads.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.capture import Capture
+from headwise.heads.experiments.verify import Verification, verify
 from headwise.heads.find import LAYOUTS, find_heads
-from headwise.heads.head_list import HeadList
 from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import KINDS, PROJECTIONS, Heads, Site
-from headwise.heads.importance import Importance, importance
-from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
-from headwise.heads.layouts_latent import LatentLinears
-from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
+from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters
+from headwise.heads.layouts.rows import (
+    AdditiveQueries,
+    FusedLinear,
+    HeadList,
+    LatentLinears,
+    Layout,
+    SeparateLinears,
+    TorchMultihead,
+)
 from headwise.heads.taps import Taps
-from headwise.heads.verify import Verification, verify
 
 __all__ = [
     "KINDS",

@@ -1,39 +1,242 @@
 """Finding the heads of a model: each module is compared with a table of layout rows.
 
-`headwise.verify` proves what a row claims.
+The message about modules that are not read says what to do. `headwise.verify` proves what a row claims.
 """
 
+from __future__ import annotations
+
 import fnmatch
+import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer
-from headwise.heads.adapters import find_saved, has_adapters
-from headwise.heads.arrangement import is_known, require_arranged
-from headwise.heads.functional import call_projections, hands_weights
-from headwise.heads.head_list import HeadList
-from headwise.heads.head_stack import HeadStack
-from headwise.heads.heads import Heads, Site
-from headwise.heads.irregular import ATTENTION, attends, find_irregularity, find_mixing
-from headwise.heads.layout_steps import AMBIGUOUS, NORMS, find_letters, projects
-from headwise.heads.layouts import AdditiveQueries, FusedLinear, Layout, SeparateLinears, TorchMultihead
-from headwise.heads.layouts_latent import LatentLinears
-from headwise.heads.layouts_shared import SharedLinears
-from headwise.heads.parameter_layouts import FusedParameter, SeparateParameters
-from headwise.heads.readings import require_told
-from headwise.heads.refusal import ROW, Named, describe_failure
-from headwise.heads.returned import read_returned
-from headwise.heads.sdpa import connect_called_scores
-from headwise.heads.slice_checks import check_head_slice, check_head_slices
-from headwise.heads.suggestion import suggest_rows
-from headwise.nn.compiled import unwrap_compiled, without_wrappers
+from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
+from headwise.heads.experiments.arrangement import is_known, require_arranged
+from headwise.heads.experiments.replay import copy_deeply, draw_noise
+from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slice, check_head_slices, is_sharded
+from headwise.heads.heads import Heads, Site, require_told
+from headwise.heads.layouts.functional import call_projections, hands_weights
+from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters
+from headwise.heads.layouts.rows import (
+    AdditiveQueries,
+    FusedLinear,
+    HeadList,
+    LatentLinears,
+    Layout,
+    SeparateLinears,
+    SharedLinears,
+    TorchMultihead,
+)
+from headwise.heads.layouts.steps import (
+    AMBIGUOUS,
+    ATTENTION,
+    NORMS,
+    attends,
+    find_irregularity,
+    find_letters,
+    find_mixing,
+    projects,
+)
+from headwise.heads.layouts.suggestion import list_parameters, list_projections, suggest_rows
+from headwise.heads.scores.sdpa import connect_called_scores
+from headwise.nn.hooks import unwrap_compiled, without_wrappers
+
+# Numbers of sequences and tokens: two that are no size of the heads are told from these in a shape.
+COUNTS = (5, 7, 11, 13, 17, 19, 23, 29)
+PLAIN = ("torch.", "transformers.", "headwise.", "peft.")
+
+
+def read_returned(site: Site) -> Site:
+    """Return the site with the axes that its projections return, where these are no features along the last axis.
+
+    Each projection that is a user's own is called once, on random tokens, in a copy that shares its parameters. Nothing
+    is said of one that cannot be called so.
+
+    Raises:
+        LayoutError: One returns no tensor, or heads and tokens along one axis; or W_O takes no concatenated heads.
+    """
+    _require_joined(site)
+    slices = [head_slice.with_parts([_read(site, part) for part in head_slice.parts]) for head_slice in site.slices]
+    return replace(site, slices=tuple(slices))
+
+
+def _require_joined(site: Site) -> None:
+    """Raise `LayoutError` where W_O takes heads along an axis of their own, and not concatenated ones."""
+    module = None if site.output is None else site.output.module
+    if module is None or not _is_own(module):
+        return
+    joined = _draw(*COUNTS[:2], site.num_heads * site.head_size)
+    apart = joined.unflatten(-1, (site.num_heads, site.head_size))
+    if _call(module, joined) is None and any(_call(module, one) is not None for one in (apart, apart.transpose(1, 2))):
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}): its output projection, a {type(module).__name__}, takes "
+            f"heads along an axis of their own; expected the concatenated heads, (batch, tokens, {joined.shape[-1]}). "
+            f"Have the attention flatten them, or leave it out: find_heads(model, exclude=({site.name!r},))."
+        )
+
+
+def _read(site: Site, part: HeadSlice) -> HeadSlice:
+    module = part.module
+    if module is None or not _is_own(module):
+        return part
+    counts = [count for count in COUNTS if count not in {part.heads, part.head_size, part.along, site.num_heads}][:2]
+    tokens = _draw(*counts, part.across)
+    output = _call(module, tokens)
+    if output is None or (isinstance(output, Tensor) and output.shape == (*counts, part.along)):
+        return part
+    if isinstance(output, Tensor):
+        shape = tuple(output.shape)
+        rest = [axis for axis, size in enumerate(shape) if size not in counts]
+        if len(shape) == len(rest) + 2 and {*counts} <= {*shape} and prod(shape[axis] for axis in rest) == part.along:
+            read = replace(part, returned=(*map(shape.index, counts), *rest))
+            # refuses what has no axis of heads
+            read.features(output)
+            return read
+    told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    raise LayoutError(
+        f"{site.label} ({type(site.module).__name__}): its {part.projection} projection, a {type(module).__name__}, "
+        f"returns {told} for tokens of shape {tuple(tokens.shape)}; expected {part.along} features along the last axis "
+        "or along axes of their own, such as (batch, tokens, heads, features). Have it return these, or leave the "
+        f"attention out: find_heads(model, exclude=({site.name!r},))."
+    )
+
+
+def _draw(*shape: int) -> Tensor:
+    return draw_noise(torch.empty(shape, device="cpu"))
+
+
+def _is_own(module: nn.Module) -> bool:
+    held = [*module.parameters()]
+    return (
+        type(module).forward is not nn.Linear.forward
+        and not type(module).__module__.startswith(PLAIN)
+        and not any(has_adapters(part) or is_peft_layer(part) for part in module.modules())
+        and bool(held)
+        and not any(parameter.is_meta or is_sharded(parameter) for parameter in held)
+        # running a compiled part would compile it
+        and all(part._compiled_call_impl is None for part in module.modules())
+    )
+
+
+def _call(module: nn.Module, tokens: Tensor) -> object:
+    """Return what a copy of a module makes of tokens; None where it cannot be called with them alone."""
+    memo: dict[int, Any] = {id(held): held for held in (*module.parameters(), *module.buffers())}
+    for part in module.modules():
+        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
+    first = next(module.parameters())
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return copy_deeply(module, memo).eval()(tokens.to(first))
+    except Exception:
+        return None
+
+
+# A row to copy.
+ROW = (
+    "find_heads(model, (SeparateLinears(query=('wq',), key=('wk',), value=('wv',), output=('wo',), "
+    "num_heads=('heads',)), *headwise.LAYOUTS))"
+)
+Named = tuple[str, nn.Module]
+
+
+def describe_failure(
+    model: nn.Module, layouts: Sequence[str], found: int, unread: Sequence[Named], clauses: Mapping[str, str]
+) -> str:
+    """Return which modules are not read, what is not regular in them, and what to do.
+
+    Args:
+        model: The model.
+        layouts: Names of the rows tried.
+        found: How many attentions were read.
+        unread: Names and modules that look like attention and are not read; none where nothing looks like it.
+        clauses: What is not regular, for the names of some of them.
+    """
+    tried, kind = ", ".join(dict.fromkeys(layouts)), type(model).__name__
+    seen = unread or _find_candidates(model)
+    said_of: dict[str, list[str]] = defaultdict(list)
+    for name, part in seen:
+        said_of[_describe(part, clauses.get(name))].append(name or "(model)")
+    lines = [f"  {_join(names)}: {what}" for what, names in said_of.items()]
+    listed = "\n".join(lines[:12]) or "  none whose name or class mentions attention, query or projections"
+    listed += f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
+    beside = f", in addition to {found} that are" if found else ""
+    if unread and all(name in clauses for name, _ in unread):
+        leave_out = f"Leave them out: {_suggest_exclude(model, unread)}. " if found else ""
+        return (
+            f"{len(unread)} attentions of {kind} have no regular heads{beside}:\n{listed}\n"
+            f"{leave_out}To read their projections all the same, describe them with a row of your own: {ROW}."
+        )
+    rows = suggest_rows(model, [(name, part) for name, part in seen if name not in clauses])
+    if found:
+        said = f"{len(unread)} modules of {kind} look like attention and fit no layout (tried: {tried}){beside}:"
+    else:
+        said = f"no attention heads found in {kind} (layouts tried: {tried}). Candidates seen:"
+    return (
+        f"{said}\n{listed}\n{rows or f'Describe yours with a row: {ROW}.'}\nOr exclude what is not softmax attention: "
+        f"{_suggest_exclude(model, seen)}."
+    )
+
+
+def _find_candidates(model: nn.Module) -> list[Named]:
+    looks_like = re.compile(r"att(ention|n)|qkv|query|_proj$|to_q", re.IGNORECASE)
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if looks_like.search(type(module).__name__) or looks_like.search(name.rpartition(".")[2])
+    ] or _find_computing(model)
+
+
+def _find_computing(model: nn.Module) -> list[Named]:
+    """Return the modules of one's own that hold something to project with, those whose code attends if some does."""
+    own = [(name, module) for name, module in model.named_modules() if not is_known(module)]
+    held = [(name, module) for name, module in own if len(list_projections(module)) + len(list_parameters(module)) > 1]
+    attending = {id(module) for _, module in own if attends(module)}
+    return [
+        (name, module)
+        for name, module in held
+        if not attending
+        or id(module) in attending
+        or any(isinstance(child, nn.ModuleList) and {*map(id, child)} & attending for child in module.children())
+    ]
+
+
+def _describe(module: nn.Module, clause: str | None) -> str:
+    if clause is not None:
+        return f"{type(module).__name__} {clause}"
+    shapes = [
+        f"{name} {'of no shape yet' if is_lazy(parameter) else list(parameter.shape)}"
+        for name, parameter in module.named_parameters()
+    ]
+    listed = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "") or "no parameters"
+    return f"{type(module).__name__} with {listed}"
+
+
+def _join(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
+
+
+def _suggest_exclude(model: nn.Module, seen: Sequence[Named]) -> str:
+    """Return a call that leaves modules out: by patterns of their names where these match no others."""
+    names = [name for name, _ in seen if name] or ["..."]
+    every = [name for name, _ in model.named_modules()]
+    chosen: dict[str, None] = {}
+    for name in names:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        alone = all(other in names for other in every if fnmatch.fnmatchcase(other, pattern))
+        chosen[pattern if alone else name] = None
+    shown = [repr(name) for name in chosen][:4]
+    return f"find_heads(model, exclude=({', '.join(shown)}{', ...' if len(chosen) > 4 else ','}))"
+
 
 SCRIPTED = "is compiled by torch.jit, which no hook and no layout reaches; compile it after find_heads, or leave it out"
 
@@ -316,7 +519,7 @@ def _connect_interface(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, .
     origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     if not any(origin.startswith("transformers.") for origin in origins):
         return tuple(sites)
-    from headwise.heads import huggingface
+    from headwise.heads.scores import huggingface
 
     return tuple(huggingface.connect_scores(site) for site in sites)
 

@@ -1,16 +1,47 @@
-"""The heads in one parameter, and the module that plays W_O."""
+"""The heads in one parameter, and the module that plays W_O.
 
+The heads of a projection are one slice of a parameter, several runs of it with other rows between them, or a parameter
+for each head. Engines that flatten parameters leave no matrix to read heads in: FSDP1 and DeepSpeed's ZeRO-3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from headwise.errors import HeadwiseError, LayoutError
-from headwise.heads.adapters import Adapter, find_lora_obstacle, find_untrained, list_adapters
-from headwise.heads.flattening import find_flattening
+from headwise.heads.adapters import Adapter, find_lora_obstacle, find_saved, find_untrained, has_adapters, list_adapters
+
+# Engines that keep parameters as parts of flat vectors, where a process holds no rows nor columns of a head.
+FSDP1 = (
+    "is flattened by FSDP1 (FullyShardedDataParallel), which leaves no matrix to read heads in; shard the model with "
+    "FSDP2 instead (torch.distributed.fsdp.fully_shard; in Accelerate fsdp_version: 2)"
+)
+ZERO3 = (
+    "is partitioned by DeepSpeed's ZeRO-3, which leaves no matrix to read heads in; shard the model with FSDP2 instead "
+    "(torch.distributed.fsdp.fully_shard)"
+)
+
+
+def find_flattening(owner: nn.Module, parameter: Tensor | None) -> str | None:
+    """Return why a parameter is no longer a matrix, a clause that follows its name; None where it is one.
+
+    >>> find_flattening(nn.Linear(2, 2), None) is None
+    True
+    """
+    if parameter is not None and (hasattr(parameter, "ds_id") or hasattr(parameter, "ds_tensor")):
+        return ZERO3
+    # FSDP2 marks modules too, but leaves a matrix
+    if getattr(owner, "_is_fsdp_managed_module", False) and (parameter is None or parameter.dim() < 2):
+        return FSDP1
+    return None
 
 
 class HeadAxes(NamedTuple):
@@ -115,7 +146,7 @@ class HeadSlice:
         return HeadAxes(self.axis, features, inputs, self.axis if self.start_axis < 0 else self.start_axis)
 
     @property
-    def parts(self) -> tuple["HeadSlice", ...]:
+    def parts(self) -> tuple[HeadSlice, ...]:
         """The slices of single parameters that it is made of: itself, or one for each head (`HeadStack`)."""
         return (self,)
 
@@ -250,7 +281,7 @@ class HeadSlice:
             size, steps = (self.heads, self.head_size, tensor.shape[across]), (heads, feature, strides[across])
         return tensor.as_strided(size, steps, start)
 
-    def with_parts(self, parts: Sequence["HeadSlice"]) -> "HeadSlice":
+    def with_parts(self, parts: Sequence[HeadSlice]) -> HeadSlice:
         """Return what `parts` of the same shapes make up together."""
         (part,) = parts
         return part
@@ -415,3 +446,304 @@ def gather_full(tensor: Tensor) -> Tensor:
     """
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor
+
+
+# Names under which wrappers keep their layer: adapters of peft, clipped and flexible Linears.
+WRAPPED = ("base_layer", "linear", "base")
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A module read as a projection [..., d_in] -> [..., d_out].
+
+    Attributes:
+        module: The module that is called.
+        owner: The module that holds the weight: `module`, or what it wraps.
+        path: Dotted path from `module` to `owner`, ending in a dot; empty when they are the same.
+        rows: Output features d_out.
+        columns: Input features d_in.
+        axis: 0 when output features are the weight's rows (`nn.Linear`), 1 when its columns (Conv1D of GPT-2).
+        bias: Attribute name of the bias on `owner`; None when there is none.
+        obstacle: Why the weight cannot be read and written as heads, a clause that follows its name; None when it can.
+        lora: The LoRA layer among the wrappers, whose adapters add to the weight; None where there is none.
+    """
+
+    module: nn.Module = field(repr=False)
+    owner: nn.Module = field(repr=False)
+    path: str
+    rows: int
+    columns: int
+    axis: int = 0
+    bias: str | None = None
+    obstacle: str | None = None
+    lora: nn.Module | None = field(default=None, repr=False)
+
+
+def read_projection(module: object) -> Projection | None:
+    """Return how a module projects, or None when it is no linear projection.
+
+    It is one of these: a matrix `weight` with `in_features` and `out_features` (`nn.Linear` and subclasses) or
+    with `nf` (Conv1D); a layer that wraps one under `base_layer`, `linear` or `base`, or as the active one of peft's
+    `modules_to_save`; a layer with sizes of a Linear and no such weight, which is quantized.
+
+    Example:
+        >>> projection = read_projection(nn.Linear(4, 6))
+        >>> projection.rows, projection.columns, projection.axis, projection.bias
+        (6, 4, 0, 'bias')
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        return None
+    owner, path, wrappers = module, "", []
+    while (inner := _find_inner(owner)) is not None:
+        wrappers.append(owner)
+        owner, path = owner.get_submodule(inner), f"{path}{inner}."
+    sizes = _read_sizes(owner)
+    if sizes is None:
+        return None
+    rows, columns, axis = sizes
+    adapted = [wrapper for wrapper in (*wrappers, owner) if has_adapters(wrapper) or _is_adapted(wrapper)]
+    obstacle = find_obstacle(owner, "weight")
+    if len(adapted) > 1:
+        names = " in ".join(type(wrapper).__name__ for wrapper in adapted[::-1])
+        obstacle = f"is the base of several adapted layers ({names}); merge all adapters but one first"
+    elif adapted and obstacle is None:
+        obstacle = find_lora_obstacle(adapted[0])
+    lora = adapted[0] if adapted and obstacle is None else None
+    bias = "bias" if isinstance(owner._parameters.get("bias"), Tensor) else None
+    return Projection(module, owner, path, rows, columns, axis, bias, obstacle, lora)
+
+
+def find_obstacle(owner: nn.Module, attribute: str, axes: int = 2) -> str | None:
+    """Return why `owner.attribute` cannot be read and written as heads along its axes; None when it can."""
+    weight = owner._parameters.get(attribute)
+    parametrizations = getattr(owner, "parametrizations", None)
+    if isinstance(parametrizations, nn.ModuleDict) and attribute in parametrizations:
+        names = ", ".join(type(step).__name__.lstrip("_") for step in parametrizations[attribute].children())
+        return (
+            f"is recomputed at each use by a parametrization ({names}), so that what is written to it is lost; remove "
+            f"it with torch.nn.utils.parametrize.remove_parametrizations(module, {attribute!r})"
+        )
+    if f"{attribute}_g" in owner._parameters or f"{attribute}_orig" in owner._parameters:
+        return (
+            "is recomputed before each forward by a hook of torch.nn.utils (weight norm, spectral norm or pruning), "
+            "so that what is written to it is lost; remove the hook first"
+        )
+    reason = find_flattening(owner, weight)
+    if reason is not None:
+        return reason
+    if weight is None:
+        return f"is not a parameter of {type(owner).__name__}, as in quantized layers; use the full-precision weights"
+    if not torch.is_floating_point(weight):
+        return f"is quantized ({str(weight.dtype).removeprefix('torch.')}); use the full-precision weights"
+    if weight.dim() != axes:
+        return f"has {weight.dim()} dimensions, and heads are read from a matrix (a sharded or convolution weight?)"
+    return None
+
+
+def _find_inner(module: nn.Module) -> str | None:
+    """Return the path from a wrapper to the layer it calls; None for a layer itself."""
+    saved = find_saved(module)
+    if saved is not None:
+        return saved
+    # peft's layers report the sizes of the layer they wrap
+    if _read_sizes(module) is None or _is_adapted(module):
+        return next((name for name in WRAPPED if isinstance(module._modules.get(name), nn.Module)), None)
+    return None
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a layer around another whose weight it may add to: every method of peft has this form."""
+    return "weight" not in module._parameters and isinstance(module._modules.get("base_layer"), nn.Module)
+
+
+def _read_sizes(module: nn.Module) -> tuple[int, int, int] | None:
+    """Return rows, columns and axis of a layer that has the sizes of a projection."""
+    weight = module._parameters.get("weight")
+    if weight is not None and is_lazy(weight):
+        return None
+    outputs, inputs = getattr(module, "nf", None), getattr(module, "nx", None)
+    if isinstance(outputs, int) and isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == outputs:
+        return outputs, weight.shape[0] if not isinstance(inputs, int) else inputs, 1
+    outputs, inputs = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if not isinstance(outputs, int) or not isinstance(inputs, int):
+        return None
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2:
+        # a layer whose rows were pruned or sharded keeps the sizes it was created with
+        return weight.shape[0], weight.shape[1], 0
+    return outputs, inputs, 0
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRuns(HeadSlice):
+    """Heads in runs that are evenly spaced inside, as the queries of Falcon's groups and all heads of CodeGen.
+
+    Attributes:
+        runs: The slice of each run, in the order of the heads; all of one parameter and one head size.
+    """
+
+    runs: tuple[HeadSlice, ...] = ()
+
+    @staticmethod
+    def build(whole: HeadSlice, run: int, jump: int) -> HeadSlice:
+        """Return the heads of a slice as runs of `run` heads that start `jump` rows apart; itself where it is one."""
+        if run == whole.heads:
+            return whole
+        if run == 1:
+            return replace(whole, stride=jump)
+        starts = [whole.start + index * jump for index in range(whole.heads // run)]
+        runs = [
+            replace(whole, heads=run, start=start, bias_start=start, run=index) for index, start in enumerate(starts)
+        ]
+        fields = {name: getattr(whole, name) for name in HeadSlice.__dataclass_fields__}
+        return HeadRuns(**fields, runs=tuple(runs))
+
+    @property
+    def parts(self) -> tuple[HeadSlice, ...]:
+        """The slice of each run."""
+        return self.runs
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of its heads, head by head."""
+        return [row for run in self.runs for row in run.rows]
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Refused: heads with other rows between them have no view.
+
+        Raises:
+            LayoutError: Always.
+        """
+        raise LayoutError(
+            f"{self.name}: its {self.projection} heads lie in {len(self.runs)} runs, so a tensor of shape "
+            f"{tuple(tensor.shape)} has no view of them; use gather(), or view() of each of parts."
+        )
+
+    def with_parts(self, parts: Sequence[HeadSlice]) -> HeadRuns:
+        """Return the runs of another parameter of the same shape."""
+        first = parts[0]
+        fields = {name: getattr(first, name) for name in ("owner", "attribute", "module", "lora")}
+        return replace(self, **fields, runs=tuple(parts))
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the heads of tensors shaped like the parameter, one for each run, in a copy."""
+        return torch.cat([part.view(tensor) for part, tensor in zip(self.runs, tensors, strict=True)])
+
+    def features(self, tensor: Tensor) -> Tensor:
+        """Return the heads [..., M, e] among the features of a call of the module, in a copy."""
+        return torch.cat([run.features(tensor) for run in self.runs], -2)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadStack(HeadSlice):
+    """The heads of one projection of one site where each head is a parameter of its own, as in a list of heads.
+
+    Attributes:
+        members: The slice of each head, in the order of the heads; all of one shape.
+    """
+
+    members: tuple[HeadSlice, ...] = ()
+
+    @staticmethod
+    def build(projection: str, name: str, owner: nn.Module, members: Sequence[HeadSlice]) -> HeadStack:
+        """Return the stack of some slices, which `name` stands for; `owner` is the module that holds them all."""
+        first = members[0]
+        return HeadStack(
+            projection,
+            name,
+            owner,
+            first.attribute,
+            len(members),
+            first.head_size,
+            axis=first.axis,
+            feature_axis=first.feature_axis,
+            input_axis=first.input_axis,
+            start_axis=first.start_axis,
+            along=len(members) * first.head_size,
+            across=first.across,
+            obstacle=next((member.obstacle for member in members if member.obstacle is not None), None),
+            called=False,
+            members=tuple(members),
+        )
+
+    @property
+    def parts(self) -> tuple[HeadSlice, ...]:
+        """The slice of each head."""
+        return self.members
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Refused: there are several.
+
+        Raises:
+            LayoutError: Always.
+        """
+        raise LayoutError(
+            f"{self.name} are {len(self.parts)} parameters, one for each head; read them with read(), or one by one "
+            "in parts."
+        )
+
+    def with_parts(self, parts: Sequence[HeadSlice]) -> HeadStack:
+        """Return the stack of other slices of the same shapes."""
+        return replace(self, members=tuple(parts))
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the heads of tensors shaped like the parameters of `parts`, in a copy."""
+        return torch.cat([part.view(tensor) for part, tensor in zip(self.parts, tensors, strict=True)])
+
+
+def check_head_slice(head_slice: HeadSlice) -> None:
+    """Raise `LayoutError` unless the head slice is inside a floating-point parameter and its heads do not overlap."""
+    if head_slice.parts != (head_slice,):
+        for part in head_slice.parts:
+            check_head_slice(part)
+        return
+    if head_slice.obstacle is None:
+        tensor = head_slice.owner._parameters.get(head_slice.attribute)
+        axes = len(set(head_slice.axes))
+        if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != axes:
+            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            expected = "matrix" if axes == 2 else f"tensor of {axes} axes"
+            raise LayoutError(
+                f"{head_slice.name} of {type(head_slice.owner).__name__} is not a plain floating-point {expected} "
+                f"(found {found}); a layout row that reads it must say so in the head slice's obstacle."
+            )
+        if axes > 2:
+            _require_inside(head_slice, tuple(tensor.shape))
+            return
+    rows = head_slice.rows
+    if not rows or len(set(rows)) < len(rows) or max(rows) >= head_slice.along:
+        every = f"every {head_slice.stride}" + ("" if head_slice.step == 1 else f" in steps of {head_slice.step}")
+        raise LayoutError(
+            f"{head_slice.name}: {head_slice.heads} heads of {head_slice.head_size} "
+            f"{'rows' if head_slice.axis == 0 else 'columns'} from {head_slice.start} {every} do "
+            f"not fit the {head_slice.along} of the weight."
+        )
+
+
+def _require_inside(head_slice: HeadSlice, shape: tuple[int, ...]) -> None:
+    """Raise `LayoutError` unless the heads of a parameter of several axes are inside its shape."""
+    last, axes = [0] * len(shape), head_slice.axes
+    moves = (head_slice.stride * (head_slice.heads - 1), head_slice.step * (head_slice.head_size - 1), 0)
+    for axis, move in zip(axes, (*moves, head_slice.start), strict=True):
+        last[axis] += move
+    if head_slice.heads < 1 or head_slice.head_size < 1 or any(a >= b for a, b in zip(last, shape, strict=True)):
+        raise LayoutError(
+            f"{head_slice.name}: {head_slice.heads} heads along axis {axes.heads}, of {head_slice.head_size} features "
+            f"along axis {axes.features}, from {head_slice.start} along axis {axes.start}, do not fit its shape "
+            f"{shape}."
+        )
+
+
+def check_head_slices(slices: Sequence[HeadSlice]) -> None:
+    """Raise `LayoutError` unless each is sound, and no row of a parameter is in two of them."""
+    owned: dict[tuple[int, str], dict[int, HeadSlice]] = defaultdict(dict)
+    for part in (part for head_slice in slices for part in head_slice.parts):
+        check_head_slice(part)
+        own = owned[id(part.owner), part.attribute]
+        row = next((row for row in part.rows if row in own), None)
+        if row is not None:
+            raise LayoutError(
+                f"{part.name}: row {row} is read as part of its {own[row].projection} heads and of its "
+                f"{part.projection} heads; the layout row does not describe this module."
+            )
+        own.update(dict.fromkeys(part.rows, part))

@@ -1,22 +1,58 @@
-"""The attention heads of a model: its attentions, the collection a user holds, and the check that both still fit."""
+"""The attention heads of a model: its attentions, the collection a user holds, and the check that both still fit.
+
+Under grouped queries a head is a query head, or all query heads that share a key/value head as one. A reading that
+shapes alone do not determine is a guess until a call settles it, and nothing acts on a guess.
+"""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, require_choice
 from headwise.heads.adapters import find_lora_obstacle
-from headwise.heads.head_slice import HeadSlice, OutputProjection, gather_full
-from headwise.heads.printed import LINES, align, shorten
-from headwise.heads.projection import read_projection
+from headwise.heads.head_slice import HeadSlice, OutputProjection, gather_full, read_projection
 from headwise.heads.sharding import computes_part, count_parts, gather_features, scale_features, select_own_heads
-from headwise.nn.compiled import strip_wrappers, unwrap_compiled
+from headwise.nn.hooks import strip_wrappers, unwrap_compiled
+from headwise.nn.resized import GROUPS
 from headwise.nn.scores import Scores
+
+# What fits on a screen.
+LINES = 40
+
+T = TypeVar("T")
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with its cells below those of the row before.
+
+    Example:
+        >>> align([("site", "heads"), ("layers.0", "12")])
+        ['site      heads', 'layers.0  12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def shorten(rows: Sequence[T], most: int) -> tuple[Sequence[T], int, Sequence[T]]:
+    """Return the first rows, the number of rows left out, and the last rows, which with a line between are `most`.
+
+    Example:
+        >>> shorten(range(10), 6), shorten(range(6), 6)
+        ((range(0, 3), 5, range(8, 10)), (range(0, 6), 0, range(0, 0)))
+    """
+    if len(rows) <= most:
+        return rows, 0, rows[:0]
+    last = (most - 1) // 2
+    first = most - 1 - last
+    return rows[:first], len(rows) - first - last, rows[len(rows) - last :]
+
 
 PROJECTIONS = ("query", "key", "value")
 GROUPINGS = ("within", "across")
@@ -450,3 +486,157 @@ def _find_module(site: Site, place: str) -> object:
 
 def _describe(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+
+
+def group_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
+    """Return the queries of a site as one slice for each group, of its M / G heads; or as one slice of G wide heads.
+
+    A wide head is all query heads of a group, one after another: G heads as many as there are keys and values.
+
+    Args:
+        site: An attention of M query and G key/value heads.
+        grouping: "within" for the former, "across" for the latter.
+
+    Raises:
+        LayoutError: The query heads of a group do not lie next to one another in one parameter.
+    """
+    query = next(part for part in site.slices if part.projection == "query")
+    members, axes = site.count_members(), query.axes
+    if type(query) is not HeadSlice or axes.start != axes.heads:
+        raise LayoutError(
+            f"{site.label} ({site.layout}): its query heads do not lie in one run of rows, which groups of them are "
+            "read from; leave out the grouping."
+        )
+    if grouping == "within":
+        own = [site.list_members(group) for group in range(site.key_value_heads)]
+        return tuple(
+            replace(
+                query,
+                heads=members,
+                start=query.start + heads[0] * query.stride,
+                stride=heads.step * query.stride,
+                bias=None,
+                run=run,
+            )
+            for run, heads in enumerate(own)
+        )
+    if site.tiled or axes.features != axes.heads or query.step != 1 or query.stride != query.head_size:
+        between = "other query heads lie between those of a group" if site.tiled else "rows of other projections lie"
+        raise LayoutError(
+            f"{site.label} ({site.layout}): {between}{'' if site.tiled else ' between its query heads'}, which cannot "
+            "be joined into one head for each group; use 'within', or leave out the grouping."
+        )
+    size = members * query.head_size
+    return (replace(query, heads=site.key_value_heads, head_size=size, stride=size, bias=None),)
+
+
+def group_features(tensor: Tensor, site: Site, grouping: str, axis: int) -> Tensor:
+    """Return what query heads computed, [..., H, ...], with the groups apart, [G, ..., H / G, ...], or joined.
+
+    Joined, the features of a group's heads follow one another, and of attention weights the mean over its heads is
+    taken.
+
+    Args:
+        tensor: Outputs [B, L, H, e], with `axis` 2, or weights [B, H, Q, K], with `axis` 1.
+        site: The attention.
+        grouping: "within" or "across".
+        axis: Axis of the heads.
+    """
+    site.count_members()
+    apart = site.group_queries(tensor, axis)
+    if grouping == "within":
+        return apart.movedim(axis, 0)
+    return apart.flatten(axis + 1, axis + 2) if axis == 2 else apart.mean(dim=axis + 1)
+
+
+def list_sharing(found: Sequence[Site], site: Site) -> list[Site]:
+    """Return the sites that compute with the same keys and values as a site, itself among them.
+
+    That is told by modules of transformers: the last layer of a kind that has keys hands them to all that have none.
+    """
+    stores = getattr(site.module, "store_full_length_kv", None) is True
+    if not (stores or site.borrows) or not hasattr(site.module, "layer_type"):
+        return [site]
+    return [
+        other
+        for other in found
+        if other is site
+        or (
+            other.stack == site.stack
+            and getattr(other.module, "layer_type", None) == site.module.layer_type
+            and (other.borrows or getattr(other.module, "store_full_length_kv", None) is True)
+        )
+    ]
+
+
+# Attributes that count key/value heads, or query heads for each of them.
+KEY_COUNTS = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_kv_head", "n_head_kv", "key_value_heads"),
+    *("num_query_groups", "n_query_groups", "num_groups", "num_kv", "n_local_kv_heads", "kv_n_heads"),
+)
+RATIOS = (GROUPS, "num_kv_groups", "n_rep", "q_per_kv", "group_size")
+Reading = tuple[object, ...]
+
+# Readings that a call has proved, by the class of the attention: its code and sizes are what makes them right.
+_proved: weakref.WeakKeyDictionary[type, set[Reading]] = weakref.WeakKeyDictionary()
+
+
+def note_proved(site: Site) -> None:
+    """Remember that a reading was proved by calls of the module."""
+    _proved.setdefault(type(site.module), set()).add(_as_reading(site))
+
+
+def is_guess(site: Site) -> bool:
+    """Return whether a site is read in one of several ways that its shapes allow, and nothing has told which."""
+    return site.guessed and _as_reading(site) not in _proved.get(type(site.module), ())
+
+
+def _as_reading(site: Site) -> Reading:
+    parts = [(part.projection, part.heads, part.head_size, part.start, part.stride, part.along) for part in site.parts]
+    return (site.num_heads, site.key_value_heads, site.tiled, *parts)
+
+
+def require_told(sites: Sequence[Site]) -> None:
+    """Raise `LayoutError` for grouped queries that may as well be values wider than keys, where nothing tells."""
+    for site in sites:
+        if not is_guess(site) or site.key_value_heads == site.num_heads or _counts_groups(site):
+            continue
+        keys, over = divmod(site.key_value_heads * site.head_size, site.num_heads)
+        fused = next(part for part in site.parts if part.projection == "key")
+        if over or site.slices[0].owner is not fused.owner:
+            continue
+        heads, size = site.num_heads, site.head_size
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}): the {fused.along} rows of {fused.name} may be {heads} query "
+            f"and {site.key_value_heads} key/value heads of {size}, or {heads} heads whose queries and keys have "
+            f"{keys} features and whose values have {size}; nothing that it holds tells which, and it could not be "
+            "called with tokens alone. If queries are grouped, set module.num_key_value_heads = "
+            f"{site.key_value_heads}, or pass a row of your own: FusedLinear('mine', fused=(...,), output=(...,), "
+            f"num_heads={heads}). If values are wider, no row describes it; leave it out: exclude=({site.name!r},)."
+        )
+
+
+def _counts_groups(site: Site) -> bool:
+    """Return whether the module, or its configuration, tells the number of key/value heads."""
+    told = {name: count for name in KEY_COUNTS for count in _read(site, name)}
+    ratios = {name: count for name in RATIOS for count in _read(site, name)}
+    return site.key_value_heads in told.values() or site.num_heads // site.key_value_heads in ratios.values()
+
+
+def _read(site: Site, name: str) -> list[int]:
+    holders = (site.module, *(getattr(site.module, held, None) for held in ("config", "cfg", "args")))
+    found = (getattr(holder, name, None) for holder in holders)
+    return [count for count in found if type(count) is int]
+
+
+def require_proved(heads: Heads) -> None:
+    """Raise `LayoutError` for a site that is read in one of several ways its shapes allow, where nothing told which."""
+    for site in heads:
+        if is_guess(site):
+            raise LayoutError(
+                f"{site.label} ({type(site.module).__name__}): its fused projection is read by the layout "
+                f"{site.layout!r}, and its shape allows others: blocks of queries, keys and values, or these of each "
+                "head in turn. No call with tokens alone has told which is right, and forces on other rows would "
+                "train something else. Call hw.verify(heads, inputs) first, which proves it; or "
+                "describe it with a row of your own."
+            )

@@ -1,21 +1,203 @@
-"""Talking heads on an existing model: learned matrices that mix its heads before and after the softmax."""
+"""Parameters added to attention: talking heads on any model, and differential attention in decoders of transformers.
 
+Talking heads are mixed by learned matrices before and after the softmax. New parameters are put where the attention's
+own are, and are watched until they are trained.
+"""
+
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.adapters import has_peft
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
-from headwise.heads.new_parameters import RequireTrained, require_unwrapped, was_called
 from headwise.nn.additive import AdditiveAttention
-from headwise.nn.compiled import guard_hooks
-from headwise.nn.difference import find_difference
-from headwise.nn.hooks import Handle, require_original
+from headwise.nn.difference import CHILD as DIFFERENCE
+from headwise.nn.difference import HeadDifference, find_difference
+from headwise.nn.hooks import Handle, guard_hooks, require_original
 from headwise.nn.mixing import CHILD, HeadMixer, find_mixer
 from headwise.nn.multihead import MultiheadAttention
+
+
+def require_unwrapped(heads: Heads, site: Site, old: nn.Module, what: str, call: str) -> None:
+    """Raise `LayoutError` if an engine around the model would train new parameters in each process separately.
+
+    Args:
+        heads: The heads that a method is given.
+        site: One of their attentions.
+        old: Its output projection.
+        what: What has the parameters, with its article.
+        call: The function that adds them.
+    """
+    if heads.replicated or getattr(old, "_is_fsdp_managed_module", False):
+        engine = "DistributedDataParallel" if heads.replicated else "FSDP"
+        raise LayoutError(
+            f"{site.label}: the model is wrapped by {engine}, which exchanges no gradients of parameters added later, "
+            f"so each process would train {what} of its own; call {call} first and wrap the model afterwards."
+        )
+
+
+class RequireTrained:
+    """A forward pre-hook of a new module: notes its calls, and raises where training would leave its start as it is.
+
+    peft freezes all that it does not know. A module whose parameters were loaded, or trained before, may be frozen.
+
+    Args:
+        name: Name of the module in the model.
+        what: What it is.
+        otherwise: What else can be done under peft.
+
+    Attributes:
+        called: Whether the module was called.
+    """
+
+    def __init__(self, name: str, what: str, otherwise: str = "") -> None:
+        self.name, self.what, self.otherwise, self.fresh = name, what, otherwise, True
+        self.called = False
+
+    def watch(self, module: nn.Module) -> None:
+        """Begin to look at a module."""
+        module.register_forward_pre_hook(self)
+        module.register_load_state_dict_post_hook(self.note_loaded)
+
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Raise `SettingError` where what comes before the module is trained and the module never was."""
+        self.called = True
+        if not self.fresh or not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            self.fresh = False
+        elif isinstance(arguments[0], Tensor) and arguments[0].requires_grad:
+            raise SettingError(
+                f"{self.name}: its new {self.what} is frozen, while what comes before it is trained; under peft, name "
+                f"it: LoraConfig(modules_to_save=[{self.name!r}, ...]){f', {self.otherwise}' * bool(self.otherwise)}. "
+                f"Elsewhere: {self.what}.requires_grad_(True)."
+            )
+
+    def note_loaded(self, *_: Any) -> None:
+        """Note that the parameters are loaded from a state."""
+        self.fresh = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # for copy and pickle
+        return {**vars(self), "called": False}
+
+
+def was_called(module: nn.Module) -> bool:
+    """Return whether a new module, which `RequireTrained` watches, was called.
+
+    >>> was_called(nn.Linear(2, 2))
+    False
+    """
+    return any(isinstance(hook, RequireTrained) and hook.called for hook in module._forward_pre_hooks.values())
+
+
+# Attributes of attentions that compute scores or weights in more than one step: sinks, caps, learned biases.
+UNPAIRED = ("sinks", "attn_logit_softcapping", "softcap", "position_bias")
+
+
+def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> None:
+    """Turn a decoder's attention with H query and G key/value heads into differential attention with H / 2 and G / 2.
+
+    Query heads 2g and 2g + 1 are the first and second map of head g, and so are key heads; its values are those of
+    both. Under grouped queries, head g has the keys and values of the pair g // (H / G), as in the released code for
+    fused kernels (Ye et al. 2024). Positions are rotated, and queries and keys normalized (Qwen3), within each map as
+    before. The projections stay as they are, with 4 e + 2 e new parameters in `HeadDifference`; a cache holds what it
+    held. For a model that is yet to be trained: what the attention computes changes. Find heads, and build the
+    optimizer, afterwards. Copies of the model attend likewise; `from_pretrained` passes over the new parameters.
+
+    Args:
+        site: A self-attention of a causal model of transformers with projections of their own (Llama, Qwen3, Mistral).
+        layer: Number of its layer, from 1.
+        second: As in `HeadDifference`.
+
+    Raises:
+        LayoutError: It is something else, has an odd number of heads, is paired or mixed already, has adapters, or
+            attends with sinks, a cap on its scores or a scale of its own.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from headwise.heads.find import find_heads
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+        >>> model = LlamaModel(LlamaConfig(vocab_size=9, num_attention_heads=4, num_key_value_heads=2, **sizes))
+        >>> pair_decoder_heads(find_heads(model).sites[0])
+        >>> [(site.num_heads, site.key_value_heads, site.head_size) for site in find_heads(model)]
+        [(2, 1, 8)]
+    """
+    module = site.module
+    given = f"{site.label} ({type(module).__name__})"
+    if not reads_pairs(site):
+        raise LayoutError(
+            f"{given}: heads are paired in torch's multi-head attention and in causal self-attention of transformers "
+            "with projections of their own, such as Llama's."
+        )
+    if find_difference(module) is not None or find_mixer(module) is not None:
+        raise LayoutError(f"{given} has paired or talking heads already; pair the heads of a new model.")
+    if has_peft(site.model):
+        raise LayoutError(f"{given} has adapters of peft, and differential attention is for a model yet to be trained.")
+    if site.num_heads % 2 or site.key_value_heads % 2:
+        raise LayoutError(
+            f"{given} has {site.num_heads} query and {site.key_value_heads} key/value heads; expected even numbers, to "
+            "be paired."
+        )
+    own = [name for name in UNPAIRED if getattr(module, name, None) is not None]
+    scaling, common = getattr(module, "scaling", None), site.head_size**-0.5
+    if isinstance(scaling, float) and not math.isclose(scaling, common):
+        own.append(f"scores times {scaling:.6g} instead of {common:.6g}")
+    if own:
+        raise LayoutError(
+            f"{given} attends with {', '.join(own)}, which differential attention does not have; pair the heads of "
+            "another model, such as a Llama."
+        )
+    from headwise.heads.scores.huggingface import require_reached  # needs transformers, which found the site
+
+    require_reached(module)
+    guard_hooks()
+    weight = next(module.parameters())
+    difference = HeadDifference(2 * site.head_size, layer, second=second)
+    module.add_module(DIFFERENCE, difference.to(device=weight.device, dtype=weight.dtype))
+    module.register_forward_pre_hook(_keep_paired)
+
+
+def reads_pairs(site: Site) -> bool:
+    """Return whether a site is causal self-attention of transformers whose heads can be paired."""
+    if (
+        site.layout != "separate"
+        or site.kind not in ("self", "decoder")
+        or not getattr(site.module, "is_causal", False)
+    ):
+        return False
+    return any(base.__module__.startswith("transformers.") for base in type(site.module).__mro__) and (
+        {head_slice.head_size for head_slice in site.slices} == {site.head_size}
+    )
+
+
+def _keep_paired(module: nn.Module, _arguments: tuple) -> None:
+    from headwise.heads.scores.huggingface import require_reached
+
+    require_reached(module)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def match_placement(new: M, old: nn.Module) -> M:
+    """Move a module to the device of another, and to the dtype of its weights where these are floating; return it.
+
+    >>> match_placement(nn.Linear(2, 2), nn.Linear(3, 3).double()).weight.dtype
+    torch.float64
+    """
+    parameters = list(old.parameters())
+    # the weights of a quantized module are integers
+    dtype = next((one.dtype for one in parameters if one.is_floating_point()), None)
+    return new.to(device=parameters[0].device, dtype=dtype) if parameters else new
+
 
 CONNECTION = "_headwise_connection"
 

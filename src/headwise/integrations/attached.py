@@ -21,7 +21,7 @@ from headwise.heads.heads import Heads
 from headwise.integrations.methods import Aggregate, Penalize, Repel, select_heads
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Hook
-from headwise.repulsion.force_norms import ForceNorms
+from headwise.repulsion.groups import ForceNorms
 from headwise.repulsion.optimizers import list_held, unwrap_optimizers
 from headwise.repulsion.repel import Repulsion
 from headwise.routing.aggregate import Aggregation

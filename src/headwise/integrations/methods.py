@@ -9,9 +9,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from headwise.disagreement.grouped import GroupedQueries
 from headwise.disagreement.penalty import Disagreement
-from headwise.disagreement.similarities import Similarity, SiteSimilarity, Sum, list_parts
+from headwise.disagreement.terms import GroupedQueries, Similarity, SiteSimilarity, Sum, list_parts
 from headwise.errors import SettingError, require_choice, require_integer, require_range
 from headwise.heads.heads import GROUPINGS, KINDS, PROJECTIONS, Heads
 from headwise.repulsion.repel import Repulsion, repel

@@ -15,26 +15,31 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from headwise.digests import FILES, OWN, seal
+from headwise.atomic import FILES, OWN, seal
 from headwise.errors import DataError, HeadwiseError, SettingError, require_choice, require_integer
 from headwise.integrations.methods import Repel
 from headwise.lab.experiment import run_folder as runs
-from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.job import Failure, Job
-from headwise.lab.experiment.method import Orthogonalize
-from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.arm import Arm, Orthogonalize
+from headwise.lab.experiment.run_folder import Failure, Job
+from headwise.lab.experiment.scale import Scale, ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Data, Task
+from headwise.lab.experiment.task import Data, Task, named_task
 from headwise.lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise.lab.jobs.pool import do_analyses, do_jobs
 from headwise.lab.results.comparison_page import make_page
 from headwise.lab.results.figures import write_figures
 from headwise.lab.results.grids import render_terminal
-from headwise.lab.results.head_drops import REDUNDANCY
 from headwise.lab.results.paired_tests import run_paired_tests
-from headwise.lab.results.runs import COMPARISON, PAIRED, REFERENCES, STEP_TIME, TEST, pair_with_controls, read_results
+from headwise.lab.results.runs import (
+    COMPARISON,
+    PAIRED,
+    REDUNDANCY,
+    REFERENCES,
+    STEP_TIME,
+    TEST,
+    pair_with_controls,
+    read_results,
+)
 from headwise.lab.results.table import Table, make_record
 from headwise.lab.results.tabulate import read_table
 from headwise.lab.training.attach import attach_arm

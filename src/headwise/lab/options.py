@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headwise.lab.experiment.registry import TASKS, named_task
-from headwise.lab.experiment.scale_options import ScaleOptions, with_options
+from headwise.lab.experiment.scale import ScaleOptions, with_options
+from headwise.lab.experiment.task import TASKS, named_task
 
 if TYPE_CHECKING:
     from headwise.lab.experiment.scale import Scale

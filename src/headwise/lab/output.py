@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise.lab.experiment.job import Failure
+    from headwise.lab.experiment.run_folder import Failure
 
 C = TypeVar("C", bound=Callable[..., None])
 
@@ -106,7 +106,7 @@ def warn(sentence: str) -> None:
 def print_record(record: Any) -> None:
     """Print the result of a command as JSON if that was asked for."""
     if asked_output().as_json:
-        from headwise.strict_json import encode_json
+        from headwise.input_files import encode_json
 
         typer.echo(encode_json(record, indent=1))
 

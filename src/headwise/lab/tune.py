@@ -18,11 +18,11 @@ from headwise.lab.compare import CACHE, TUNING, require_fits
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm import Arm, named_arms
 from headwise.lab.experiment.arm_text import list_settings, parse_arm
-from headwise.lab.experiment.job import Failure, Job
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.run_folder import Failure, Job
 from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import named_task
 from headwise.lab.jobs.pool import do_jobs
 from headwise.lab.training.cross_validation import list_scales
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from headwise.errors import ShapeError
 from headwise.metrics.pairs import average_pairs, select_outputs
-from headwise.similarity.alignment import FEWEST_TOKENS, Products
-from headwise.similarity.effective import effective_number
+from headwise.similarity.alignment import FEWEST_TOKENS, Products, effective_number
 from headwise.similarity.tokens import autocast_off
 
 # A variance below this share of the second moment is rounding error of a constant.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headwise.atomic import write_whole
 from headwise.errors import HeadwiseError, SettingError, require_integer
-from headwise.strict_json import encode_json
+from headwise.input_files import encode_json
 
 # Dots per inch of figures.
 DPI = 160

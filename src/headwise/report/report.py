@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
-from headwise.input_files import read_whole
+from headwise.input_files import encode_json, parse_json, read_whole
 from headwise.metrics.intervals import Interval
 from headwise.report.layer import LayerReport, Matrix
 from headwise.report.tables import (
@@ -22,7 +22,6 @@ from headwise.report.tables import (
     make_role_rows,
     stack_tables,
 )
-from headwise.strict_json import encode_json, parse_json
 
 if TYPE_CHECKING:
     from rich.console import Group

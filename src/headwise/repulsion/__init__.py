@@ -1,6 +1,6 @@
 """Heads as particles: update rules, kernels, and the hook that runs them in an optimizer step."""
 
-from headwise.repulsion.function_space import FunctionSVGD
+from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
 from headwise.repulsion.kernels import (
     IMQ,
     RBF,
@@ -15,11 +15,20 @@ from headwise.repulsion.kernels import (
     ReleasedMedian,
     cosine_gradient,
 )
-from headwise.repulsion.mixing import Mixing, blend, repulsion_scale
-from headwise.repulsion.noise import jitter
-from headwise.repulsion.repel import Repulsion, repel
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Forces, Rule, update
-from headwise.repulsion.spans import SpanSVGD
+from headwise.repulsion.repel import Repulsion, jitter, repel
+from headwise.repulsion.rules import (
+    SGLD,
+    SPOS,
+    SVGD,
+    CosinePenalty,
+    CosineRepulsion,
+    Forces,
+    Mixing,
+    Rule,
+    blend,
+    repulsion_scale,
+    update,
+)
 from headwise.strength import Relative, Target
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""Particle groups: the heads that repel one another, the optimizers that hold them, and the present step's progress."""
+"""Particle groups: the heads that repel one another, the optimizers that hold them, and what a step did to each.
+
+A force on heads goes to the gradient of their weight, or through LoRA to those of A and B.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,13 +19,204 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
+from headwise.heads.adapters import Adapter
 from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
-from headwise.heads.heads import Heads, Site
-from headwise.heads.query_groups import group_slices
-from headwise.repulsion.force_norms import ForceNorms
-from headwise.repulsion.gram import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
-from headwise.repulsion.optimizers import find_holder, has_gradient, is_within_step, list_held
-from headwise.repulsion.replaced_optimizers import Watch
+from headwise.heads.heads import Heads, Site, group_slices
+from headwise.repulsion.kernels import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
+from headwise.repulsion.optimizers import Watch, find_holder, has_gradient, is_within_step, list_held
+from headwise.repulsion.rules import stays_finite
+
+
+@dataclass(frozen=True)
+class ForceNorms:
+    """What a step did to each particle group; tensors stay on the parameters' device until they are read.
+
+    Attributes:
+        names: Names of the groups acted on.
+        driving_norm: Norm of the driving term (loss and prior) handed to the optimizer, [G].
+        repulsion_norm: Norm of the repulsion handed to the optimizer, [G].
+        particle_norm: Mean norm of the particles before the step, [G].
+        finite: False where gradient or particles were not finite, or float16 could not hold the forces, and the
+            gradient was left unchanged, [G].
+        equal: True where several heads are all equal, so that they do not repel, [G].
+        particles: Number of particles M of each group; a single one is repelled by nothing.
+        skipped: Names of groups without a gradient.
+    """
+
+    names: tuple[str, ...]
+    driving_norm: Tensor
+    repulsion_norm: Tensor
+    particle_norm: Tensor
+    finite: Tensor
+    equal: Tensor
+    particles: tuple[int, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def drive_norm(self) -> Tensor:
+        """`driving_norm`, under its name in version 0.1."""
+        return self.driving_norm
+
+    @property
+    def force_ratio(self) -> Tensor:
+        """Norm of the repulsion over norm of the driving term, [G]: its strength, comparable across runs."""
+        return self.repulsion_norm / self.driving_norm
+
+    @staticmethod
+    def join(records: Sequence[ForceNorms]) -> ForceNorms:
+        """Return the records of several optimizers, or of groups of several sizes, as one."""
+        if len(records) == 1:
+            return records[0]
+        device = records[0].driving_norm.device
+        joined: dict[str, Any] = {}
+        for entry in fields(ForceNorms):
+            parts = [getattr(record, entry.name) for record in records]
+            joined[entry.name] = (
+                tuple(chain.from_iterable(parts))
+                if isinstance(parts[0], tuple)
+                else torch.cat([part.to(device) for part in parts])
+            )
+        return ForceNorms(**joined)
+
+    def __str__(self) -> str:
+        lines = [f"{'particle group':<40} {'driving':>9} {'repulsion':>9} {'ratio':>9} {'particle':>9}"]
+        columns = (self.driving_norm, self.repulsion_norm, self.force_ratio, self.particle_norm)
+        for index, name in enumerate(self.names):
+            notes = "  equal heads: hw.jitter separates them" if self.equal[index] else ""
+            notes += "  one head: nothing repels it" if self.particles[index] == 1 else ""
+            source = "forces" if (self.driving_norm[index] + self.repulsion_norm[index]).isfinite() else "gradient"
+            source = source if self.particle_norm[index].isfinite() else "heads"
+            notes += "" if self.finite[index] else f"  {source} not finite, gradient unchanged"
+            lines.append(f"{name:<40} " + " ".join(f"{float(c[index]):9.3g}" for c in columns) + notes)
+        lines += [f"{name:<40} no gradient" for name in self.skipped]
+        return "\n".join(lines)
+
+
+# Forces on what is divided by heads, [M, ...], and on what the heads share; the latter None without LoRA.
+Forces = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Carrier:
+    """What one head slice is trained through: its parameter W, or one adapter of the LoRA layer that adds s B A to W.
+
+    A force F on the effective weight theta = W + s B A, [d_out, d_in], is J^T F on A and B, J the derivative of theta:
+
+    on B: s F A^T, [d_out, r], of which row c depends on row c of F alone, so that it is divided by heads as F is;
+    on A: s B^T F, [r, d_in], a sum over heads, which share A.
+
+    In W_O, whose heads are columns, A is divided by heads and B is shared. Without LoRA, J is the identity.
+
+    Attributes:
+        head_slice: The heads.
+        adapter: The adapter; None where they are trained through W.
+    """
+
+    head_slice: HeadSlice
+    adapter: Adapter | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the adapter, if there is one."""
+        return () if self.adapter is None else (self.adapter.name,)
+
+    @property
+    def columns(self) -> bool:
+        """Whether the heads are columns of the effective weight, those of W_O."""
+        return self.head_slice.projection == "output"
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor]:
+        """The parameter that is divided by heads, and the one that all heads share; twice the same without LoRA."""
+        if self.adapter is None:
+            return self.head_slice.parameter, self.head_slice.parameter
+        first, second = self.adapter.first, self.adapter.second
+        return (first, second) if self.columns else (second, first)
+
+    @property
+    def own(self) -> Tensor:
+        """The part of the gradient that is divided by heads, [M, ...]: a view where there is one."""
+        return _join(self._targets)
+
+    @property
+    def shared(self) -> Tensor | None:
+        """The gradient of the factor that all heads share; None without LoRA."""
+        if self.adapter is None:
+            return None
+        return _get_gradient(self.trained[1])
+
+    @property
+    def _targets(self) -> list[Tensor]:
+        """The gradients that are divided by heads, as views of each part."""
+        if self.adapter is None:
+            return [part.view(_get_gradient(part.parameter)) for part in self.head_slice.parts]
+        first, second = _get_gradient(self.adapter.first), _get_gradient(self.adapter.second)
+        return self.list_own(first, second)
+
+    def list_own(self, first: Tensor, second: Tensor) -> list[Tensor]:
+        """Return what belongs to one head in tensors of the shapes of A and B, as views, one for each part."""
+        return [part.divide(first, second)[1 if self.columns else 0] for part in self.head_slice.parts]
+
+    def pull(self, force: Tensor) -> Forces:
+        """Return J^T of a force on the heads, [M, a, b] as they are read: on `own` and on `shared`."""
+        if self.adapter is None:
+            return force, None
+        force = self.adapter.scaling * self.head_slice.orient(force)
+        first, second = self.adapter.first.detach(), self.adapter.second.detach()
+        heads, shared = _join(self.list_own(first, second)), second if self.columns else first
+        heads, shared = heads.to(force.dtype), shared.to(force.dtype)
+        if self.columns:
+            return shared.mT @ force, torch.einsum("hoe,hre->or", force, heads)
+        return force @ shared.mT, heads.flatten(0, 1).mT @ force.flatten(0, 1)
+
+    def list_targets(self, own: Tensor, shared: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the gradients, as views, each with its part of a force on `own` and on `shared`."""
+        targets = self._targets
+        pairs = list(zip(own.split([len(target) for target in targets]), targets, strict=True))
+        gradient = self.shared
+        return pairs if shared is None or gradient is None else [*pairs, (shared, gradient)]
+
+
+def list_carriers(head_slice: HeadSlice) -> list[Carrier]:
+    """Return what a head slice is trained through; frozen adapters are left out."""
+    if head_slice.lora is None:
+        return [Carrier(head_slice)]
+    return [Carrier(head_slice, adapter) for adapter in head_slice.adapters if adapter.trained]
+
+
+def write_forces(
+    carriers: Sequence[Carrier], driving: Sequence[Forces], pushes: Sequence[Forces], factor: Tensor, finite: Tensor
+) -> Tensor:
+    """Replace the gradients of carriers in place by driving - factor * push; return whether all of these are finite.
+
+    Where they are not, or their norms are not, as `finite` says, the gradients stay, for the loop or a GradScaler to
+    notice.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for carrier, drive, push in zip(carriers, driving, pushes, strict=True):
+        shared = None if drive[1] is None or push[1] is None else drive[1] - factor * push[1]
+        pairs += carrier.list_targets(drive[0] - factor * push[0], shared)
+    for force, target in pairs:
+        finite = stays_finite(finite, force, target.dtype)
+    for force, target in pairs:
+        torch.where(finite, force.to(target.dtype), target, out=target)
+    return finite
+
+
+def norm_of(forces: Sequence[Forces]) -> Tensor:
+    """The norm of all these forces on what is divided by heads."""
+    return torch.stack([torch.linalg.vector_norm(own) for own, _ in forces]).norm()
+
+
+def _join(views: list[Tensor]) -> Tensor:
+    return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def _get_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None  # groups without a gradient are skipped
+    return gradient
+
 
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 

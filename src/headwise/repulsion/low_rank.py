@@ -10,18 +10,33 @@ heads, and the optimizer gets J^T F (see `Carrier`): s F A^T for B and s B^T F f
   so that G, as large as W, is never formed. Under dropout both take the G of the dropped inputs that A sees.
 
 Norms are those of the forces on B, whose rows belong to heads; A is shared, also by the projections of a fused layer.
+
+The driving term of A under LoRA: backward passes give A the gradient it would have if B were K^T B.
+
+An adapter computes s B A x. With G = dL/d(s B A) autograd gives A the gradient s B^T G, and the rule asks for
+s B^T K G = s (K^T B)^T G. Since G = g^T x over tokens, g the gradient of the adapter's output [T, d_out], only the
+product g B [T, r] on the way back to A is replaced, by g (K^T B): r numbers per token more and no matrix as large as W.
+Sums over micro-batches and processes, and the factor of a GradScaler, stay what autograd makes of them. The values of
+the forward pass and the gradients of B, of the inputs and of all else do not change.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from headwise.repulsion.carriers import Carrier, Forces, list_carriers, norm_of, write_forces
-from headwise.repulsion.force_norms import ForceNorms
-from headwise.repulsion.gram import (
+from headwise.errors import NotFired
+from headwise.heads.adapters import Adapter
+from headwise.heads.head_slice import HeadSlice
+from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, replace_first_argument
+from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
+from headwise.repulsion.kernels import (
     Geometry,
     add_up,
     find_collapsed,
@@ -30,9 +45,9 @@ from headwise.repulsion.gram import (
     shifted_gram,
     squared_norms,
 )
-from headwise.repulsion.groups import ParticleGroup
-from headwise.repulsion.mixing import (
+from headwise.repulsion.rules import (
     Mixing,
+    Rule,
     Strength,
     add_mixed,
     add_repulsion,
@@ -40,7 +55,6 @@ from headwise.repulsion.mixing import (
     repulsion_factor,
     scale_prior,
 )
-from headwise.repulsion.rules import Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,3 +189,167 @@ def _describe_state(group: ParticleGroup) -> object:
             state.append(adapter.scaling)
         state += [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
     return state
+
+
+# A group, and the head slice of it that lies in one LoRA layer.
+Member = tuple[ParticleGroup, HeadSlice]
+
+
+class DriveRoutes(Handle):
+    """Hooks on the adapters of some groups, which mix the driving term of A until `remove()`.
+
+    Args:
+        groups: Particle groups; those without LoRA need no hooks.
+        drive: The coefficients K [M, M] of a group's driving term at its present parameters.
+    """
+
+    def __init__(self, groups: Sequence[ParticleGroup], drive: Callable[[ParticleGroup], Tensor]) -> None:
+        super().__init__()
+        members: dict[tuple[nn.Module, str], list[Member]] = defaultdict(list)
+        adapters: dict[tuple[nn.Module, str], Adapter] = {}
+        for group in groups:
+            for head_slice in group.slices:
+                # the columns of W_O are heads: there A is divided by heads
+                if head_slice.lora is None or head_slice.projection == "output":
+                    continue
+                for adapter in head_slice.adapters:
+                    if adapter.trained:
+                        adapters[adapter.down, adapter.name] = adapter
+                        members[adapter.down, adapter.name].append((group, head_slice))
+        self.routes = [Route(adapter, members[key], drive) for key, adapter in adapters.items()]
+        for route in self.routes:
+            route.refresh()
+            self._hook_before(route.adapter.down, route.before_down)
+            self._removers.append(
+                route.adapter.down.register_forward_hook(Hook(route.adapter.down, route.after_down)).remove
+            )
+            self._removers.append(route.adapter.up.register_forward_hook(Hook(route.adapter.up, route.after_up)).remove)
+
+    def refresh_after(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Mix B as the parameters are after a step: a compiled forward pass cannot ask what changed."""
+        for route in self.routes:
+            # an optimizer may write parameters in ways that leave no trace
+            route.forget()
+            route.refresh()
+
+    def require_taken(self) -> None:
+        """Raise `NotFired` where A has a gradient that did not come this way."""
+        for route in self.routes:
+            if not route.taken and route.adapter.first.grad is not None:
+                name = route.members[0][1].name
+                raise NotFired(
+                    f"the adapter {route.adapter.name!r} of {name} has a gradient from a forward pass that ran without "
+                    "the repulsion: before hw.repel, or compiled before it. Call hw.repel before the forward pass "
+                    "(and before torch.compile), and zero_grad() now."
+                )
+
+
+class _Call:
+    """What the running call of an adapter was given, and A x of it."""
+
+    def __init__(self) -> None:
+        self.inputs: Tensor | None = None
+        self.hidden: Tensor | None = None
+
+
+class Route:
+    """The way of the gradient to A in one adapter.
+
+    Attributes:
+        adapter: The adapter.
+        members: The groups and head slices whose rows B has.
+        mixed: K^T B, [d_out, r]: B with the rows of each group mixed, other rows as they are.
+        taken: Whether a forward pass took it yet.
+    """
+
+    def __init__(self, adapter: Adapter, members: Sequence[Member], drive: Callable[[ParticleGroup], Tensor]) -> None:
+        self.adapter, self.members, self.taken = adapter, tuple(members), False
+        self.mixed = adapter.second.detach().clone()
+        self._drive = drive
+        self._mixed_from: tuple[object, list[Tensor]] = None, []
+        self._call = PerThread(_Call)
+
+    def before_down(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Give A x no gradient in x: `after_down` adds it."""
+        call = self._call.own
+        call.inputs = call.hidden = None
+        if not torch.is_grad_enabled() or not self.adapter.trained:
+            return None
+        call.inputs = read_first_argument(module, args, kwargs)
+        return replace_first_argument(args, kwargs, call.inputs.detach())
+
+    def after_down(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor | None:
+        """Keep A x, whose gradient goes to A, and return the same numbers, whose gradient goes to x."""
+        call = self._call.own
+        inputs, call.inputs = call.inputs, None
+        if inputs is None:
+            return None
+        call.hidden = output
+        passed: Tensor = _ToInput.apply(output.detach(), inputs, self.adapter.first.detach())
+        return passed
+
+    def after_up(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor | None:
+        """Return B A x, from which A gets its gradient through K^T B."""
+        call = self._call.own
+        hidden, call.hidden = call.hidden, None
+        if hidden is None:
+            return None
+        self.taken = True
+        if not torch.compiler.is_compiling():
+            self.refresh()
+        routed: Tensor = _ThroughMixed.apply(output, hidden, self.mixed)
+        return routed
+
+    def forget(self) -> None:
+        """Forget what B was mixed from."""
+        self._mixed_from = None, []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Mix B again unless nothing changed; in place, since a compiled graph holds the tensor."""
+        second, drives = self.adapter.second, [self._drive(group) for group, _ in self.members]
+        state = (id(second), second.data_ptr(), second._version)
+        known, before = self._mixed_from
+        if state == known and all(one is other for one, other in zip(drives, before, strict=True)):
+            return
+        if self.mixed.dtype != second.dtype or self.mixed.device != second.device:
+            self.mixed = second.clone()
+        self.mixed.copy_(second)
+        with torch.autocast(second.device.type, enabled=False):
+            for drive, (_, head_slice) in zip(drives, self.members, strict=True):
+                own = Carrier(head_slice, self.adapter).list_own(self.adapter.first, self.mixed)
+                rows = torch.cat(own)
+                add_mixed(rows, drive.mT, rows.clone(), beta=0)
+                for target, heads in zip(own, rows.split([len(target) for target in own]), strict=True):
+                    target.copy_(heads)
+        self._mixed_from = state, drives
+
+
+class _ToInput(torch.autograd.Function):
+    """A x as it is, [..., r], with the gradient of A x in x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype = inputs.dtype
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return None, (grads[0] @ weight.to(grads[0].dtype)).to(ctx.dtype), None
+
+
+class _ThroughMixed(torch.autograd.Function):
+    """B h as it is, [..., d_out], with the gradient of h as if B were another matrix [d_out, r]."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, mixed: Tensor) -> Tensor:
+        ctx.save_for_backward(mixed)
+        ctx.dtype = hidden.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (mixed,) = ctx.saved_tensors
+        return grads[0], (grads[0] @ mixed.to(grads[0].dtype)).to(ctx.dtype), None

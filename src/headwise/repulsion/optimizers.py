@@ -1,11 +1,26 @@
-"""The torch optimizers that hold the heads' parameters: unwrapped, hookable, and what a resumed run has for each."""
+"""The torch optimizers that hold the heads' parameters: unwrapped, hookable, and what a resumed run has for each.
 
+Says when another optimizer steps in the place of one that a repulsion is attached to.
+
+A trainer may build its model or its optimizer anew, for each trial of a search or each phase of a training. A repulsion
+stays attached to the old ones and never acts again, which would go unnoticed. What is noticed here: an optimizer that
+holds the same parameters steps instead; or the optimizer attached to is discarded (or the program ends) before its
+first step, and another one with parameters of the same shapes, which repels nothing, steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import LayoutError, SettingError, require_integer, require_range
 
@@ -128,3 +143,122 @@ def _innermost(optimizer: object) -> Optimizer:
             "it there, or pass the optimizer that it wraps."
         )
     return inner
+
+
+_watches: set[Watch] = set()
+_hooks: list[RemovableHandle] = []
+# Optimizers that were discarded before their first step: the class's name, by the hash of what `_describe` returns.
+_discarded: dict[int, str] = {}
+# That hash of optimizers that step; None for those that take the place of none.
+_stepping: weakref.WeakKeyDictionary[Optimizer, int | None] = weakref.WeakKeyDictionary()
+
+
+class Watch:
+    """Looks at the steps of other optimizers for one that a repulsion is attached to, without keeping it alive.
+
+    Attributes:
+        steps: Steps that the repulsion has acted on; kept by who attached it.
+        stepping: Whether the optimizer attached to is in the middle of a step; kept likewise.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.stepping = 0, False
+        self._twin_stepped = False
+        self._kind: tuple[object, ...] = ()
+        self._parameters: frozenset[int] = frozenset()
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._finalizer: weakref.finalize | None = None
+        self._known: weakref.WeakKeyDictionary[Optimizer, int | None] = weakref.WeakKeyDictionary()
+
+    def start(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Begin to look, for these parameters of an optimizer."""
+        self._kind, self._parameters = _describe(optimizer), frozenset(map(id, parameters))
+        self._optimizer = weakref.ref(optimizer)
+        self._finalizer = weakref.finalize(optimizer, self._on_discard)
+        _watches.add(self)
+        # it was called again, on what was built in the place of one that was discarded
+        _discarded.pop(hash(self._kind), None)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_look))
+
+    def remove(self) -> None:
+        """Stop looking."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        _watches.discard(self)
+        if not _watches and not _discarded:
+            while _hooks:
+                _hooks.pop().remove()
+
+    def watches(self, optimizer: Optimizer) -> bool:
+        """Whether this is the optimizer that a repulsion is attached to."""
+        return self._optimizer is not None and self._optimizer() is optimizer
+
+    def look(self, other: Optimizer) -> None:
+        """Take note of a step of any optimizer."""
+        own = None if self._optimizer is None else self._optimizer()
+        # an optimizer that runs inside the one attached to is in the place of none
+        if self.watches(other) or self.stepping:
+            return
+        if other not in self._known:
+            shares = own is not None and not self._parameters.isdisjoint(list_held(other))
+            self._known[other] = self.steps if shares else None
+            if shares:
+                _stepping[other] = None
+            elif self.steps == 0 and _describe(other) == self._kind and not _is_watched(other):
+                self._twin_stepped = True
+            return
+        before = self._known[other]
+        if before is None or own is None:
+            return
+        # nor is one that steps the one attached to, or takes turns with it
+        if before == self.steps:
+            warnings.warn(
+                f"another {type(other).__name__} than the {type(own).__name__} that hw.repel was called on steps the "
+                f"same heads, which do not repel one another there ({self.steps} steps with repulsion so far). If the "
+                "optimizer was built anew, call hw.repel on the one in use; headwise.integrations does so in the loops "
+                "of transformers, Lightning and Accelerate.",
+                stacklevel=2,
+            )
+        self._known[other] = None if before == self.steps else self.steps
+
+    def _on_discard(self) -> None:
+        if self.steps == 0 and not self._twin_stepped:
+            _discarded[hash(self._kind)] = str(self._kind[0])
+        self.remove()
+        if self.steps == 0 and self._twin_stepped:
+            _say_discarded(str(self._kind[0]))
+
+    def __reduce__(self) -> tuple:
+        # a copy watches nothing
+        return Watch, ()
+
+
+def _say_discarded(name: str) -> None:
+    warnings.warn(
+        f"hw.repel was called on an {name} that never took a step, and another one with parameters of the same shapes "
+        "did: if the trainer built its model or optimizer anew (as Trainer(model_init=...) does), nothing was "
+        "repelled. Call hw.repel on the optimizer in use, or use headwise.integrations, which attaches again.",
+        stacklevel=2,
+    )
+
+
+def _describe(optimizer: Optimizer) -> tuple[object, ...]:
+    """Return the class of an optimizer and the shapes of its parameters, in order."""
+    return type(optimizer).__name__, *(tuple(p.shape) for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    return any(watch.watches(optimizer) for watch in _watches)
+
+
+def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for watch in list(_watches):
+            watch.look(optimizer)
+        if _discarded and optimizer not in _stepping:
+            _stepping[optimizer] = hash(_describe(optimizer))
+        name = _discarded.get(_stepping[optimizer] or 0) if _discarded else None
+        if name is not None and not _is_watched(optimizer):
+            del _discarded[hash(_describe(optimizer))]
+            _say_discarded(name)

@@ -1,14 +1,21 @@
-"""A particle rule attached to the user's own optimizer: `repel` and its handle."""
+"""A particle rule attached to the user's own optimizer: `repel` and its handle.
+
+With a `Target` the strength of a rule follows what the heads of each attention computed. Noise, of Langevin rules and
+of `jitter`, is the same for the same seed on every process.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from headwise.errors import (
     LayoutError,
@@ -17,21 +24,269 @@ from headwise.errors import (
     require_boolean,
     require_choice,
     require_integer,
+    require_positive,
     require_range,
 )
-from headwise.heads.heads import PROJECTIONS, Heads, require_heads
-from headwise.heads.readings import require_proved
+from headwise.heads.capture import Capture
+from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
+from headwise.heads.heads import PROJECTIONS, Heads, require_heads, require_proved
+from headwise.heads.sharding import add_own_part, average_finite_over, is_distributed, write_own_part
+from headwise.heads.taps import Taps, count_effective_heads, require_reachable
 from headwise.nn.hooks import Handle
-from headwise.repulsion.force_norms import ForceNorms
-from headwise.repulsion.groups import Attachment, ParticleGroup, divide_groups, find_groups
-from headwise.repulsion.low_rank import Evaluations, apply_low_rank
-from headwise.repulsion.low_rank_drive import DriveRoutes
-from headwise.repulsion.mixing import Strength
-from headwise.repulsion.noise import add_noise, derive_seed, find_langevin_rates
+from headwise.repulsion.groups import Attachment, ForceNorms, ParticleGroup, divide_groups, find_groups, list_carriers
+from headwise.repulsion.low_rank import DriveRoutes, Evaluations, apply_low_rank
 from headwise.repulsion.optimizers import require_state, unwrap_optimizers
-from headwise.repulsion.rules import Rule, acts_apart, require_rule
-from headwise.repulsion.steering import Steering, make_steering
+from headwise.repulsion.rules import Rule, Strength, acts_apart, require_rule
 from headwise.repulsion.step import apply_rule
+from headwise.strength import Control, Target, advance, read_controls, tell_saturated
+
+# Calls of an attention that are looked at, where a step has more: the last of many micro-batches.
+NEWEST = 64
+
+
+class Steering(Handle):
+    """Controllers of attentions, by name, advanced at every `every`-th step from the outputs of the step's forwards.
+
+    Outputs are captured at those steps only. Where processes train together (torch.distributed is initialized), the
+    measured numbers are averaged over all of them, so that every process has the same strength.
+
+    Attributes:
+        target: What is aimed at.
+        every: Number of steps from one measurement to the next.
+        steps: Number of steps so far, of one or several optimizers.
+        controls: The controller of each attention with several heads.
+
+    Raises:
+        SettingError: An attention has fewer heads than the target asks for.
+        LayoutError: No attention has several heads, or the outputs of one cannot be read.
+    """
+
+    def __init__(self, heads: Heads, target: Target, every: int) -> None:
+        super().__init__()
+        require_reachable(target, heads)
+        self.target, self.every, self.steps = target, every, 0
+        self._sites = {site.name: site for site in heads if site.num_heads > 1}
+        if not self._sites:
+            raise LayoutError(f"{target} counts heads, and no attention has more than one; select others.")
+        self.controls = {name: Control() for name in self._sites}
+        self._names = {
+            id(part.parameter): site.name
+            for site in heads
+            for part in (*site.parts, *(site.output.parts if site.output is not None else ()))
+        }
+        self._taps = Taps(
+            replace(heads, sites=tuple(self._sites.values())), outputs=True, training_only=True, newest=NEWEST
+        )
+        self._removers.append(self._taps.remove)
+        self._pauses = ExitStack()
+        # the step of its optimizer at which each attachment acted
+        self._acted: dict[int, int] = {}
+
+    def find_strengths(self, actor: Attachment, strength: float) -> dict[str, float]:
+        """Return the factor on the repulsion of each group by its name, measured first if it is time to.
+
+        Args:
+            actor: What is about to act. One whose optimizer has stepped since it acted has come to the next step;
+                others follow it in the same. A closure that is called again, and a step that was left out, are none.
+            strength: Factor on the repulsion of all of its groups.
+        """
+        if not self._acted or self._acted.get(id(actor), actor.steps) != actor.steps:
+            self._acted = {}
+            self._measure()
+        self._acted[id(actor)] = actor.steps
+        return {group.name: strength * self._find_control(group).ratio for group in actor.groups}
+
+    def _measure(self) -> None:
+        captures = self._taps.read_called()
+        if self.steps % self.every == 0:
+            for name, number in self._count(captures).items():
+                heads = self._sites[name].num_heads
+                self.controls[name] = advance(self.controls[name], self.target, float(number), heads)
+                tell_saturated(name, self.controls[name], self.target)
+        self.steps += 1
+        self._pause()
+
+    def _pause(self) -> None:
+        """Capture what is computed for the next step if it is to be measured, and nothing else."""
+        self._pauses.close()
+        if self.steps % self.every:
+            self._pauses.enter_context(self._taps.paused())
+
+    def _count(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
+        """Return the effective number of heads of each attention; NaN where its calls, if any, tell nothing."""
+        calls = {name: [call for call in captures if call.site.name == name] for name in self._sites}
+        found = {name: count_effective_heads(own) for name, own in calls.items() if own}
+        device = next((number.device for number in found.values()), torch.device("cpu"))
+        unknown = torch.full((), math.nan, dtype=torch.float64, device=device)
+        numbers = [found.get(name, unknown) for name in self._sites]
+        if is_distributed():
+            # every process takes part, also one whose batch did not use an attention
+            numbers = average_finite_over(None, numbers)
+        return dict(zip(self._sites, numbers, strict=True))
+
+    def require_measured(self) -> None:
+        """Raise `NotFired` where nothing was ever measured, so that no strength was set."""
+        silent = [name for name, control in self.controls.items() if control.effective_heads is None]
+        if silent:
+            raise NotFired(
+                f"{', '.join(silent[:4])}: the effective number of heads was never measured, so nothing repels them; "
+                "the model must be called in training mode before each step, with at least four tokens."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the controllers and the number of steps as plain numbers."""
+        controls = {name: asdict(control) for name, control in self.controls.items()}
+        return {"controls": controls, "control_steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a repulsion's state, which holds what `state_dict` returned.
+
+        Raises:
+            SettingError: It holds no such state, or one of other attentions. Nothing is changed.
+        """
+        # states that were saved before held the steps of the optimizers alone
+        steps = state.get("control_steps", max(state["steps"]))
+        require_integer("control_steps", steps)
+        self.controls = read_controls(state.get("controls"), self.controls)
+        self.steps, self._acted = steps, {}
+        # what was computed before is of no step to come
+        self._taps.read_called()
+        self._pause()
+
+    def _find_control(self, group: ParticleGroup) -> Control:
+        return self.controls.get(self._names[id(group.parts[0].parameter)], Control())
+
+
+def make_steering(heads: Heads, rule: object, every: int) -> Steering | None:
+    """Return the controllers of a rule whose strength is a `Target`, else None."""
+    target = getattr(rule, "alpha", None)
+    return Steering(heads, target, every) if isinstance(target, Target) else None
+
+
+def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
+    """Separate equal heads: add N(0, (scale * r)^2) to every head's parameters, r their root mean square.
+
+    Equal heads have zero repulsion and equal gradients, so no rule can separate them.
+
+    Args:
+        heads: Which heads.
+        scale: Size of the noise relative to the parameters, above 0; 1e-3 is enough.
+        seed: Seed of the noise, at least 0.
+
+    Raises:
+        SettingError: `scale` is not above 0, or `heads` is no selection of heads.
+        LayoutError: The model was changed since its heads were found, or heads are under LoRA.
+        HeadwiseError: A parameter is not finite. Nothing is changed then.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> jitter(hw.find_heads(model), 1e-3)
+    """
+    require_heads(heads)
+    require_positive("scale", scale)
+    require_integer("seed", seed)
+    parts = [part for head_slice in heads.slices() for part in head_slice.parts]
+    for part in parts:
+        if part.lora is not None:
+            raise LayoutError(
+                f"{part.name} is the base of a LoRA layer, and noise in it would be saved with no adapter; call "
+                "hw.jitter before adding the adapter."
+            )
+        part.require_finite()
+    with torch.no_grad():
+        for head_slice in parts:
+            sharded = is_sharded(head_slice.parameter)
+            every = gather_full(head_slice.parameter)
+            view = head_slice.view(every)
+            size = view.float().square().mean().sqrt()
+            noise = _draw_noise(view, seed, "jitter", head_slice)
+            view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
+            if sharded:
+                write_own_part(head_slice.parameter, every)
+
+
+def add_noise(
+    group: ParticleGroup,
+    deviation: float,
+    rates: Mapping[int, float | Tensor],
+    *,
+    seed: int,
+    step: int,
+    scale: Tensor | None,
+    drawn: set[int],
+) -> None:
+    """Add N(0, (deviation rate)^2) to the gradients of the heads, the same for the same (seed, step, parameter).
+
+    A process that holds a part of a gradient adds what a single process would have added to that part. Under LoRA the
+    noise is that of the parameters trained, A and B; A, which several groups may share, gets it once.
+
+    Args:
+        group: The particles.
+        deviation: Standard deviation at a rate of 1.
+        rates: The factor on the noise of each parameter: see `find_langevin_rates`.
+        seed: Seed.
+        step: The step.
+        scale: What the gradients are multiplied by; None for 1.
+        drawn: The ids of shared gradients that have their noise; this function adds to it.
+    """
+    if group.gradients() is None:
+        return
+
+    def add(gradient: Tensor, parameter: Tensor, part: HeadSlice, *names: str) -> None:
+        noise = _draw_noise(gradient, seed, step, part, *names) * (deviation * rates[id(parameter)])
+        gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
+
+    with torch.no_grad():
+        for part in group.parts:
+            gradient = part.parameter.grad
+            if gradient is not None and is_sharded(gradient):
+                every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+                add(part.view(every), part.parameter, part)
+                add_own_part(gradient, every)
+                continue
+            for carrier in list_carriers(part):
+                own, common = carrier.trained
+                add(carrier.own, own, part, *carrier.names)
+                shared = carrier.shared
+                if shared is not None and id(shared) not in drawn:
+                    drawn.add(id(shared))
+                    add(shared, common, part, *carrier.names, "shared")
+
+
+def find_langevin_rates(optimizer: Optimizer) -> dict[int, float | Tensor]:
+    """Return the factor on Langevin noise that gives it the right temperature, for each parameter by its id.
+
+    theta <- theta - lr (eps grad U - a xi) samples at the temperature 1 / beta when a = sqrt(2 eps / beta) / sqrt(lr):
+    the noise is divided by sqrt(lr) under plain SGD. Under any other optimizer no such factor exists: the noise is
+    gradient noise and not Langevin, and the factor is 1.
+    """
+    factors: dict[int, float | Tensor] = {}
+    for options in optimizer.param_groups:
+        plain = type(optimizer) is SGD and options["momentum"] == 0
+        factor = _invert_root(options["lr"]) if plain else 1.0
+        factors |= dict.fromkeys(map(id, options["params"]), factor)
+    return factors
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends only on the parts, the same on every machine and in every process."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _invert_root(rate: float | Tensor) -> float | Tensor:
+    """Return 1 / sqrt(rate), and 1 for a rate of zero, which moves nothing, whatever the noise."""
+    if isinstance(rate, Tensor):
+        return torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
+    return rate**-0.5 if rate > 0.0 else 1.0
+
+
+def _draw_noise(view: Tensor, seed: int, purpose: object, part: HeadSlice, *names: str) -> Tensor:
+    generator = torch.Generator(view.device)
+    run = (part.run,) if part.run else ()
+    generator.manual_seed(derive_seed(seed, purpose, part.name, part.projection, *run, *names))
+    return torch.randn(view.shape, generator=generator, device=view.device)
 
 
 @runtime_checkable

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError, require_boolean, require_integer
-from headwise.input_files import read_whole
+from headwise.input_files import encode_json, parse_json, read_whole
 from headwise.roles.word_table import WordTable
-from headwise.strict_json import encode_json, parse_json
 
 FORMAT = 1
 # What a float of their ratio can hold.

@@ -1,32 +1,7 @@
 """Routing by agreement instead of an output projection."""
 
 from headwise.routing.aggregate import Aggregation, Replaced, aggregate
-from headwise.routing.modules import (
-    Aggregator,
-    EMAggregator,
-    Gate,
-    GatedProjection,
-    Residual,
-    ResidualAggregator,
-    Routing,
-    Setting,
-    SimpleAggregator,
-    TrunkAggregator,
-    build,
-    require_setting,
-)
-from headwise.routing.save import load, save
-from headwise.routing.settings import (
-    Chunks,
-    EMRouting,
-    Routed,
-    SimpleRouting,
-    Trunk,
-    em_routing,
-    simple_routing,
-    uniform_routing,
-)
-from headwise.routing.votes import (
+from headwise.routing.algorithms import (
     DistinctCapsules,
     PerHead,
     SharedTrunk,
@@ -35,6 +10,29 @@ from headwise.routing.votes import (
     VoteWeight,
     full_precision,
 )
+from headwise.routing.modules import (
+    Aggregator,
+    Chunks,
+    EMAggregator,
+    EMRouting,
+    Gate,
+    GatedProjection,
+    Residual,
+    ResidualAggregator,
+    Routed,
+    Routing,
+    Setting,
+    SimpleAggregator,
+    SimpleRouting,
+    Trunk,
+    TrunkAggregator,
+    build,
+    em_routing,
+    require_setting,
+    simple_routing,
+    uniform_routing,
+)
+from headwise.routing.save import load, save
 
 __all__ = [
     "Aggregation",

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.errors import HeadwiseError
-from headwise.routing.votes import full_precision
+from headwise.routing.algorithms import full_precision
 
 _logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 The forward pass makes T passes and writes the capsules. The backward pass repeats them, keeping the M-steps, and goes
 back through them: two passes for each but the first, since the softmax over capsules needs a sum over all of them.
-Equations and gradient are those of `routing.em`, which is the reference. Importing this file imports Triton; `fused`
+Equations and gradient are those of `routing.algorithms`, which is the reference. Importing this file imports Triton; `fused`
 does so when a kernel is first used.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.routing.em import EMKernel
+from headwise.routing.algorithms import EMKernel
 from headwise.routing.triton_tiles import (
     add_exponents,
     apply_softmax,

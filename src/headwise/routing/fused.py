@@ -14,9 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from headwise.routing.em import EMKernel
-from headwise.routing.simple import SimpleKernel
-from headwise.routing.votes import full_precision
+from headwise.routing.algorithms import EMKernel, SimpleKernel, full_precision
 
 _logger = logging.getLogger(__name__)
 

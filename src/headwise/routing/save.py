@@ -5,33 +5,200 @@ files under our own names, and a `config.json` that other libraries refuse: they
 the aggregators, or draw new weights where others were cut. A folder that is new appears when it is complete; into one
 that holds other files, ours are moved when complete, `headwise.json` last. Settings are stored as plain JSON with the
 names of their classes; no code is stored.
+
+Modules of a rebuilt model brought to the sizes of a saved one: its heads were removed or merged.
+
+Settings of aggregators as plain JSON, with the names of their classes.
 """
 
+from __future__ import annotations
+
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.atomic import SEAL, name_write_errors, new_folder
-from headwise.digests import seal
+from headwise.atomic import SEAL, name_write_errors, new_folder, seal
 from headwise.errors import DataError, HeadwiseError, SettingError
-from headwise.nn.compiled import strip_wrappers, unwrap_compiled, without_wrappers
+from headwise.input_files import encode_json, parse_json
 from headwise.nn.difference import HeadDifference
+from headwise.nn.hooks import strip_wrappers, unwrap_compiled, without_wrappers
 from headwise.nn.mixing import HeadMixer
 from headwise.nn.multihead import MultiheadAttention, adopt
-from headwise.nn.resized import read_sizes
-from headwise.routing.modules import Aggregator, Gate, GatedProjection, Residual, ResidualAggregator, Setting, build
-from headwise.routing.rebuild import rebuild
-from headwise.routing.resize_saved import find_module, resize_modules
-from headwise.routing.saved import CONFIG, FILE, FORMAT, REMEDY, SIZES, Saved, read_saved
-from headwise.routing.setting_records import record, restore
-from headwise.routing.shards import collect_tensors, load_tensors, parse_size, read_tensors, split_into_shards
-from headwise.stock_folders import RECORD
-from headwise.stored_tensors import Stored
-from headwise.strict_json import encode_json, parse_json
+from headwise.nn.resized import GROUPS, read_sizes, resize, set_data
+from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
+from headwise.routing.modules import (
+    Aggregator,
+    Chunks,
+    EMRouting,
+    Gate,
+    GatedProjection,
+    Residual,
+    ResidualAggregator,
+    Setting,
+    SimpleRouting,
+    Trunk,
+    build,
+)
+from headwise.routing.saved import (
+    CONFIG,
+    FILE,
+    FORMAT,
+    REMEDY,
+    SIZES,
+    Saved,
+    collect_tensors,
+    load_tensors,
+    parse_size,
+    read_saved,
+    read_tensors,
+    rebuild,
+    split_into_shards,
+)
+from headwise.stock_folders import RECORD, Stored
+
+
+def resize_modules(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Callable[[], None]]:
+    """Give modules of a model the saved sizes, and return what gives them the old ones.
+
+    Parameters and buffers that these modules hold themselves get the shapes of the saved tensors, and no values yet. A
+    model that has these sizes stays as it is, with the same parameters.
+
+    Raises:
+        DataError: A module, or an attribute of it, is not there, or a saved tensor is larger than the model's.
+    """
+    undo: list[Callable[[], None]] = []
+    try:
+        for name, sizes in saved.sizes.items():
+            module = find_module(saved, model, name)
+            wrong = [key for key in sizes if type(vars(module).get(key, 1 if key == GROUPS else None)) is not int]
+            if wrong:
+                raise DataError(
+                    f"{saved.path}: {name[:60]}.{wrong[0][:60]} is no number of heads or features of a "
+                    f"{type(module).__name__}; {REMEDY}"
+                )
+            undo.append(resize(module, sizes))
+            for attribute, parameter in (*module._parameters.items(), *module._buffers.items()):
+                path = f"{name}.{attribute}" if name else attribute
+                stored = tensors.get(saved.tied.get(path, path))
+                if parameter is None or stored is None or stored.shape == parameter.shape:
+                    continue
+                if stored.dim() != parameter.dim() or any(map(int.__gt__, stored.shape, parameter.shape)):
+                    raise DataError(
+                        f"{path} has shape {tuple(stored.shape)} in {saved.folder} and {tuple(parameter.shape)} in the "
+                        f"model, which has fewer; {REMEDY}"
+                    )
+                undo.append(_shrink(parameter, stored.shape))
+    except BaseException:
+        for one in reversed(undo):
+            one()
+        raise
+    return undo
+
+
+def _shrink(parameter: Tensor, shape: torch.Size) -> Callable[[], None]:
+    before, gradient = parameter.data, parameter.grad
+    parameter.grad = None
+    set_data(parameter, before.new_empty(shape))
+
+    def undo() -> None:
+        set_data(parameter, before)
+        parameter.grad = gradient
+
+    return undo
+
+
+def find_module(saved: Saved, model: nn.Module, name: str) -> nn.Module:
+    """Return a module that a record names.
+
+    Raises:
+        DataError: The model has none of that name.
+    """
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise DataError(
+            f"the model has no module {name[:60]!r}, which {saved.path} names; pass a model of the same structure."
+        ) from None
+
+
+SETTINGS: tuple[type, ...] = (
+    Chunks,
+    DistinctCapsules,
+    EMRouting,
+    Gate,
+    PerHead,
+    Residual,
+    SharedTrunk,
+    SimpleRouting,
+    Trunk,
+)
+# Fields that would be taken for the name of the class.
+TAGGED = re.compile("setting_*")
+
+
+def record(value: Any) -> Any:
+    """Return a setting as JSON: {"setting": its class, field: value, ...}; tuples become lists.
+
+    A field that is itself called `setting` is written as "setting_", one called `setting_` as "setting__", and so on.
+
+    Raises:
+        DataError: A field holds something that JSON cannot represent, or the class has the name of one of headwise's.
+
+    Example:
+        >>> record(EMRouting(iterations=2))["inverse_temperature"]
+        [1.0, 3.0]
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        name = type(value).__name__
+        if type(value) not in SETTINGS and name in {cls.__name__ for cls in SETTINGS}:
+            raise DataError(f"the setting {name} is not headwise's {name}, as which it would be loaded; rename it.")
+        # what a class computes itself it will compute again
+        held = {f.name: record(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {"setting": name, **{f"{key}_" if TAGGED.fullmatch(key) else key: item for key, item in held.items()}}
+    if isinstance(value, tuple):
+        return [record(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise DataError(f"a setting holds a {type(value).__name__}; expected numbers, strings, tuples or settings.")
+
+
+def restore(value: Any, classes: Sequence[type] = ()) -> Any:
+    """Return the setting that `record` wrote.
+
+    Args:
+        value: The result of `record`.
+        classes: User-defined classes that may appear in it.
+
+    Raises:
+        DataError: A class is unknown, or does not have those fields.
+
+    Example:
+        >>> restore(record(Residual(SimpleRouting(iterations=4)))).routing.iterations
+        4
+    """
+    if isinstance(value, list):
+        return tuple(restore(item, classes) for item in value)
+    if not isinstance(value, dict):
+        return value
+    held = {key.removesuffix("_") if TAGGED.fullmatch(key) else key: key for key in value if key != "setting"}
+    name = str(value.get("setting"))
+    known = {cls.__name__: cls for cls in (*SETTINGS, *classes)}
+    if name not in known:
+        raise DataError(
+            f"the folder holds the setting {name!r}; expected one of {', '.join(sorted(known))}. If you defined it, "
+            "pass its class: load(settings=(...,))."
+        )
+    try:
+        return known[name](**{key: restore(value[written], classes) for key, written in held.items()})
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the setting {name} cannot be built from {value}: {error}") from error
+
 
 STOCK_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack")
 

@@ -2,7 +2,7 @@
 
 The backward pass repeats the iterations, keeping s and the sum of X, and goes back through them. A softmax over heads
 needs one capsule at a time; one over capsules needs a sum over all of them, and so a pass more each way. Equations and
-gradient are those of `routing.simple`, which is the reference. Importing this file imports Triton; `fused` does so when
+gradient are those of `routing.algorithms`, which is the reference. Importing this file imports Triton; `fused` does so when
 a kernel is first used.
 """
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headwise.routing.simple import SimpleKernel
+from headwise.routing.algorithms import SimpleKernel
 from headwise.routing.triton_tiles import (
     add_exponents,
     apply_softmax,

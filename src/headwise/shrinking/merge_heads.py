@@ -1,21 +1,408 @@
-"""Key and value heads of one attention made alike within groups, so that one of each group is enough."""
+"""Key and value heads of one attention made alike within groups, so that one of each group is enough.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+What an attention computes with on calibration inputs: second moments of what its projections and W_O get.
+
+What is free in the heads of an attention, found out by experiment: changes that leave what it computes as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headwise.errors import HeadwiseError, NotFired, SettingError
+from headwise.heads.capture import list_parameters, name_arguments, read_padding, split_heads
+from headwise.heads.experiments.replay import RecordedCall, Replay, record_calls
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
-from headwise.shrinking.alignment import Sharing, measure_loss
-from headwise.shrinking.grouping import Groups, group_by_similarity, group_in_order
-from headwise.shrinking.key_freedom import Alignment, KeyFreedom
-from headwise.shrinking.merge_freedom import Freedom
-from headwise.shrinking.merge_moments import read_output, read_rows, write_output, write_rows
-from headwise.shrinking.prune_beside import list_beside
+from headwise.nn.hooks import Handle, read_first_argument
+from headwise.shrinking.alignment import (
+    Alignment,
+    Groups,
+    KeyFreedom,
+    Sharing,
+    group_by_similarity,
+    group_in_order,
+    measure_loss,
+)
+from headwise.shrinking.cuts import list_beside
+from headwise.shrinking.proof import run
+
+# Inputs of a model: positional arguments, or arguments by name.
+Batch = Any
+
+
+class Reading(Handle):
+    """Inside the block, functions get what modules of sites were called with, real tokens only.
+
+    Args:
+        sites: The sites; their padding is read from their own calls.
+        receive: For each site, the modules inside it to listen to and the function that gets (module, [T, F]).
+    """
+
+    def __init__(self, sites: dict[Site, tuple[Sequence[nn.Module], Callable[[nn.Module, Tensor], None]]]) -> None:
+        super().__init__()
+        for site, (modules, receive) in sites.items():
+            keeps: list[Tensor | None] = [None]
+            names = list_parameters(site.module)
+
+            def begin(
+                module: nn.Module, args: tuple, kwargs: dict, keeps: list[Tensor | None] = keeps, names: Any = names
+            ) -> None:
+                keeps[0] = read_padding(module, name_arguments(names, args, kwargs)).keep
+
+            def listen(
+                module: nn.Module,
+                args: tuple,
+                kwargs: dict,
+                keeps: list[Tensor | None] = keeps,
+                receive: Callable[[nn.Module, Tensor], None] = receive,
+            ) -> None:
+                receive(module, _select_real(read_first_argument(module, args, kwargs).detach(), keeps[0]))
+
+            self._hook_before(site.module, begin)
+            for module in {id(module): module for module in modules}.values():
+                self._hook_before(module, listen)
+
+
+def _select_real(given: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the rows [T, F] of what a module was given, [B, L, F], that are of real tokens."""
+    if keep is None or given.dim() != 3 or keep.shape[1] != given.shape[1]:
+        return given.flatten(0, -2)
+    return given[keep.to(given.device).expand(len(given), -1)]
+
+
+def list_projections(site: Site) -> list[nn.Module]:
+    """Return the modules that project queries, keys and values."""
+    return list({id(part.module): part.module for part in site.parts if part.module is not None}.values())
+
+
+def measure_inputs(site: Site, batches: Sequence[Batch]) -> dict[int, Tensor]:
+    """Return [x, 1]^T [x, 1] of the inputs of each projecting module, by its id, [d + 1, d + 1] in float64.
+
+    Raises:
+        NotFired: A module was not called.
+        HeadwiseError: An input is not finite.
+    """
+    moments: dict[int, Tensor] = {}
+
+    def add(module: nn.Module, rows: Tensor) -> None:
+        rows = rows.double()
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        moments[id(module)] = moments.get(id(module), 0.0) + rows.mT @ rows
+
+    with Reading({site: (list_projections(site), add)}):
+        for batch in batches:
+            run(site.model, batch)
+    for module in list_projections(site):
+        _require(site, moments.get(id(module)), type(module).__name__)
+    return moments
+
+
+def assume_inputs(site: Site) -> dict[int, Tensor]:
+    """Return the moments of inputs that are white: of variance 1, mean 0, and uncorrelated."""
+    sizes = {id(part.module): part.across for part in site.parts if part.module is not None}
+    device = site.slices[0].parts[0].parameter.device
+    return {key: torch.eye(size + 1, dtype=torch.float64, device=device) for key, size in sizes.items()}
+
+
+@dataclass(eq=False)
+class Wanted:
+    """What the heads of a site gave W_O before anything was merged, call by call, and the W_O that read them.
+
+    Attributes:
+        weight: W_O, [d, H * e] in float64.
+        calls: [T, H * e] for each call, in the model's precision.
+    """
+
+    weight: Tensor
+    calls: list[Tensor] = field(default_factory=list)
+
+
+def record_wanted(sites: Sequence[Site], batches: Sequence[Batch]) -> dict[Site, Wanted]:
+    """Run the model once, and keep what every site gives its output projection."""
+    wanted = {site: Wanted(join_output(site)) for site in sites}
+
+    def keep(site: Site) -> Callable[[nn.Module, Tensor], None]:
+        return lambda _module, rows: wanted[site].calls.append(split_heads(rows, site).flatten(-2))
+
+    with ExitStack() as undo, Reading({site: ([site.expose(undo.callback).module], keep(site)) for site in sites}):
+        for batch in batches:
+            run(sites[0].model, batch)
+    return wanted
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """What a refit of W_O is made from: x of the model as it is now, y of the model before, both of real tokens.
+
+    Attributes:
+        moments: x^T x, [F, F].
+        products: x^T y, [F, d].
+        energy: Sum of y squared.
+    """
+
+    moments: Tensor
+    products: Tensor
+    energy: float
+
+    def measure_error(self, weight: Tensor) -> float:
+        """Return |x W^T - y|^2 / |y|^2."""
+        lost = torch.einsum("df,fg,dg->", weight, self.moments, weight) - 2 * (self.products.mT * weight).sum()
+        return max(float(lost) + self.energy, 0.0) / self.energy if self.energy > 0 else 0.0
+
+
+def measure_outputs(site: Site, wanted: Wanted, batches: Sequence[Batch]) -> Fit:
+    """Run the model, and return moments of what the site gives W_O now with what W_O gave before."""
+    calls = iter(wanted.calls)
+    sums: dict[str, Any] = {"moments": 0.0, "products": 0.0, "energy": 0.0}
+
+    def add(_module: nn.Module, rows: Tensor) -> None:
+        rows = split_heads(rows, site).flatten(-2).double()
+        outputs = next(calls).double() @ wanted.weight.mT
+        sums["moments"] += rows.mT @ rows
+        sums["products"] += rows.mT @ outputs
+        sums["energy"] += float(outputs.square().sum())
+
+    with ExitStack() as undo, Reading({site: ([site.expose(undo.callback).module], add)}):
+        for batch in batches:
+            run(site.model, batch)
+    _require(site, sums["moments"] if isinstance(sums["moments"], Tensor) else None, "output projection")
+    return Fit(**sums)
+
+
+def join_output(site: Site) -> Tensor:
+    """Return W_O of all heads side by side, [d, H * e] in float64."""
+    weights = read_output(site)
+    return weights.movedim(0, 1).flatten(1)
+
+
+def read_output(site: Site) -> Tensor:
+    """Return W_O of each head, [H, d, e] in float64."""
+    output = site.output
+    assert output is not None  # a site without W_O is refused before
+    # a copy in float64 too, as weights are written in place
+    return output.turn(output.view(output.parameter.detach())).clone().double()
+
+
+def write_output(site: Site, weights: Tensor) -> None:
+    """Write W_O of each head, [H, d, e]."""
+    output = site.output
+    assert output is not None  # a site without W_O is refused before
+    output.turn(output.view(output.parameter.data)).copy_(weights)
+
+
+def read_rows(head_slice: HeadSlice) -> Tensor:
+    """Return the rows of each head, and as the last column its bias or 0: [M, e, d + 1] in float64."""
+    rows = head_slice.turn(head_slice.read()).mT.double()
+    biases = [_view_bias(part) for part in head_slice.parts]
+    found = [bias.double() for bias in biases if bias is not None]
+    bias = torch.cat(found) if found else rows.new_zeros(rows.shape[:2])
+    return torch.cat([rows, bias[..., None]], -1)
+
+
+def write_rows(head_slice: HeadSlice, rows: Tensor) -> None:
+    """Write the rows of each head and its bias, [M, e, d + 1]."""
+    first = 0
+    for part in head_slice.parts:
+        own = rows[first : first + part.heads]
+        part.turn(part.view(part.parameter.data)).copy_(own[..., :-1].mT)
+        bias = _view_bias(part)
+        if bias is not None:
+            bias.copy_(own[..., -1])
+        first += part.heads
+
+
+def _view_bias(part: HeadSlice) -> Tensor | None:
+    bias = part.bias_parameter
+    return None if bias is None else part.bias_view(bias.data)
+
+
+def _require(site: Site, moments: Tensor | None, what: str) -> None:
+    if moments is None:
+        raise NotFired(f"{site.label}: its {what} was not called in a forward pass on the calibration batches.")
+    if not bool(moments.isfinite().all()):
+        raise HeadwiseError(
+            f"{site.label}: its {what} gets NaN or infinity on the calibration batches; expected finite inputs."
+        )
+
+
+# Largest difference, relative to the largest number: some code rounds to float32 in between.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+# Positions that a call must have so that those that rotate differ from those that do not.
+POSITIONS = 3
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What is free in the keys and in the values of one attention; None where nothing was found."""
+
+    key: KeyFreedom | None
+    value: KeyFreedom | None
+
+    def __str__(self) -> str:
+        return f"keys: {self.key or 'nothing'}; values: {self.value or 'nothing'}"
+
+
+def find_freedoms(sites: Sequence[Site], batch: Batch) -> dict[Site, Freedom]:
+    """Return what is free in each site: the first of a list of candidates under which its heads stay as they are.
+
+    Raises:
+        SettingError: The sequences are too short to tell.
+        HeadwiseError: An attention could not be called again.
+    """
+    calls = record_calls(sites[0].model, sites, lambda: run(sites[0].model, batch))
+    return {site: _find_freedom(site, call) for site, call in zip(sites, calls, strict=True)}
+
+
+@torch.no_grad()
+def _find_freedom(site: Site, call: RecordedCall) -> Freedom:
+    failed = "it computed NaN or infinity"
+    for dtype in (torch.float64, torch.float32):
+        # some code has float32 written into it
+        call.dtype = dtype
+        with _converted(call.module, dtype):
+            try:
+                heads = Replay(site, call).outputs()
+            except HeadwiseError:
+                raise
+            except Exception as error:
+                failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                continue
+            if not bool(heads.isfinite().all()):
+                continue
+            tokens = 1 if heads.dim() < 3 else heads.shape[-3]
+            if tokens < POSITIONS:
+                raise SettingError(
+                    f"{site.label} was called with sequences of {tokens} tokens; expected at least {POSITIONS}, so "
+                    "that positions show."
+                )
+            experiment = _Experiment(site, call, heads, TOLERANCE[dtype])
+            return Freedom(experiment.find_key(), experiment.find_value())
+    raise HeadwiseError(
+        f"{site.label} ({type(site.module).__name__}) could be called again neither in float64 nor in float32 "
+        f"({failed}); give batches without rows that are padding throughout, and merge the heads of the full-precision "
+        "original of a quantized model."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Experiment:
+    site: Site
+    call: RecordedCall
+    heads: Tensor
+    tolerance: float
+
+    def find_key(self) -> KeyFreedom | None:
+        size = self.site.slices[1].head_size
+        return next((one for one in _list_candidates(self.site, size) if self._keeps_scores(one)), None)
+
+    def find_value(self) -> KeyFreedom | None:
+        kinds = (KeyFreedom(0), KeyFreedom(0, kind="rigid"))
+        return next((one for one in kinds if self._turns_outputs(one)), None)
+
+    def _keeps_scores(self, freedom: KeyFreedom) -> bool:
+        query, key, _ = self.site.slices
+        matrices, inverses = self._draw(freedom, key.head_size)
+        with _restored(query.parts, key.parts):
+            write_rows(key, matrices.mT @ read_rows(key))
+            write_rows(query, inverses.repeat_interleave(self._members, 0).mT @ read_rows(query))
+            return self._agrees(self.heads)
+
+    def _turns_outputs(self, freedom: KeyFreedom) -> bool:
+        value = self.site.slices[2]
+        matrices, _ = self._draw(freedom, value.head_size)
+        if value.head_size != self.heads.shape[-1]:
+            return False
+        with _restored(value.parts):
+            write_rows(value, matrices.mT @ read_rows(value))
+            turned = matrices.repeat_interleave(self._members, 0).to(self.heads)
+            return self._agrees((self.heads[..., None, :] @ turned)[..., 0, :])
+
+    def _draw(self, freedom: KeyFreedom, size: int) -> tuple[Tensor, Tensor]:
+        device = self.heads.device
+        drawn = freedom.draw(self.site.key_value_heads, size, torch.Generator().manual_seed(1))
+        return drawn[0].to(device), drawn[1].to(device)
+
+    def _agrees(self, expected: Tensor) -> bool:
+        found = Replay(self.site, self.call).outputs()
+        return float((found - expected).abs().max()) <= self.tolerance * float(expected.abs().max())
+
+    @property
+    def _members(self) -> int:
+        return self.site.num_heads // self.site.key_value_heads
+
+
+def _list_candidates(site: Site, size: int) -> Iterator[KeyFreedom]:
+    """Yield freedoms of keys, the largest first."""
+    turning = sorted({*(size // part * 2 // 2 for part in (1, 2, 4)), *_read_rotary(site, size)})
+    turning = [rotary for rotary in turning if 0 < rotary <= size and rotary % 2 == 0]
+    for kind in ("general", "rigid", "signs"):
+        yield KeyFreedom(0, kind=kind)
+        for rotary in turning:
+            for interleaved in (False, True):
+                yield KeyFreedom(rotary, interleaved, kind)
+
+
+def _read_rotary(site: Site, size: int) -> Iterator[int]:
+    """Yield the numbers of features that turn according to a module or its configuration."""
+    config = getattr(site.module, "config", None)
+    for holder in (site.module, config):
+        for name in ("rotary_ndims", "rotary_dim"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                yield value
+    parameters = getattr(config, "rope_parameters", None)
+    shares = [getattr(config, "partial_rotary_factor", None)]
+    shares += [parameters.get("partial_rotary_factor")] if isinstance(parameters, dict) else []
+    for share in shares:
+        if isinstance(share, int | float):
+            yield int(share * size)
+
+
+@contextmanager
+def _restored(*parts: Sequence) -> Iterator[None]:
+    """Put the weights and biases of head slices back at the end."""
+    own = [
+        parameter.data
+        for part in (part for group in parts for part in group)
+        for parameter in (part.owner._parameters.get(part.attribute), part.bias_parameter)
+        if parameter is not None
+    ]
+    before = [data.clone() for data in own]
+    try:
+        yield
+    finally:
+        for data, saved in zip(own, before, strict=True):
+            data.copy_(saved)
+
+
+@contextmanager
+def _converted(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Have a module compute in a precision, in evaluation mode, and put all of it back at the end."""
+    parameters = [(one, one.data, one.grad) for one in module.parameters()]
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
+    for one, _, _ in parameters:
+        one.grad = None
+    module.to(dtype).eval()
+    try:
+        yield
+    finally:
+        for one, data, gradient in parameters:
+            one.data = data
+            one.grad = gradient
+        for part, held in buffers:
+            part._buffers.update(held)
+        for part, training in modes:
+            part.training = training
+
 
 Grouping = Literal["similarity", "order"]
 GROUPINGS: tuple[Grouping, ...] = ("similarity", "order")

@@ -1,15 +1,37 @@
-"""Centered kernel alignment of heads, biased and debiased, from one product of features."""
+"""Centered kernel alignment of heads, biased and debiased, from one product of features.
+
+Cholesky factors that tell of a failure by their values.
+
+What a kernel [H, H] of heads says of all of them: how many there are in effect, and its determinant.
+
+Cross-correlation between the features of two heads.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.errors import ShapeError
 from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
-from headwise.similarity.triangles import find_triangles
+
+
+def find_triangles(matrices: Tensor) -> Tensor:
+    """Return L with A = L L^T of symmetric matrices [*, N, N]; NaN where A is not positive definite or not finite.
+
+    A penalty on weights that diverged is NaN then, for which training loops look, and nothing waits for the device;
+    `torch.linalg.cholesky` raises an error of its own, and waits.
+
+    >>> find_triangles(torch.tensor([[[4.0]], [[-1.0]]])).flatten()
+    tensor([2., nan])
+    """
+    triangles, failed = torch.linalg.cholesky_ex(matrices)
+    return torch.where((failed == 0)[..., None, None], triangles, math.nan)
+
 
 # The unbiased estimator is a U-statistic over distinct quadruples of tokens.
 FEWEST_TOKENS = 4
@@ -230,3 +252,113 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (features,) = ctx.saved_tensors
         return features @ (grads[0] + grads[0].mT)
+
+
+EPSILON = 1e-3
+
+
+def effective_number(kernel: Tensor, energies: Tensor | None = None) -> Tensor:
+    """Return the effective number of heads, in [1, H]: 1 where all are copies, H where no two are alike.
+
+    E = exp(-sum_k l_k log l_k) over the eigenvalues l of K/H (Roy and Vetterli 2007; the Vendi score of Friedman and
+    Dieng 2023). k equal groups of copies give k. Entries are clipped to [0, 1], as chance correlations below 0 are no
+    likeness, the diagonal is set to 1, and eigenvalues are clipped at 0 and renormalized, as the clipped matrix need
+    not be positive semidefinite.
+
+    With `energies` p_i (shares of the variance that each head contributes) the eigenvalues are those of
+    sqrt(p_i) K_ij sqrt(p_j), so that a head that says nothing does not count.
+
+    Args:
+        kernel: [*, H, H], symmetric similarities, for example `debiased_cka` of the heads' contributions.
+        energies: [*, H], at least 0, of any scale.
+
+    Returns:
+        [*], float64, without a gradient: its slope is infinite where an eigenvalue is 0.
+
+    Raises:
+        ShapeError: The kernel is no square matrix.
+
+    >>> effective_number(torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]))
+    tensor(1.8899, dtype=torch.float64)
+    """
+    if kernel.dim() < 2 or kernel.shape[-1] != kernel.shape[-2]:
+        raise ShapeError(f"the kernel has shape {tuple(kernel.shape)}; expected [*, H, H].")
+    heads = kernel.shape[-1]
+    clipped = kernel.detach().double().clamp(0.0, 1.0)
+    clipped = clipped.masked_fill(torch.eye(heads, dtype=torch.bool, device=clipped.device), 1.0)
+    shares = torch.full_like(clipped[..., 0], 1 / heads) if energies is None else _to_shares(energies)
+    weighted = shares.sqrt().unsqueeze(-1) * clipped * shares.sqrt().unsqueeze(-2)
+    # of numbers that are not finite there are no eigenvalues
+    finite = weighted.isfinite().all(-1).all(-1)
+    weighted = torch.where(finite[..., None, None], weighted, 1.0)
+    eigenvalues = torch.linalg.eigvalsh((weighted + weighted.mT) / 2).clamp_min(0.0)
+    found = torch.special.entr(eigenvalues / eigenvalues.sum(-1, keepdim=True)).sum(-1).exp()
+    return torch.where(finite, found, math.nan)
+
+
+def log_determinant(kernel: Tensor, epsilon: float = EPSILON) -> Tensor:
+    """Return -(1/H) log det((K + epsilon I) / (1 + epsilon)): 0 where no two heads are alike, largest for copies.
+
+    The volume that the heads span, as in determinantal point processes (Macchi 1975; Kulesza and Taskar 2012). For
+    copies it is ((H - 1) log(1 / epsilon) - log H) / H up to O(epsilon). The gradient, -(K + epsilon I)^-1 / H in K,
+    falls on the pair that is closest and grows as 1 / epsilon.
+
+    Args:
+        kernel: [*, H, H], positive semidefinite with ones on the diagonal.
+        epsilon: Added to the diagonal, above 0.
+
+    >>> round(float(log_determinant(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))), 3)
+    0.144
+    """
+    heads = kernel.shape[-1]
+    eye = torch.eye(heads, dtype=torch.float64, device=kernel.device)
+    factor = find_triangles((kernel.double() + epsilon * eye) / (1 + epsilon))
+    return -2 / heads * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _to_shares(energies: Tensor) -> Tensor:
+    wide = energies.detach().double()
+    total = wide.sum(-1, keepdim=True)
+    return torch.where(total > 0, wide / total, 1 / wide.shape[-1])
+
+
+# Added to the variance of a feature, as a share of the mean variance of its head.
+SMALLEST_VARIANCE = 1e-5
+
+
+def cross_correlation(features: Tensor, keep: Tensor | None = None, *, matched: bool = False) -> Tensor:
+    """Return how strongly the features of two heads correlate, [H, H].
+
+    With C^ij = Z_i^T Z_j / N of standardized features, s_ij = (1/e) sum_ab (C^ij_ab)^2 in [0, e], the redundancy term
+    of Barlow Twins (Zbontar et al. 2021) between heads in place of views, or mean_a (C^ij_aa)^2 in [0, 1] with
+    `matched`. VICReg's covariance term (Bardes et al. 2022) is the first without the division by the deviation.
+
+    It does not change with the scale and offset of each feature, but does with a rotation inside a head, which the
+    matched form does not see through. Its value for a copy is not fixed, so that layers do not compare. Independent
+    heads score about e / N, and one that is constant over tokens 0. Prefer the debiased alignment of `alignment`, which
+    is invariant and unbiased.
+
+    Args:
+        features: [..., H, e].
+        keep: [...], bool, True = valid token; None keeps all.
+        matched: Whether to compare feature a of one head with feature a of the other alone.
+
+    >>> features = torch.tensor([[[1.0], [2.0]], [[2.0], [0.0]], [[4.0], [1.0]]])
+    >>> round(float(cross_correlation(features)[0, 1]), 4)
+    0.1071
+    """
+    centered, count, least = center_features(features, keep)
+    count = count.clamp_min(1)
+    size = (centered.detach().square().sum(0) / count).mean(-1, keepdim=True)
+    # the result does not change with a head's scale, which needs no gradient; a constant head has none at all
+    smallest = torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
+    sound = size > (least[:, None] / features.shape[-1]).clamp_min(smallest)
+    scaled = centered * (torch.where(sound, size, 1.0).rsqrt() * sound)
+    variance = scaled.square().sum(0) / count
+    # the root of a variance of 0 would have an infinite slope
+    added = torch.where(sound, SMALLEST_VARIANCE * variance.mean(-1, keepdim=True), 1.0)
+    units = scaled * (variance + added).rsqrt()
+    with autocast_off(units):
+        if matched:
+            return torch.einsum("tia,tja->ija", units, units).div(count).square().mean(-1)
+        return square_products(units) / (count.square() * units.shape[-1])

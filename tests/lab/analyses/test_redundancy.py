@@ -12,17 +12,17 @@ import sacrebleu
 import torch
 from rich.console import Console
 
-from headwise.digests import seal
+from headwise.atomic import seal
 from headwise.errors import DataError
 from headwise.lab.analyses import head_removal
 from headwise.lab.analyses.head_removal import UNFINISHED, measure_redundancy
 from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.evaluation import METRICS
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.results.head_drops import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
+from headwise.lab.results.runs import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES
 from headwise.lab.tasks.translation.decoding import negative_log_likelihood
 from headwise.lab.tasks.translation.task import translate_split

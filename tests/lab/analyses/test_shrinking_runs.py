@@ -14,7 +14,7 @@ from headwise.errors import LayoutError, SettingError
 from headwise.lab.analyses.registry import AnalysisSettings, analyze
 from headwise.lab.analyses.shrinking import measure_shrinking
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.metrics import METRICS
+from headwise.lab.experiment.evaluation import METRICS
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES

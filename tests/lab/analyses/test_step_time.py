@@ -14,10 +14,10 @@ from headwise.lab.analyses import step_time
 from headwise.lab.analyses.step_time import BATCHES, ROUNDS, measure_step_time
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.run_folder import analysis_file, read_json, write_json
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.papers.measures import StepTimes
+from headwise.lab.experiment.task import named_task
+from headwise.lab.papers.claims import StepTimes
 from headwise.lab.results.evidence import read_evidence
 from headwise.lab.results.runs import STEP_RATIO, STEP_TIME
 from headwise.lab.results.tabulate import read_table

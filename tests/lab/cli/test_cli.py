@@ -14,7 +14,7 @@ import pytest
 
 import headwise
 from headwise.lab.cli import main
-from headwise.lab.experiment.job import Failure
+from headwise.lab.experiment.run_folder import Failure
 from headwise.lab.jobs import pool
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.tasks.logic import task

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.cli.configs import format_config
+from headwise.lab.cli.comparing import format_config
 from headwise.lab.results.cells import NONE
 from headwise.lab.results.tabulate import read_table
 from lab.command import call, refused

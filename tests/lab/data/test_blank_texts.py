@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.data.encoded import read_sentences
+from headwise.lab.data.batching import read_sentences
 from headwise.lab.data.labeled_texts import describe_blank
 from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.probing_data import load_probing

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.encoded import read_sentences
-from headwise.lab.data.labeled_texts import Layout, read_labeled
-from headwise.lab.data.probing_files import read_probing
+from headwise.lab.data.batching import read_sentences
+from headwise.lab.data.labeled_texts import Layout, read_labeled, read_probing
 from headwise.lab.data.tables import Columns
 from headwise.lab.tasks.glue.files import read_split
 from headwise.lab.tasks.sentence.files import read_set

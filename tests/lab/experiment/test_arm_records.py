@@ -9,10 +9,9 @@ import pytest
 
 from headwise.integrations.methods import Penalize
 from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.arm_record import record_arm, restore_arm
-from headwise.lab.experiment.arm_text import parse_arm
+from headwise.lab.experiment.arm_text import parse_arm, record_arm, restore_arm
 from headwise.lab.experiment.run_folder import as_record
-from headwise.routing.settings import Chunks
+from headwise.routing.modules import Chunks
 from headwise.strength import Target
 
 

@@ -10,27 +10,29 @@ from hypothesis import strategies as st
 
 import headwise.lab.experiment.arm as arms_module
 from headwise.disagreement.invariant import CKA, SpanOverlap
-from headwise.disagreement.similarities import Output, Subspace, Sum
+from headwise.disagreement.terms import Output, Subspace, Sum
 from headwise.errors import SettingError
-from headwise.gating.settings import MixtureOfHeads, SigmoidGate
+from headwise.gating.gates import MixtureOfHeads, SigmoidGate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
-from headwise.lab.experiment.arm import Arm, combine, named_arms
-from headwise.lab.experiment.arm_record import record_arm, restore_arm
-from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms
-from headwise.lab.experiment.guided import ROLES, Guided
-from headwise.lab.experiment.method import (
+from headwise.lab.experiment.arm import (
+    ROLES,
+    Arm,
     DropHeads,
     GateHeads,
+    Guided,
     LengthenQueries,
     Orthogonalize,
     OtherModel,
     PairHeads,
     Talk,
     Widen,
+    combine,
+    named_arms,
 )
+from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms, record_arm, restore_arm
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.rules import SPOS, SVGD
-from headwise.routing.settings import EMRouting, Trunk
+from headwise.routing.modules import EMRouting, Trunk
 from headwise.strength import Relative
 
 

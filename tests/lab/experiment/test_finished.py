@@ -12,7 +12,7 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.finished import require_intact, require_intact_export, write_result
+from headwise.lab.experiment.run_folder import require_intact, require_intact_export, write_result
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.results.runs import read_results
 from headwise.lab.training.checkpoints import verify_checkpoint

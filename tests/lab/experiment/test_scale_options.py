@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.scale_options import ScaleOptions, with_options
+from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.lm.scales import LM_SCALES
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.batching import Encoded
 from headwise.lab.data.subwords import END, read_subwords
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.frozen import Agreement, Fidelity
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import Agreement, Fidelity
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.frozen.vectors import encodings
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES

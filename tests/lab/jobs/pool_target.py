@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.experiment.job import Failure, Job
+from headwise.lab.experiment.run_folder import Failure, Job
 from headwise.lab.jobs.serving import attempt
 
 

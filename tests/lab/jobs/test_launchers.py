@@ -16,7 +16,7 @@ import pytest
 
 from headwise.errors import SettingError
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.job import Failure, Job, Watch
+from headwise.lab.experiment.run_folder import Failure, Job, Watch
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs import launchers
 from headwise.lab.jobs.launchers import Launcher, open_engine, run_elsewhere

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from headwise.lab import output
-from headwise.lab.experiment.job import Job
-from headwise.lab.experiment.run_folder import PROGRESS, write_json
+from headwise.lab.experiment.run_folder import PROGRESS, Job, write_json
 from headwise.lab.jobs.progress import Clock, Lines
 
 

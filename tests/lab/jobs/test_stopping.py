@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.experiment.job import Job, Watch
+from headwise.lab.experiment.run_folder import Job, Watch
 from headwise.lab.jobs import workers
 from headwise.lab.jobs.workers import SAVED, run_jobs
 from lab.jobs.pool_target import jobs, work
@@ -22,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from headwise.lab.experiment.job import Watch
+from headwise.lab.experiment.run_folder import Watch
 from headwise.lab.jobs import workers
 from headwise.lab.jobs.workers import run_jobs
 from headwise.lab.stopping import Stopped, ignore_stops, stoppable

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.papers.archive import ARCHIVE, pack_runs, unpack_runs
+from headwise.lab.papers.data import ARCHIVE, pack_runs, unpack_runs
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.recomputed import find_record, recompute
 from headwise.lab.papers.records import record, write_records

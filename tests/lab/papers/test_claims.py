@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.papers.claims import Claim, Contrast
-from headwise.lab.papers.claims_grids import build_claims_grids, record_claims
-from headwise.lab.papers.judge import MEASURED, NO_VERDICT, judge
-from headwise.lab.papers.measures import Least, Numbers, StepTimes
+from headwise.lab.papers.claims import MEASURED, NO_VERDICT, Claim, Contrast, Least, Numbers, StepTimes, judge
+from headwise.lab.papers.pages import build_claims_grids, record_claims
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from lab.results.synthetic_comparison import Drawn, write_comparison

@@ -7,10 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from headwise.lab.experiment.registry import named_task
-from headwise.lab.papers.claims import Claim, follow_doses
-from headwise.lab.papers.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
-from headwise.lab.papers.judge import judge
+from headwise.lab.experiment.task import named_task
+from headwise.lab.papers.claims import Claim, follow_doses, judge
+from headwise.lab.papers.diversity.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import make_table

@@ -13,15 +13,14 @@ from rich.console import Console
 
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.papers.data import read_initial_runs, with_data
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.listing import show_plans
 from headwise.lab.papers.pages import render
 from headwise.lab.papers.records import Reproduced
+from headwise.lab.papers.reproduction import resize_scale
 from headwise.lab.papers.repulsive.glue import SVGD, average_sets
-from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.papers.sizes import resize_scale
+from headwise.lab.papers.run import do_plans, make_plans, report, show_plans
 from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.glue import scales
 from headwise.lab.tasks.pretraining import scales as pretraining_scales

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.experiment.metrics import METRICS
-from headwise.lab.papers import grouped_table
+from headwise.lab.experiment.evaluation import METRICS
+from headwise.lab.papers import records
 from headwise.lab.papers.claims import Contrast
-from headwise.lab.papers.grouped_table import build_grouped_grid
+from headwise.lab.papers.records import build_grouped_grid
 from headwise.lab.papers.reproduction import Column, PaperRow, Published
 from headwise.lab.results.cells import NONE
 from headwise.lab.results.statistics import estimate, score
@@ -90,11 +90,11 @@ def test_the_test_is_one_sided_and_adjusted_over_the_whole_grid():
     p = estimate(right(BARELY) - 0.5).p
     assert 0.05 < p < 0.1
     one = table(majority=0.5, plain=BARELY)
-    assert grouped_table._find_at_chance({"One": one}, {"One": one.evidence}) == set()
+    assert records._find_at_chance({"One": one}, {"One": one.evidence}) == set()
     # it is told alone, and not beside three others
     rows = grid(One=one, Two=table(majority=0.5, plain=0.5, em=0.5))
     assert rows["One"][2].startswith("(")
-    assert grouped_table._find_at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
+    assert records._find_at_chance({"One": table(majority=0.5, plain=0.3)}, {"One": table(plain=0.3).evidence})
 
 
 def test_where_guessing_does_better_than_the_majority_it_is_the_floor():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
-from headwise.lab.papers.sizes import resize_scale
+from headwise.lab.papers.reproduction import resize_scale
 from headwise.lab.results.cells import NONE
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES

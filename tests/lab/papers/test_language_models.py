@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.task import named_task
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.run import make_plans
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.data.probing_files import CATEGORIES, PROBES
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.data.labeled_texts import CATEGORIES, PROBES
+from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.papers import run
 from headwise.lab.papers.data import with_data
 from headwise.lab.papers.diversify.tables import CELLS, TABLE_7

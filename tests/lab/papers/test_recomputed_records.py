@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 
-from headwise.lab.papers.claims import Claim, Contrast, compare_arms
-from headwise.lab.papers.claims_grids import POWER, build_claims_grids, record_claims
-from headwise.lab.papers.judge import judge
-from headwise.lab.papers.pages import EARLIER, render
+from headwise.lab.papers.claims import Claim, Contrast, compare_arms, judge
+from headwise.lab.papers.pages import EARLIER, POWER, build_claims_grids, record_claims, render
 from headwise.lab.papers.records import Reproduced, tabulate_parts, write_records
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.sizes import small
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, small
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.grids import NOTE

@@ -13,17 +13,15 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.papers import run as reproduce
 from headwise.lab.papers.data import find_corpus_name, name_data
 from headwise.lab.papers.figures import draw_curve
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.listing import show_list, show_plans
 from headwise.lab.papers.pages import render
 from headwise.lab.papers.records import Reproduced, build_published_grid
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.run import Plan, do_plans, make_plans, report
-from headwise.lab.papers.sizes import Size
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size
+from headwise.lab.papers.run import Plan, do_plans, make_plans, report, show_list, show_plans
 from headwise.lab.results.cells import NONE, Grid
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results

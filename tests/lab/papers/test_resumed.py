@@ -13,14 +13,12 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.scale_options import ScaleOptions
-from headwise.lab.papers.archive import ARCHIVE
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.papers.data import ARCHIVE
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.listing import show_plans
-from headwise.lab.papers.recomputed import find_record
+from headwise.lab.papers.recomputed import extend_seeds, find_record, list_runs, restore_runs
 from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.papers.resumed import extend_seeds, list_runs, restore_runs
-from headwise.lab.papers.run import Plan, do_plans, make_plans, report, write_commands
+from headwise.lab.papers.run import Plan, do_plans, make_plans, report, show_plans, write_commands
 from headwise.lab.results.runs import pair_with_controls
 from headwise.lab.tune import BestDraw
 from lab.command import call

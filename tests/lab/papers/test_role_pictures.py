@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headwise.lab.papers.claims import judge
 from headwise.lab.papers.guided.tables import ALL, FIGURE_2, draw_role_worth
-from headwise.lab.papers.judge import judge
 from headwise.lab.papers.records import Reproduced, write_records
 from headwise.lab.results.cells import show_signed
 from headwise.lab.results.evidence import Evidence

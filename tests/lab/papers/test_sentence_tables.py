@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.reproduction import Part, Reproduction, Size, resize_scale
 from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.papers.sizes import Size, resize_scale
 from headwise.lab.results.cells import Number
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
 from headwise.plots import sentence_heatmap, to_png

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.scale_options import ScaleOptions
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.judge import judge
-from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.papers.shrinking import (
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.task import named_task
+from headwise.lab.papers.claims import judge
+from headwise.lab.papers.diversity.shrinking import (
     DIFFERENT,
     SHRUNK,
     TOGETHER,
     draw_shrinking,
     tabulate_shrinking,
 )
+from headwise.lab.papers.index import REPRODUCTIONS
+from headwise.lab.papers.run import do_plans, make_plans, report
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.runs import read_results
 from headwise.lab.results.tabulate import make_table

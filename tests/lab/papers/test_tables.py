@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.registry import named_task
-from headwise.lab.papers.claims import Claim, Contrast
+from headwise.lab.experiment.task import named_task
+from headwise.lab.papers.claims import MEASURED, Claim, Contrast
 from headwise.lab.papers.diversify.tables import DIVERSIFY
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.judge import MEASURED
-from headwise.lab.papers.reproduction import Part, Reproduction
+from headwise.lab.papers.reproduction import (
+    Part,
+    Reproduction,
+    Size,
+    arm_name,
+    arm_names,
+    base,
+    big,
+    resize_scale,
+    small,
+)
 from headwise.lab.papers.repulsive.translation import REPULSIVE
-from headwise.lab.papers.sizes import Size, arm_name, arm_names, base, big, resize_scale, small
 from headwise.lab.tasks.logic.task import LogicTask
 from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES

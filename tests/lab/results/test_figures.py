@@ -11,15 +11,18 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.results import figures
-from headwise.lab.results.drawing import choose_styles, draw_means, label_arm, span_a_point
 from headwise.lab.results.figures import (
+    choose_styles,
     draw_dev_by_epoch,
     draw_effective_heads,
     draw_figures,
     draw_head_costs,
+    draw_means,
     draw_score_by_bin,
     draw_score_by_force,
     draw_score_by_similarity,
+    label_arm,
+    span_a_point,
     write_figures,
 )
 from headwise.lab.results.statistics import Estimate

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from headwise.lab.results.drawing import name_data
 from headwise.lab.results.evidence import Evidence
+from headwise.lab.results.figures import name_data
 from headwise.lab.results.tabulate import make_table
 from headwise.plots.style import drawing
 from lab.papers.test_doses import evidence as evidence

@@ -11,10 +11,9 @@ from headwise.errors import DataError, NotFired
 from headwise.lab.results.comparison_page import write_headline
 from headwise.lab.results.grids import list_notes
 from headwise.lab.results.runs import read_results
-from headwise.lab.results.statistics import difference, holm, score
+from headwise.lab.results.statistics import difference, holm, judge_family, score
 from headwise.lab.results.table import Row, Table, make_record
 from headwise.lab.results.tabulate import make_table, read_table
-from headwise.lab.results.verdicts import judge_family
 from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headwise.lab.results.statistics import Estimate, holm
-from headwise.lab.results.verdicts import (
+from headwise.lab.results.statistics import (
     BORNE_OUT,
     CONTRADICTED,
     EQUIVALENT,
@@ -15,9 +14,11 @@ from headwise.lab.results.verdicts import (
     NOT_FOUND,
     NOT_SHOWN,
     UNCLEAR,
+    Estimate,
     Judgement,
     describe,
     describe_undecided,
+    holm,
     judge_family,
 )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.guided import PARSED, ROLES, Guided
+from headwise.lab.experiment.arm import PARSED, ROLES, Guided
 from headwise.lab.role_masks.sentences import Donors
 from headwise.lab.tasks.classification.data import collate
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.lab.experiment.method import Orthogonalize
+from headwise.lab.experiment.arm import Orthogonalize
 from headwise.lab.experiment.scale import Recipe
 from headwise.lab.training.optimizer import build_optimizer
 

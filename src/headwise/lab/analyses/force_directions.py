@@ -12,9 +12,8 @@ from headwise.integrations.methods import Repel
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.trained import load_trained
-from headwise.repulsion.gram import geometry
-from headwise.repulsion.mixing import blend
-from headwise.repulsion.rules import Rule
+from headwise.repulsion.kernels import geometry
+from headwise.repulsion.rules import Rule, blend
 
 
 def measure_directions(settings: RunSettings, folder: Path) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from headwise.errors import DataError
 from headwise.heads.ablation import ablate
 from headwise.heads.heads import Site
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.metrics import METRICS, Loss
+from headwise.lab.experiment.evaluation import METRICS, Loss
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.results.head_drops import LOSS, Drop, HeadDrops, parse_head_drops, summarize_run
+from headwise.lab.results.runs import LOSS, Drop, HeadDrops, parse_head_drops, summarize_run
 from headwise.lab.results.statistics import estimate
 from headwise.lab.training.trained import Trained, load_trained
 

@@ -6,14 +6,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from headwise.digests import seal
+from headwise.atomic import seal
 from headwise.errors import require_choice
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Analysis
-from headwise.lab.results.head_drops import REDUNDANCY
-from headwise.lab.results.runs import STEP_TIME
+from headwise.lab.experiment.task import Analysis, named_task
+from headwise.lab.results.runs import REDUNDANCY, STEP_TIME
 
 HEAD_VECTORS = "head-vectors"
 FORCE_DIRECTIONS = "force-directions"

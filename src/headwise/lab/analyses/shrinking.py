@@ -12,16 +12,14 @@ import torch
 from torch import nn
 
 from headwise.errors import LayoutError
+from headwise.heads.ablation import importance
 from headwise.heads.find import find_heads
-from headwise.heads.importance import importance
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.metrics import METRICS, Loss
+from headwise.lab.experiment.evaluation import METRICS, Loss
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.training.trained import Trained, load_trained
-from headwise.shrinking.merge import merge
-from headwise.shrinking.merge_refusals import require_mergeable
-from headwise.shrinking.prune import prune
-from headwise.shrinking.prune_choice import choose_heads
+from headwise.shrinking.merge import merge, require_mergeable
+from headwise.shrinking.prune import choose_heads, prune
 
 HEADS, KEY_VALUE_HEADS = "heads", "kv_heads"
 # Shares that stay.

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.lab.experiment.arm import Arm
+from headwise.lab.experiment.arm import Arm, Orthogonalize
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.method import Orthogonalize
-from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings, load_data
-from headwise.lab.experiment.task import Data, Task
+from headwise.lab.experiment.task import Data, Task, named_task
 from headwise.lab.results.runs import STEP_RATIO
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.optimizer import build_optimizer

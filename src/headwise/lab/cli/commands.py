@@ -12,8 +12,8 @@ import typer
 
 from headwise.atomic import hold
 from headwise.lab.data.tables import Columns
-from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.scale import ScaleOptions
+from headwise.lab.experiment.task import named_task
 from headwise.lab.options import (
     DataFolder,
     Embeddings,
@@ -173,13 +173,12 @@ def reproduce(
 ) -> None:
     """Run the experiments of a paper's table or figure, and test each of its claims."""
     from headwise.lab.jobs.pool import count_workers
-    from headwise.lab.papers import listing as lists
+    from headwise.lab.papers import run as lists
     from headwise.lab.papers import run as reproducing
-    from headwise.lab.papers.claims_grids import record_claims
     from headwise.lab.papers.data import require_data, with_data
     from headwise.lab.papers.index import REPRODUCTIONS
-    from headwise.lab.papers.recomputed import find_record, recompute
-    from headwise.lab.papers.resumed import extend_seeds, list_runs, restore_runs
+    from headwise.lab.papers.pages import record_claims
+    from headwise.lab.papers.recomputed import extend_seeds, find_record, list_runs, recompute, restore_runs
 
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
@@ -332,7 +331,7 @@ def probe(
 ) -> None:
     """Probe the layers and heads of a frozen model for properties of sentences (SentEval)."""
     from headwise.errors import require_integer
-    from headwise.lab.data.probing_files import PROBES
+    from headwise.lab.data.labeled_texts import PROBES
     from headwise.lab.frozen.open import open_frozen
     from headwise.lab.jobs.pool import count_workers
     from headwise.lab.probing.fit import Classifier

@@ -16,11 +16,11 @@ from torch import Tensor
 from headwise.atomic import new_folder
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
-from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.batching import Encoded
 from headwise.lab.data.labeled_texts import describe_blank
 from headwise.lab.data.progress import make_bars
 from headwise.lab.data.tables import USUAL, Columns
-from headwise.lab.experiment.frozen import Frozen
+from headwise.lab.experiment.task import Frozen
 from headwise.lab.frozen.open import open_frozen
 from headwise.masks.head_mask import HeadMask
 from headwise.report.inspection import Sentence, make_inspection_page

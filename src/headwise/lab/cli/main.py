@@ -13,11 +13,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from headwise.input_files import refuse_panics
 from headwise.lab.cli import commands, comparing, shrinking
-from headwise.lab.experiment.registry import find_commands
+from headwise.lab.experiment.task import find_commands
 from headwise.lab.output import asked_output, forget_output, warn, with_output_options
 from headwise.lab.stopping import Stopped, ignore_stops
-from headwise.native_code import refuse_panics
 
 # How typer begins the message of a `BadParameter` that names no parameter, as those of our commands.
 OURS = "Invalid value: "

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.lab.data.encoded import Encoded
+from headwise.lab.data.batching import Encoded
 from headwise.lab.data.labeled_texts import describe_blank
 from headwise.lab.data.tables import USUAL, Columns
-from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import SETTINGS
+from headwise.lab.experiment.task import Fidelity
 from headwise.lab.frozen.open import open_folder
 from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import find_model_folder, open_tokenizer

@@ -8,12 +8,11 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from headwise.heads.ablation import ablate
+from headwise.heads.ablation import ablate, importance
 from headwise.heads.heads import Heads
-from headwise.heads.importance import importance
 from headwise.lab.cli.shrink_subject import Subject
 from headwise.report.measure import measure
-from headwise.shrinking.prune_choice import choose_heads
+from headwise.shrinking.prune import choose_heads
 
 EXACT, FIRST, REDUNDANCY, RANDOM = "removed one by one", "first order", "redundancy", "random"
 # What --by takes.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headwise.atomic import new_file
 from headwise.errors import DataError, HeadwiseError, ShapeError
 from headwise.input_files import describe_place, is_file, open_input
-from headwise.stored_tensors import require_unpacked
+from headwise.stock_folders import require_unpacked
 
 # The entry of a cache that names the others.
 LISTED = "names"

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input, read_numbered_lines, require_text
+from headwise.input_files import is_file, open_input, parse_json, read_numbered_lines, require_text
 from headwise.lab.data.tables import flatten
-from headwise.strict_json import parse_json
 
 FORMS = (
     "a file or a folder of files: .txt with a blank line between documents, or .jsonl with an object a line whose "

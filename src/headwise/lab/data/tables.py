@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError, SettingError
-from headwise.input_files import LONGEST_LINE, read_numbered_lines
-from headwise.strict_json import parse_json
+from headwise.input_files import LONGEST_LINE, parse_json, read_numbered_lines
 
 TAB, COMMA, QUOTE = "\t", ",", '"'
 # In the order in which they are tried: the earlier, the rarer it is inside a text.

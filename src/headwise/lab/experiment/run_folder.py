@@ -1,24 +1,39 @@
 """The folder of a run: its settings, progress and result; files are replaced atomically.
 
 A run is finished exactly when `result.json` exists; that file is written last.
+
+The files of a finished run, whose digests its result holds: what was changed since is noticed and named.
+
+A run to do, its failure, and callbacks while runs are done.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.atomic import new_file, put, sweep, write_whole
-from headwise.digests import require_unchanged
+from headwise.atomic import (
+    FILES,
+    is_sealed,
+    new_file,
+    put,
+    require_folder_unchanged,
+    require_unchanged,
+    seal,
+    sweep,
+    write_whole,
+)
 from headwise.errors import DataError, HeadwiseError, SettingError
-from headwise.input_files import describe_place, is_file, read_whole
-from headwise.strict_json import encode_json, parse_json
+from headwise.input_files import describe_place, encode_json, is_file, parse_json, read_whole
 
 SETTINGS = "settings.json"
 EPOCHS = "epochs.jsonl"
@@ -280,3 +295,109 @@ def _encode(path: Path, value: Any, indent: int | None = None) -> str:
         return encode_json(value, indent=indent, ascii_only=False) + "\n"
     except HeadwiseError as error:
         raise HeadwiseError(f"{path} was not written: {error}") from None
+
+
+# Analyses go on writing these.
+GROWING = (LOG, PROGRESS, RESULT)
+# What is temporary, hidden, or has its own digest.
+APART = (".", CHECKPOINT, ANALYSIS, EVENTS, "epoch-", "part-", "unfinished-")
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write the result of a run with the digests of the files in its folder; the run is finished then."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = [
+        path.as_posix()
+        for path in found
+        if path.as_posix() not in GROWING and not any(part.startswith(APART) for part in path.parts)
+    ]
+    write_json(folder / RESULT, seal(result, folder, sorted(names)))
+
+
+def require_intact(folder: Path, *starts: str) -> None:
+    """Compare files of a finished run with their digests; a run of an earlier version has none.
+
+    Args:
+        folder: The run's folder.
+        starts: How the names of the files begin; none for all files that are there.
+
+    Raises:
+        DataError: There is no result, or a file was changed, or one of `starts` is missing; the message names it.
+    """
+    record = read_json(folder / RESULT)
+    if not is_sealed(record):
+        # those of every version name the task
+        if not isinstance(record, dict) or "task" not in record:
+            raise DataError(
+                f"{folder / RESULT} holds no result of a run; copy the folder again, or delete the folder {folder} and "
+                "run the same command again."
+            )
+        return
+    digests = record.get(FILES)
+    kept = digests if isinstance(digests, dict) else {}
+    names = [name for name in kept if (name.startswith(starts) if starts else (folder / name).exists())]
+    remedy = f"copy the folder again, or delete {folder} and run the same command again, which redoes only this run."
+    require_unchanged(folder / RESULT, record, names, remedy=remedy)
+
+
+def require_intact_export(folder: Path) -> None:
+    """Compare the files of a model's folder with the digests in its seal, or in the finished run that it lies in.
+
+    Raises:
+        DataError: As `require_intact`.
+    """
+    require_folder_unchanged(folder)
+    run = folder.absolute().parent
+    if is_file(run / RESULT):
+        require_intact(run, f"{folder.absolute().name}/")
+
+
+# Called regularly by a job; True means that it should save and return.
+Heartbeat = Callable[[], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One run to do.
+
+    Attributes:
+        name: Its name.
+        folder: Its folder.
+        settings: Its settings.
+        weight: Its relative duration, for the share of all work.
+        kind: What runs of about the same duration share, for the remaining time.
+    """
+
+    name: str
+    folder: Path
+    settings: Any
+    weight: float = 1.0
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed: the error in one sentence, and whether it was a refusal (bad input) or a defect."""
+
+    job: Job
+    message: str
+    refused: bool
+
+    def __str__(self) -> str:
+        return f"{self.job.name} failed: {self.message} (log: {self.job.folder / LOG})"
+
+
+class Watch:
+    """Callbacks while jobs run; subclasses show progress, this one shows nothing."""
+
+    def started(self, job: Job) -> None:
+        """A job was handed to a worker."""
+
+    def ended(self, job: Job, failure: Failure | None) -> None:
+        """A job ended, perhaps with a failure."""
+
+    def silent(self, job: Job, minutes: int) -> None:
+        """A job has written nothing for so long."""
+
+    def tick(self) -> None:
+        """Called a few times a second."""

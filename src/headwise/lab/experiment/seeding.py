@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import SettingError
-from headwise.strict_json import encode_json
+from headwise.input_files import encode_json
 
 
 def derive_key(*parts: int | str) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 from headwise import __version__
 from headwise.errors import DataError
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.arm_record import record_arm
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.arm_text import record_arm
 from headwise.lab.experiment.run_folder import as_record
 from headwise.lab.experiment.scale import Scale
+from headwise.lab.experiment.task import named_task
 
 # Time between two checkpoints inside an epoch; one is written after each epoch anyway.
 SAVE_SECONDS = 60.0

@@ -1,20 +1,160 @@
-"""`Task`, the interface that training, comparing and tuning are written against, and the values it works with."""
+"""`Task`, the interface that training, comparing and tuning are written against, and the values it works with.
+
+A trained model that is only read: lines of a text go in, states come out; and how much its output moves.
+
+The tasks by name; each is imported when it is first used.
+
+Tasks whose model classifies: predictions and cross entropies on a whole split, in batches of similar length.
+"""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.metrics import Measure
+from headwise.errors import DataError, SettingError, require_choice
+from headwise.heads.heads import Heads
+from headwise.lab.data.batching import Encoded, LengthBatches, batch_by_length, read_sentences, to_device
+from headwise.lab.data.tables import USUAL, Columns
+from headwise.lab.experiment.arm import Guided
+from headwise.lab.experiment.evaluation import Measure, spread_batches, spread_evenly
 from headwise.masks.head_mask import HeadMask
+
+
+class _Moved(ABC):
+    """How little an output moves without a head; it is compared with the first output of the same batch.
+
+    `measure` computes that of the whole model first, whose own score is 1.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._whole = -1, torch.empty(0)
+
+    def __call__(self, output: Tensor, batch: Encoded) -> Tensor:
+        """Return one number per text, [B]."""
+        if batch.number != self._number:
+            self._number, self._whole = batch.number, output
+        return self._compare(output.double(), self._whole.double(), batch)
+
+    @abstractmethod
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor: ...
+
+
+class Fidelity(_Moved):
+    """How little vectors move: mean_t cos(h_t, h'_t), h' without a head, over the tokens of a text.
+
+    Outputs are [B, n, d], or [B, d] where a text has one vector.
+    """
+
+    name = "fidelity"
+
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:
+        cosines = nn.functional.cosine_similarity(output, whole, dim=-1)
+        return cosines if cosines.dim() == 1 else (cosines * batch.keep).sum(1) / batch.keep.sum(1)
+
+
+class Agreement(_Moved):
+    """How little a classifier's answer moves: sum_c min(p_c, p'_c) over classes, p' without a head.
+
+    It is 1 less the total variation distance of both answers. Outputs are logits, [B, C].
+    """
+
+    name = "agreement"
+
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:
+        return torch.minimum(output.softmax(-1), whole.softmax(-1)).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """A model that is only read.
+
+    Attributes:
+        name: What it is called, after its folder.
+        model: The model, or the part of it that is read, in evaluation mode.
+        heads: Its heads.
+        read: Returns lines as it takes them, in batches.
+        run: Runs the model on a batch and returns what it puts out, one forward of `model`.
+        states: Returns the states [B, n, d] before its first layer and after each layer; the last are those it puts
+            out. None where lines are no sentences, or tokens have no state in each layer.
+        files: Everything its states follow from.
+        lines: Returns the lines of a text file.
+        score: Makes the measure of how little its output changes.
+        note: What a reader should know of what was left out; "" for nothing.
+        longest: How much of a line is read, such as "256 tokens"; "" for all of it.
+    """
+
+    name: str
+    model: nn.Module
+    heads: Heads
+    read: Callable[[Sequence[Any]], Iterable[Encoded]]
+    run: Callable[[Encoded], Tensor]
+    states: Callable[[Encoded], Sequence[Tensor]] | None
+    files: tuple[Path, ...]
+    lines: Callable[[Path], Sequence[Any]] = read_sentences
+    score: Callable[[], Fidelity | Agreement] = Fidelity
+    note: str = ""
+    longest: str = ""
+
+    def read_text(self, path: Path, columns: Columns = USUAL) -> Sequence[Any]:
+        """Return the lines of a file, or the sentences in the columns of a table.
+
+        Raises:
+            DataError: The file cannot be read.
+            SettingError: Columns are named, and its lines are not sentences.
+        """
+        columns.require(1)
+        if columns.names and not self.reads_sentences:
+            raise SettingError(f"the lines of {self.name} are no sentences in columns; omit --text-column.")
+        return read_sentences(path, columns) if self.reads_sentences else self.lines(path)
+
+    @property
+    def reads_sentences(self) -> bool:
+        """Whether its lines are sentences, and not formulas or graphs."""
+        return self.lines is read_sentences
+
+
+def read_states(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the input of the first layer, the outputs of all but the last, and what the call returns."""
+    seen: list[Tensor] = []
+    stack = list(layers)
+
+    def after(_layer: nn.Module, _given: tuple[Any, ...], output: Tensor) -> None:
+        seen.append(output)
+
+    def before(_layer: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.append(given[0])
+
+    handles = [layer.register_forward_hook(after) for layer in stack] + [stack[0].register_forward_pre_hook(before)]
+    try:
+        final = call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*seen[:-1], final]
+
+
+def name_run(folder: Path) -> str:
+    """Return what a run is called: its arm and its seed.
+
+    >>> name_run(Path("/runs/logic-demo/plain/seed-0"))
+    'plain-seed-0'
+    """
+    return f"{folder.resolve().parent.name}-{folder.resolve().name}"
+
 
 Batch = Mapping[str, Tensor]
 
@@ -257,3 +397,125 @@ class Task(ABC):
             f"{folder} has no folder {self.exported!r} with a model and its tokenizer: one with gates, talking heads "
             "or differential attention is not written; of any other arm, train it again."
         )
+
+
+# A new task is a folder in lab/tasks and a line here: its name on the command line, and "module:class".
+TASKS: Mapping[str, str] = {
+    "logic": "headwise.lab.tasks.logic.task:LogicTask",
+    "translation": "headwise.lab.tasks.translation.task:TranslationTask",
+    "classification": "headwise.lab.tasks.classification.task:ClassificationTask",
+    "sentence": "headwise.lab.tasks.sentence.task:SentenceTask",
+    "pretraining": "headwise.lab.tasks.pretraining.task:PretrainingTask",
+    "lm": "headwise.lab.tasks.lm.task:LmTask",
+    "glue": "headwise.lab.tasks.glue.task:GlueTask",
+    "graph2text": "headwise.lab.tasks.graph2text.task:Graph2TextTask",
+    "probing": "headwise.lab.tasks.classification.probing:ProbingTask",
+}
+
+
+def named_task(name: str) -> Task:
+    """Return the task of that name.
+
+    Raises:
+        SettingError: There is no such task.
+    """
+    require_choice("task", name, TASKS)
+    return resolve_name(TASKS[name])()
+
+
+def find_commands() -> list[Callable[..., Any]]:
+    """Return the commands that tasks add to the command line: `COMMANDS` of a task's `commands.py`.
+
+    The tasks themselves are not imported.
+    """
+    packages = dict.fromkeys(place.partition(":")[0].rpartition(".")[0] for place in TASKS.values())
+    modules = [f"{package}.commands" for package in packages]
+    return [command for module in modules if find_spec(module) for command in import_module(module).COMMANDS]
+
+
+# Evaluation batch size.
+BATCH = 256
+
+# From the indices of some items of a split to their logits [B, classes].
+Logits = Callable[[NDArray[np.int64]], Tensor]
+
+
+class ClassifierTask(Task):
+    """A task whose model returns the "logits" of a batch of items; a split has their `lengths` and `labels`.
+
+    Attributes:
+        probed: Maximum number of dev items for measures of heads.
+        probe_batch: Batch size for these.
+    """
+
+    probed = 256
+    probe_batch = BATCH
+
+    def batches(self, data: Any, scale: Any, seed: int) -> LengthBatches:
+        """Return batches of items of similar length."""
+        return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def on_test(self, model: Any, data: Any) -> Answers:
+        """Return the predicted classes and whether they are right."""
+        predicted = self.predict(model, data.test)
+        return Answers(predicted == data.test.labels, predicted)
+
+    def losses(self, model: Any, data: Any) -> NDArray[np.float64]:
+        """Return the cross entropy of each test item, and 1."""
+        split = data.test
+        return compute_cross_entropies(lambda places: self.logits(model, split, places), split.lengths, split.labels)
+
+    def dev_losses(self, model: Any, data: Any) -> Iterator[Tensor]:
+        """Yield the cross entropy of one dev item at a time, which may be several rows to attention."""
+        for place in spread_evenly(len(data.dev), self.probed):
+            answered = self.logits(model, data.dev, np.array([place]))
+            right = torch.tensor([int(data.dev.labels[place])], device=answered.device)
+            yield F.cross_entropy(answered, right, reduction="none")
+
+    def probe(self, model: Any, data: Any) -> Iterator[None]:
+        """Run the model on dev items, one batch per item of the iterator."""
+        for places in spread_batches(data.dev.lengths, self.probed, self.probe_batch):
+            self.logits(model, data.dev, places)
+            yield
+
+    def predict(self, model: Any, split: Any) -> NDArray[np.int64]:
+        """Return the predicted class of each item of a split, [N], in the split's order."""
+        return predict_classes(lambda places: self.logits(model, split, places), split.lengths)
+
+    def logits(self, model: Any, split: Any, places: NDArray[np.int64]) -> Tensor:
+        """Return the logits of some items of a split."""
+        batch = to_device(self.collate([split[int(place)] for place in places]), model)
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"})["logits"]
+
+
+def predict_classes(logits: Logits, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the likeliest class of each item of a split, [N], in the split's order.
+
+    >>> predict_classes(lambda places: torch.eye(3)[places], np.array([5, 2, 9])).tolist()
+    [0, 1, 2]
+    """
+    predicted = np.zeros(len(lengths), dtype=np.int64)
+    for places in _batches(lengths):
+        predicted[places] = logits(places).argmax(dim=-1).cpu().numpy()
+    return predicted
+
+
+def compute_cross_entropies(
+    logits: Logits, lengths: NDArray[np.int64], labels: NDArray[np.integer]
+) -> NDArray[np.float64]:
+    """Return the cross entropy of each item of a split and 1, [N, 2], in the split's order.
+
+    >>> alike = lambda places: torch.zeros(len(places), 2)
+    >>> compute_cross_entropies(alike, np.array([5, 2]), np.array([0, 1])).round(3).tolist()
+    [[0.693, 1.0], [0.693, 1.0]]
+    """
+    found = np.ones((len(lengths), 2))
+    for places in _batches(lengths):
+        answered = logits(places)
+        right = torch.from_numpy(labels[places].astype(np.int64)).to(answered.device)
+        found[places, 0] = F.cross_entropy(answered, right, reduction="none").cpu().numpy()
+    return found
+
+
+def _batches(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    return (np.asarray(batch, dtype=np.int64) for batch in batch_by_length(lengths, BATCH))

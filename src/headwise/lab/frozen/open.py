@@ -10,9 +10,8 @@ import torch
 from headwise.errors import DataError, HeadwiseError
 from headwise.input_files import describe_place, is_file
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.finished import require_intact, require_intact_export
-from headwise.lab.experiment.frozen import Frozen, name_run
-from headwise.lab.experiment.registry import TASKS, named_task
+from headwise.lab.experiment.run_folder import require_intact, require_intact_export
+from headwise.lab.experiment.task import TASKS, Frozen, name_run, named_task
 from headwise.lab.frozen.transformer import read_transformer
 from headwise.lab.models.pretrained import quietly, require_whole
 from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer

@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.lab.data.encoded import Encoded, Row, collate_rows
+from headwise.lab.data.batching import Encoded, Row, collate_rows
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.method import OtherModel
+from headwise.lab.experiment.arm import Arm, OtherModel
 from headwise.lab.training.trained import read_arm
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from headwise.errors import DataError, LayoutError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.lab.data.batching import batch_by_length
-from headwise.lab.data.encoded import BATCH, Encoded
-from headwise.lab.data.tokenizer_bounds import REMEDY
-from headwise.lab.experiment.frozen import Frozen
-from headwise.native_code import refuse_panics
+from headwise.input_files import refuse_panics
+from headwise.lab.data.batching import BATCH, Encoded, batch_by_length
+from headwise.lab.data.subwords import REMEDY
+from headwise.lab.experiment.task import Frozen
 
 # Maximum number of tokens of a sentence.
 LONGEST = 256

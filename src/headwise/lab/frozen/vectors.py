@@ -10,16 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwise.atomic import hold, name_write_errors, new_folder
-from headwise.digests import require_unchanged, seal
+from headwise.atomic import hold, name_write_errors, new_folder, require_unchanged, seal
 from headwise.errors import DataError
 from headwise.heads.capture import Capture
 from headwise.heads.taps import Taps
-from headwise.input_files import read_whole
+from headwise.input_files import encode_json, parse_json, read_whole
 from headwise.lab.data.arrays import digest
-from headwise.lab.data.encoded import Encoded
-from headwise.lab.experiment.frozen import Frozen
-from headwise.strict_json import encode_json, parse_json
+from headwise.lab.data.batching import Encoded
+from headwise.lab.experiment.task import Frozen
 
 PROBED = (
     "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining, lm or "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headwise.errors import SettingError, require_choice
-from headwise.lab.experiment.job import Failure, Job, Watch
+from headwise.lab.experiment.run_folder import Failure, Job, Watch
 from headwise.lab.jobs.serving import attempt
 from headwise.lab.jobs.workers import do_job
 

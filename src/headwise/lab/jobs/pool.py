@@ -8,7 +8,7 @@ from rich.console import Console
 
 from headwise.lab.analyses.registry import AnalysisSettings, find_analysis, is_analyzed
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.job import Failure, Job
+from headwise.lab.experiment.run_folder import Failure, Job
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs.launchers import Engine, run_elsewhere
 from headwise.lab.jobs.progress import choose_watch

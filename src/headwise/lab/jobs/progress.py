@@ -10,8 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from headwise.lab.experiment.job import Failure, Job, Watch
-from headwise.lab.experiment.run_folder import LOG, read_progress
+from headwise.lab.experiment.run_folder import LOG, Failure, Job, Watch, read_progress
 from headwise.lab.output import asked_output
 
 # Share of a run that must be done before its pace counts.

@@ -18,8 +18,7 @@ from types import FrameType
 from typing import Any
 
 from headwise.errors import HeadwiseError
-from headwise.lab.experiment.job import Failure, Heartbeat, Job
-from headwise.lab.experiment.run_folder import LOG
+from headwise.lab.experiment.run_folder import LOG, Failure, Heartbeat, Job
 from headwise.lab.importing import importing
 from headwise.lab.stopping import BY_SIGNAL
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from headwise.errors import HeadwiseError
-from headwise.lab.experiment.job import Failure, Job, Watch
-from headwise.lab.experiment.run_folder import LOG
+from headwise.lab.experiment.run_folder import LOG, Failure, Job, Watch
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.jobs.workers import do_job
 from headwise.lab.training import processes

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from headwise.lab.analyses.registry import AnalysisSettings, analyze
-from headwise.lab.experiment.job import Failure, Heartbeat, Job, Watch
+from headwise.lab.experiment.run_folder import Failure, Heartbeat, Job, Watch
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.importing import importing
 from headwise.lab.jobs.serving import Target, serve

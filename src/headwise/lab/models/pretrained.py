@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.gating.link import NAME as GATES
+from headwise.gating.attach import NAME as GATES
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.mixing import CHILD as MIXER
 

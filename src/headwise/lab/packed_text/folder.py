@@ -4,8 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headwise.atomic import hold
-from headwise.digests import is_sealed, require_no_others, require_unchanged
+from headwise.atomic import hold, is_sealed, require_no_others, require_unchanged
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.lab.data.documents import FORMS, find_files
 from headwise.lab.data.subwords import TextEncoder

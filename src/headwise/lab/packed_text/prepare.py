@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from headwise.atomic import hold, name_write_errors, new_file, put, sweep
-from headwise.digests import is_sealed, require_unchanged, seal
+from headwise.atomic import hold, is_sealed, name_write_errors, new_file, put, require_unchanged, seal, sweep
 from headwise.errors import DataError
 from headwise.lab.data.arrays import digest, read_arrays, stable_key
 from headwise.lab.data.documents import KEY, Piece, read_pieces

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.digests import FILES, require_files_unchanged
+from headwise.atomic import FILES, require_files_unchanged
 from headwise.errors import DataError
 from headwise.lab.data.arrays import load_array
 from headwise.lab.data.subwords import TextEncoder

@@ -10,9 +10,8 @@ from headwise.lab.analyses.registry import HEAD_VECTORS
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.run_folder import analysis_file, read_json
 from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.results.drawing import choose_styles
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.figures import Picture
+from headwise.lab.results.figures import Picture, choose_styles
 from headwise.lab.results.table import Table
 from headwise.plots.heads import head_embedding
 from headwise.plots.style import drawing, to_png

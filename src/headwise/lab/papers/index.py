@@ -1,16 +1,16 @@
 """Every table and figure of the papers that can be run, and our own, by its id."""
 
 from headwise.lab.papers.diversify.tables import DIVERSIFY
-from headwise.lab.papers.doses import DOSES
+from headwise.lab.papers.diversity.doses import DOSES
+from headwise.lab.papers.diversity.ours import OURS
+from headwise.lab.papers.diversity.shrinking import SHRUNK
 from headwise.lab.papers.guided.tables import GUIDED
-from headwise.lab.papers.ours import OURS
 from headwise.lab.papers.reproduction import Reproduction
 from headwise.lab.papers.repulsive.glue import REPULSIVE_GLUE
 from headwise.lab.papers.repulsive.graphs import GRAPHS
 from headwise.lab.papers.repulsive.sentences import SENTENCES
 from headwise.lab.papers.repulsive.texts import SENTENCE_FIGURES
 from headwise.lab.papers.repulsive.translation import REPULSIVE
-from headwise.lab.papers.shrinking import SHRUNK
 
 REPRODUCTIONS: dict[str, Reproduction] = {
     reproduction.id: reproduction

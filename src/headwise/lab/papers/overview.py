@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.task import named_task
 from headwise.lab.papers.claims import EFFICACY, MANIPULATION
-from headwise.lab.papers.claims_grids import is_shown_in_points
-from headwise.lab.papers.doses import DOSES
+from headwise.lab.papers.diversity.doses import DOSES
 from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, name_section, read_records
+from headwise.lab.papers.pages import FOLDER, FORMAT, PAGE, is_shown_in_points, name_section, read_records
 from headwise.lab.papers.reproduction import OWN
 from headwise.lab.papers.run import choose_seeds
 from headwise.lab.results.cells import NONE, Cell, Grid, Link, Number, choose_digits
-from headwise.lab.results.verdicts import ORDER
+from headwise.lab.results.statistics import ORDER
 
 # What a record of the first format says of a contrast: "svgd over plain: +0.52 points [-0.31, +1.35], p = 0.412".
 _TEXT = re.compile(

@@ -1,17 +1,176 @@
-"""The pages of a paper, rendered from its records: RESULTS.md, and one page of details for each record."""
+"""The pages of a paper, rendered from its records: RESULTS.md, and one page of details for each record.
+
+Whether training was long enough: the score of plain on dev by epoch, and what the last third of epochs added.
+
+Claims as JSON data, and the grids of claims and of what each contrast could have shown.
+"""
+
+from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwise.errors import DataError
+from headwise.lab.analyses.shrinking import SCORE
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.papers.claims_grids import build_claims_grids
-from headwise.lab.papers.plateau import describe_plateau, describe_rise
+from headwise.lab.papers.claims import Found, Judged
 from headwise.lab.papers.reproduction import OWN, describe_lack
-from headwise.lab.results.cells import Grid
+from headwise.lab.results.cells import NONE, Cell, Grid, Line, Number, choose_digits, show_number
 from headwise.lab.results.grids import NOTE, describe_doubt
+from headwise.lab.results.statistics import Estimate, estimate
+from headwise.lab.results.table import PLAIN, record_judgement
+
+# Fewer epochs have no last third.
+EPOCHS = 3
+
+
+def describe_plateau(table: Mapping[str, Any]) -> str:
+    """Return the scores of plain on dev by epoch, from the record of a table; "" where there are too few epochs."""
+    curves = _read_curves(table)
+    if curves is None:
+        return ""
+    scores = ", ".join(str(Number(value, digits=1, factor=100)) for value in curves.mean(axis=0))
+    return f"Score of plain on dev after each epoch, mean over seeds: {scores}. {_describe(curves)}"
+
+
+def describe_rise(table: Mapping[str, Any]) -> str:
+    """Return what the last third of the epochs added to plain's best score on dev, and whether it is above zero."""
+    curves = _read_curves(table)
+    return "" if curves is None else _describe(curves)
+
+
+def find_rise(curves: NDArray[np.float64]) -> Estimate:
+    """Return the best score of the last third of the epochs, rounded down, less the best one before, over seeds.
+
+    Args:
+        curves: Scores on dev, [S, E], one row per seed.
+
+    >>> find_rise(np.array([[0.2, 0.5, 0.6], [0.3, 0.6, 0.5]])).by_seed
+    (0.09999999999999998, -0.09999999999999998)
+    """
+    last = curves.shape[1] // 3
+    return estimate((curves[:, -last:].max(axis=1) - curves[:, :-last].max(axis=1))[:, None])
+
+
+def _describe(curves: NDArray[np.float64]) -> str:
+    found, epochs = find_rise(curves), curves.shape[1]
+    last = "The last epoch" if epochs // 3 == 1 else f"The last {epochs // 3} of {epochs} epochs"
+    ends = (None, None) if found.is_one_number else (found.low, found.high)
+    added = Number(found.value, *ends, digits=2, factor=100, signed=True)
+    state = "" if found.is_one_number else "; it still rose" if found.low > 0.0 else "; no further rise is shown"
+    return f"{last} added {added} points to plain's best score on dev{state}."
+
+
+def _read_curves(table: Mapping[str, Any]) -> NDArray[np.float64] | None:
+    runs = next((row["runs"] for row in table["rows"] if row["arm"] == PLAIN), [])
+    lengths = {len(run["dev"]) for run in runs}
+    return np.array([run["dev"] for run in runs]) if len(lengths) == 1 and min(lengths) >= EPOCHS else None
+
+
+POWER = "What each contrast could have shown"
+POWER_HEADER = (
+    "contrast",
+    "family",
+    "detectable",
+    "published",
+    "in our interval",
+    "p of lying outside half of it",
+    "verdict",
+)
+
+
+def build_claims_grids(claims: Sequence[Mapping[str, Any]]) -> tuple[Grid, ...]:
+    """Return claims with findings and verdicts, and what each contrast could have shown, from their records."""
+    rows = []
+    for claim in claims:
+        lines = (str(Line.from_record(one)) for one in claim.get("shown", ()))
+        rows.append(
+            (claim["statement"], "; ".join([*map(_write_contrast, claim["contrasts"]), *lines]), claim["verdict"])
+        )
+    # each contrast once; records of the first format hold text alone
+    tested = {
+        one["contrast"]: _list_power(one)
+        for claim in claims
+        for one in claim["contrasts"]
+        if not isinstance(one, str) and one.get("family")
+    }
+    grids = (
+        Grid("Claims", ("claim", "here", "verdict"), tuple(rows), "lll"),
+        Grid(POWER, POWER_HEADER, tuple(tested.values()), "llrrlrl"),
+    )
+    return tuple(grid for grid in grids if grid.rows)
+
+
+def record_claims(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return claims with their findings and verdicts as JSON data."""
+    return [
+        {
+            "statement": one.claim.statement,
+            "verdict": one.verdict,
+            "contrasts": [_record_contrast(found) for found in one.found],
+            "shown": [line.to_record() for line in one.shown],
+        }
+        for one in judged
+    ]
+
+
+def _record_contrast(found: Found) -> dict[str, Any]:
+    contrast = found.contrast
+    said = {"contrast": str(contrast), "arm": contrast.arm, "against": contrast.against, "parts": list(contrast.parts)}
+    said |= {"measure": contrast.measure, "kind": contrast.kind, "verdict": found.verdict, "reason": found.reason}
+    return said if found.judgement is None else said | record_judgement(found.judgement)
+
+
+def _write_contrast(found: Mapping[str, Any] | str) -> str:
+    if isinstance(found, str):
+        return found
+    if "value" not in found:
+        return f"{found['contrast']}: {found['reason'].removeprefix('was ')}"
+    alone = found["items"] == len(found["by_seed"]) == 1
+    shown = _show_difference(found, found["value"], *((None, None) if alone else (found["low"], found["high"])))
+    p_value = "" if (p := found["p_holm"]) is None else f", p = {p:.3f}" if p >= 0.001 else ", p < 0.001"
+    note = f" ({found['note']})" if found["note"] else " (one run)" if alone else ""
+    return f"{found['contrast']}: {shown}{p_value}{note}"
+
+
+def _show_difference(found: Mapping[str, Any], value: float | None, *ends: float | None, signed: bool = True) -> Cell:
+    """Return a difference in points, or in the units of a number of each run."""
+    if value is None and (not ends or None in ends):
+        return NONE
+    low, high = ends or (None, None)
+    if is_shown_in_points(found["measure"]):
+        # what is detectable alone and in its family is no interval
+        digits = choose_digits(2, *((low, high) if signed else (low,)), factor=100)
+        return Number(value, low, high, digits=digits, factor=100, signed=signed, form="{} points" if signed else "{}")
+    return Number(value, low, high, signed=signed)
+
+
+def is_shown_in_points(measure: str | None) -> bool:
+    """Return whether differences in a number, None for the metric, are shown times 100, as those of scores are.
+
+    >>> is_shown_in_points("score_heads_50"), is_shown_in_points("effective_heads")
+    (True, False)
+    """
+    return measure is None or measure.startswith(f"{SCORE}_")
+
+
+def _list_power(found: Mapping[str, Any]) -> tuple[Cell, ...]:
+    inside = {None: NONE, True: "yes", False: "no"}[found["holds_published"]]
+    return (
+        found["contrast"],
+        found["kind"],
+        _show_difference(found, None, found["detectable"], found["detectable_in_family"], signed=False),
+        _show_difference(found, found["published"]),
+        inside,
+        show_number(found["p_equivalence"], 3),
+        found["verdict"],
+    )
+
 
 FOLDER = "results"
 PAGE = "RESULTS.md"

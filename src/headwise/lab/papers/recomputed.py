@@ -1,18 +1,39 @@
-"""A reproduction made again from its record and the numbers of its runs, without training."""
+"""A reproduction made again from its record and the numbers of its runs, without training.
 
+A reproduction continued from its record: the runs kept with it are put where they would be, and not done again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from headwise.errors import DataError
-from headwise.lab.experiment.registry import named_task
-from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.papers.archive import ARCHIVE, unpack_runs
+from headwise.atomic import new_folder, write_whole
+from headwise.errors import DataError, SettingError
+from headwise.input_files import encode_json, parse_json, read_whole
+from headwise.lab.compare import describe_fixed
+from headwise.lab.experiment.run_folder import (
+    RESULT,
+    SETTINGS,
+    first_difference,
+    prepare_folder,
+    read_json,
+    require_same,
+    write_json,
+)
+from headwise.lab.experiment.task import named_task
+from headwise.lab.papers.data import ARCHIVE, unpack_runs
 from headwise.lab.papers.figures import draw_pictures
 from headwise.lab.papers.index import REPRODUCTIONS
 from headwise.lab.papers.pages import FOLDER, read_records
 from headwise.lab.papers.records import Reproduced, name_in_part, tabulate_parts
 from headwise.lab.papers.reproduction import Reproduction
+from headwise.lab.papers.run import Plan
 from headwise.lab.results.evidence import read_evidence
+from headwise.lab.results.runs import COMPARISON, TEST
 from headwise.lab.tune import BestDraw
 
 
@@ -87,3 +108,121 @@ def _select(reproduction: Reproduction, scale: str, parts: list[str], left_out: 
         named = (str(one).removesuffix(")").partition(" (") for one in left_out)
         reproduction = reproduction.without({name: why for name, _, why in named})
     return reproduction if parts == [""] else reproduction.only(parts, scale)
+
+
+def list_runs(record: Path | None) -> dict[str, set[tuple[str, int]]]:
+    """Return the arm and the seed of each run that a record has, by its parts; nothing of no record.
+
+    Args:
+        record: The record, as `find_record` returns it, or None.
+
+    Raises:
+        DataError: The record is damaged.
+    """
+    if record is None:
+        return {}
+    try:
+        tables = read_json(record)["tables"].items()
+        return {
+            str(part): {(str(row["arm"]), int(seed)) for row in table["rows"] for seed in row["seeds"]}
+            for part, table in tables
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+
+
+def extend_seeds(
+    reproduction: Reproduction,
+    scale: str,
+    asked: Sequence[str],
+    seeds: int,
+    kept: Mapping[str, Collection[tuple[str, int]]],
+) -> dict[str, int]:
+    """Return how many seeds each part takes, so that a record loses no run.
+
+    Args:
+        reproduction: With the parts asked for and those of the record, as far as there is data.
+        scale: One of its scales.
+        asked: The parts asked for; none for all.
+        seeds: Number of seeds asked for.
+        kept: The runs that the record has of each of its parts, as of `list_runs`.
+
+    Raises:
+        SettingError: There is no data for a part of the record.
+    """
+    names = [part.name for part in reproduction.parts_at(scale)]
+    if lost := [name for name in kept if name not in names]:
+        raise SettingError(
+            f"the record has {', '.join(lost)}, for which --data holds nothing; expected the data of every part, or "
+            "another --record."
+        )
+    had = {name: 1 + max((seed for _, seed in runs), default=-1) for name, runs in kept.items()}
+    return {name: max(had.get(name, 0), seeds if not asked or name in asked else 0) for name in names}
+
+
+def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
+    """Put the runs kept with a record into the folders of a reproduction's comparisons; return how many.
+
+    A run that its comparison has is left as it is, and a part that the record lacks gets none. Weights and texts are in
+    no record: an analysis that a run lacks, and that reads them, fails.
+
+    Args:
+        record: The record, as `find_record` returns it.
+        plans: The comparisons, as `make_plans` returns them.
+
+    Raises:
+        DataError: The record or its archive is damaged, or the data cannot be read.
+        SettingError: A folder cannot be written or holds another comparison, or the record is of other sizes, data or
+            draws than the comparisons; nothing is copied then.
+    """
+    try:
+        found = read_json(record)
+        parts = list(found["parts"])
+        tuned = {str(name): BestDraw.from_record(draw).arm for name, draw in found.get("tuned", {}).items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+    with TemporaryDirectory() as place:
+        folders = dict(zip(parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
+        kept = [(folders[plan.part.name], plan) for plan in plans if plan.part.name in folders]
+        for source, plan in kept:
+            _require_same_runs(record, source, tuned, plan)
+        return sum(_restore(source, plan.comparison.out) for source, plan in kept)
+
+
+def _require_same_runs(record: Path, source: Path, tuned: Mapping[str, str], plan: Plan) -> None:
+    """Refuse a record whose runs are not those of a plan, or a folder that is not the plan's."""
+    kept, asked = read_json(source / COMPARISON), describe_fixed(plan.comparison)
+    drawn = {name: draw.arm for name, draw in plan.tuned.items()}
+    # a record has the draws of all its parts
+    of_part = {name: arm for name, arm in tuned.items() if name in drawn or not drawn}
+    old = {name: kept[name] for name in asked if name in kept} | {"tuned": of_part}
+    new = {name: asked[name] for name in asked if name in kept} | {"tuned": drawn}
+    if (difference := first_difference(old, parse_json(encode_json(new)))) is not None:
+        name, had, wanted = difference
+        raise SettingError(
+            f"the runs of {record} have {name} {had!r}, and {wanted!r} is asked for; expected the record's data, sizes "
+            "and --tuned, or no --resume."
+        )
+    if (plan.comparison.out / COMPARISON).exists():
+        there = read_json(plan.comparison.out / COMPARISON)
+        require_same(plan.comparison.out / COMPARISON, there | asked)
+
+
+def _restore(source: Path, out: Path) -> int:
+    """Copy the runs of a comparison that another has not."""
+    prepare_folder(out)
+    if not (out / COMPARISON).exists():
+        for name in (TEST, COMPARISON):
+            write_whole(out / name, read_whole(source / name))
+    runs = [path.parent for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]
+    missing = [run for run in runs if not (out / run.relative_to(source) / RESULT).exists()]
+    for run in missing:
+        target = out / run.relative_to(source)
+        prepare_folder(target.parent)
+        with new_folder(target, replaced=None) as whole:
+            shutil.copytree(run, whole, dirs_exist_ok=True)
+            settings = read_json(run / RESULT).get("settings")
+            if settings is not None:
+                # a run of other settings is refused then, as one that was done here is
+                write_json(whole / SETTINGS, settings)
+    return len(missing)

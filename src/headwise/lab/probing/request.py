@@ -7,9 +7,9 @@ from pathlib import Path
 from headwise.errors import DataError, SettingError
 from headwise.input_files import is_file
 from headwise.lab.data.arrays import digest
-from headwise.lab.data.probing_files import FORMS, PROBES, find_probing_file
+from headwise.lab.data.labeled_texts import FORMS, PROBES, find_probing_file
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.frozen import Frozen
+from headwise.lab.experiment.task import Frozen
 from headwise.lab.frozen.vectors import find_shape
 from headwise.lab.probing.fit import Classifier
 from headwise.lab.probing.probe import EMBEDDINGS, Vectors

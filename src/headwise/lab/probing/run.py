@@ -12,11 +12,10 @@ from rich.console import Console
 from headwise.atomic import hold, write_whole
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import digest
-from headwise.lab.data.probing_files import PROBES
+from headwise.lab.data.labeled_texts import PROBES
 from headwise.lab.data.progress import make_bars
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.task import Frozen, named_task
 from headwise.lab.frozen.vectors import encodings, fingerprint
 from headwise.lab.probing.figures import (
     NOTE,

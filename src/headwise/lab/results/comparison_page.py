@@ -15,8 +15,8 @@ from headwise.lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
+from headwise.lab.results.statistics import MINIMUM_SEEDS
 from headwise.lab.results.table import Row, Table
-from headwise.lab.results.verdicts import MINIMUM_SEEDS
 from headwise.report.html import Page
 
 # Explanations of the columns.

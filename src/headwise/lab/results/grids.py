@@ -19,10 +19,9 @@ from headwise.lab.results.cells import (
     show_points,
     show_signed,
 )
-from headwise.lab.results.head_drops import LOSS, Drop, summarize_drops
-from headwise.lab.results.runs import has_met_target
+from headwise.lab.results.runs import LOSS, Drop, has_met_target, summarize_drops
+from headwise.lab.results.statistics import omit_p
 from headwise.lab.results.table import FEW, PLAIN, Difference, Table
-from headwise.lab.results.verdicts import omit_p
 
 # The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
 DIVERSITY = {

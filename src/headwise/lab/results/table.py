@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.lab.experiment.metrics import Measure, Metric
-from headwise.lab.results.head_drops import HeadDrops, summarize_drops
+from headwise.lab.experiment.evaluation import Measure, Metric
 from headwise.lab.results.paired_tests import PairedTests
-from headwise.lab.results.statistics import Estimate
-from headwise.lab.results.verdicts import Judgement
+from headwise.lab.results.runs import HeadDrops, summarize_drops
+from headwise.lab.results.statistics import Estimate, Judgement
 
 PLAIN = "plain"
 # Of a bin of fewer test items an interval is wider than any difference between arms.

@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import NotFired
-from headwise.lab.experiment.metrics import Metric
-from headwise.lab.results.head_drops import HeadDrops
+from headwise.lab.experiment.evaluation import Metric
 from headwise.lab.results.paired_tests import PairedTests
-from headwise.lab.results.runs import MEASURES, Results, Run, has_met_target, read_results, read_starts
-from headwise.lab.results.statistics import difference, score
+from headwise.lab.results.runs import MEASURES, HeadDrops, Results, Run, has_met_target, read_results, read_starts
+from headwise.lab.results.statistics import MINIMUM_SEEDS, Judgement, difference, judge_family, score
 from headwise.lab.results.table import PLAIN, Difference, Point, Row, Table
-from headwise.lab.results.verdicts import MINIMUM_SEEDS, Judgement, judge_family
 
 # Two runs with equal answers whose measures differ by less than this are the same.
 SAME = 1e-6

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.guided import ROLES, Guided
+from headwise.lab.experiment.arm import ROLES, Guided
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.role_masks.stored import write_roles
 from headwise.masks.head_mask import HeadMask

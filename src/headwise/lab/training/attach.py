@@ -1,4 +1,7 @@
-"""An arm on a model, which is what a run trains: the model's start, and the arm's methods attached to it."""
+"""An arm on a model, which is what a run trains: the model's start, and the arm's methods attached to it.
+
+What some arms change in a model before its parameters are drawn: how heads attend, and how wide layers are.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from headwise.disagreement.penalty import Disagreement
-from headwise.errors import SettingError
+from headwise.errors import LayoutError, SettingError
 from headwise.gating.attach import Gating, gate_heads
-from headwise.heads.dropping import HeadDropping, drop_heads
+from headwise.heads.ablation import HeadDropping, drop_heads
 from headwise.heads.find import find_heads
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads
-from headwise.heads.mixing import mix_heads
+from headwise.heads.mixing import mix_heads, pair_decoder_heads, reads_pairs
 from headwise.integrations.methods import Aggregate, Penalize, Repel
-from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.method import (
+from headwise.lab.experiment.arm import (
+    Arm,
     DropHeads,
     GateHeads,
+    Guided,
     LengthenQueries,
     OtherModel,
     PairHeads,
@@ -35,10 +38,79 @@ from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.lab.experiment.task import Data, MaskMaker, Task
 from headwise.lab.role_masks.encoder import mask_encoder
 from headwise.lab.training import processes
-from headwise.lab.training.rebuild import pair_all_heads, widen_feed_forward
+from headwise.nn.difference import pair_heads
 from headwise.repulsion.repel import Repulsion
 from headwise.roles.guide import Guidance, guide
 from headwise.routing.modules import Gate, Residual, Routing, Setting
+
+FEED_FORWARD = ("feed_forward", "mlp")
+
+
+def pair_all_heads(heads: Heads, *, second: bool) -> None:
+    """Pair the heads of each attention; find heads again afterwards.
+
+    Raises:
+        LayoutError: An attention cannot be paired.
+    """
+    for site in heads:
+        if reads_pairs(site):
+            pair_decoder_heads(site, site.layer + 1, second=second)
+            continue
+        if not isinstance(site.module, nn.MultiheadAttention):
+            raise LayoutError(
+                f"{site.label} is a {type(site.module).__name__}; the arms differential and paired change torch's "
+                "multi-head attention and the decoders of transformers, so leave them out of this task."
+            )
+        if site.prepare is not None:
+            site.prepare(site.model, site.module)
+        pair_heads(site.module, site.layer + 1, second=second)
+
+
+def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
+    """Give the feed-forward layer beside each attention further hidden units, with parameters that are not drawn yet.
+
+    It is the `feed_forward` or `mlp` of the module that holds the attention: Linears from the width to the hidden
+    units, and after them one back; a PReLU may have a slope for each unit. Attentions of one module share it.
+
+    Args:
+        heads: The attentions.
+        units: Number of further units; None for about as many parameters as gates on features have, (d + 1) d.
+
+    Raises:
+        SettingError: A layer has no such feed-forward layer.
+    """
+    holders: dict[int, Any] = {}
+    for site in heads:
+        holder: Any = site.model.get_submodule(site.name.rpartition(".")[0])
+        holders[id(holder)] = holder
+    for holder in holders.values():
+        layer = next((found for name in FEED_FORWARD if (found := getattr(holder, name, None)) is not None), None)
+        parts = [] if layer is None else list(layer.modules())
+        linears = [part for part in parts if isinstance(part, nn.Linear)]
+        sizes = [(part.in_features, part.out_features) for part in linears]
+        if len(sizes) < 2 or {*sizes[:-1]} != {sizes[-1][::-1]}:
+            raise SettingError(
+                f"{type(holder).__name__} has no feed_forward or mlp of Linears that the arm wider would widen; leave "
+                "that arm out of this task."
+            )
+        width, hidden = sizes[0]
+        slopes = [part for part in parts if isinstance(part, nn.PReLU) and part.num_parameters == hidden]
+        each = sum(width + (part.bias is not None) for part in linears[:-1]) + width + len(slopes)
+        new = hidden + (round((width + 1) * width / each) if units is None else units)
+        for part in linears[:-1]:
+            part.out_features = new
+        linears[-1].in_features = new
+        for part in linears:
+            part.weight = nn.Parameter(part.weight.new_empty(part.out_features, part.in_features))
+            if part.bias is not None:
+                part.bias = nn.Parameter(part.bias.new_empty(part.out_features))
+        for part in slopes:
+            part.num_parameters = new
+            part.weight = nn.Parameter(part.weight.new_empty(new))
+        config: Any = getattr(layer, "config", None)
+        if getattr(config, "intermediate_size", None) == hidden:
+            # transformers builds the model anew from it
+            config.intermediate_size = new
 
 
 def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:

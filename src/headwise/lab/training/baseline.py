@@ -7,12 +7,11 @@ from typing import Any
 
 from headwise.errors import require_choice
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.evaluation import scores_by_bin
-from headwise.lab.experiment.finished import write_result
-from headwise.lab.experiment.metrics import METRICS
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.evaluation import METRICS, scores_by_bin
+from headwise.lab.experiment.run_folder import write_result
 from headwise.lab.experiment.scale import Scale
 from headwise.lab.experiment.settings import Whole, load_data, read_versions
+from headwise.lab.experiment.task import named_task
 from headwise.lab.results.runs import MEASURES
 
 

@@ -13,13 +13,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from headwise.errors import HeadwiseError
-from headwise.lab.experiment.job import Heartbeat
-from headwise.lab.experiment.run_folder import EPOCHS, LOG, PROGRESS, write_json, write_lines
+from headwise.input_files import find_not_finite
+from headwise.lab.experiment.run_folder import EPOCHS, LOG, PROGRESS, Heartbeat, write_json, write_lines
 from headwise.lab.experiment.settings import SAVE_SECONDS
 from headwise.lab.experiment.task import Batches
 from headwise.lab.training import processes
 from headwise.lab.training.checkpoints import write_epoch_weights
-from headwise.strict_json import find_not_finite
 
 SHOW_SECONDS = 0.5
 # Enough for a median, few enough for a checkpoint.

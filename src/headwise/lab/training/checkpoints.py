@@ -8,8 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_file, save_model
 from torch import nn
 
-from headwise.atomic import new_file
-from headwise.digests import digest_file, require_files_unchanged
+from headwise.atomic import digest_file, new_file, require_files_unchanged
 from headwise.errors import DataError
 from headwise.lab.experiment.run_folder import EPOCH, read_json, write_json
 

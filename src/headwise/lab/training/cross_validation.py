@@ -10,13 +10,10 @@ import numpy as np
 
 from headwise.lab.data.arrays import read_arrays
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.evaluation import scores_by_bin
-from headwise.lab.experiment.finished import require_intact, write_result
-from headwise.lab.experiment.job import Job
-from headwise.lab.experiment.metrics import METRICS
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.evaluation import METRICS, scores_by_bin
+from headwise.lab.experiment.run_folder import Job, require_intact, write_result
 from headwise.lab.experiment.settings import RunSettings, Whole
-from headwise.lab.experiment.task import Task
+from headwise.lab.experiment.task import Task, named_task
 from headwise.lab.results.runs import MEASURES, TEST
 from headwise.lab.training.baseline import BaselineSettings
 

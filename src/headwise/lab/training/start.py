@@ -14,11 +14,9 @@ from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.lab.data.arrays import digest
-from headwise.lab.data.tokenizer_bounds import require_bounded, require_small_numbers
-from headwise.lab.experiment.arm import Arm, escape_arm_name
-from headwise.lab.experiment.finished import require_intact, require_intact_export
-from headwise.lab.experiment.method import PairHeads, Widen
-from headwise.lab.experiment.run_folder import RESULT, is_finished, read_json
+from headwise.lab.data.subwords import require_bounded, require_small_numbers
+from headwise.lab.experiment.arm import Arm, PairHeads, Widen, escape_arm_name
+from headwise.lab.experiment.run_folder import RESULT, is_finished, read_json, require_intact, require_intact_export
 from headwise.lab.models.electra import DEVIATION, decayed_apart, draw_normal
 from headwise.lab.models.pretrained import quietly, require_vocabulary, require_whole
 from headwise.routing.save import load

@@ -20,15 +20,12 @@ from typing_extensions import override
 from headwise.atomic import new_file
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.evaluation import diversity, scores_by_bin
-from headwise.lab.experiment.finished import write_result
-from headwise.lab.experiment.job import Heartbeat
-from headwise.lab.experiment.method import Orthogonalize
-from headwise.lab.experiment.metrics import METRICS
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.arm import Orthogonalize
+from headwise.lab.experiment.evaluation import METRICS, diversity, scores_by_bin
+from headwise.lab.experiment.run_folder import Heartbeat, write_result
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.settings import RunSettings, load_data, read_versions
-from headwise.lab.experiment.task import Data, Task
+from headwise.lab.experiment.task import Data, Task, named_task
 from headwise.lab.training import processes
 from headwise.lab.training.attach import Methods, attach_arm
 from headwise.lab.training.callback import RunCallback, flatten_numbers
@@ -39,7 +36,7 @@ from headwise.lab.training.checkpoints import (
 )
 from headwise.lab.training.optimizer import build_optimizer
 from headwise.lab.training.processes import OwnBatches, weigh_loss
-from headwise.stored_tensors import require_tensors_alone
+from headwise.stock_folders import require_tensors_alone
 
 RUN = "run.pt"
 

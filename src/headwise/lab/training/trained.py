@@ -17,16 +17,14 @@ from headwise.heads.heads import Heads
 from headwise.input_files import describe_place
 from headwise.integrations.methods import Aggregate
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.arm_record import KEYS, WHOLE, restore_arm
-from headwise.lab.experiment.finished import require_intact
-from headwise.lab.experiment.method import LASTING, OtherModel
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.arm import LASTING, Arm, OtherModel
+from headwise.lab.experiment.arm_text import KEYS, WHOLE, restore_arm
+from headwise.lab.experiment.run_folder import require_intact
 from headwise.lab.experiment.settings import RunSettings, load_data
-from headwise.lab.experiment.task import MaskMaker, Task
+from headwise.lab.experiment.task import MaskMaker, Task, named_task
 from headwise.lab.results.runs import COMPARISON
 from headwise.lab.training.attach import Methods, build_model, find_target
-from headwise.nn.bounds import Model, TooLarge, build_within
+from headwise.stock_folders import Model, TooLarge, build_within
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

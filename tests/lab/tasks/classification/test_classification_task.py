@@ -17,8 +17,8 @@ from headwise.errors import SettingError
 from headwise.lab import compare as compare_module
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.registry import named_task
 from headwise.lab.experiment.settings import RunSettings
+from headwise.lab.experiment.task import named_task
 from headwise.lab.jobs.workers import do_job
 from headwise.lab.tasks.classification.data import load_data
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.probing_files import (
+from headwise.lab.data.labeled_texts import (
     CATEGORIES,
     PROBES,
     choose_layout,

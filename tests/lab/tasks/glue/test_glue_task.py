@@ -24,9 +24,8 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, plan_runs
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.finished import write_result
-from headwise.lab.experiment.scale import Recipe
-from headwise.lab.experiment.scale_options import ScaleOptions, with_options
+from headwise.lab.experiment.run_folder import write_result
+from headwise.lab.experiment.scale import Recipe, ScaleOptions, with_options
 from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.glue.scales import GLUE_SCALES
 from headwise.lab.training.attach import attach_arm

@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.lab.experiment import run_folder
 from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
-from headwise.lab.tasks.graph2text.rating_form import CRITERIA
+from headwise.lab.tasks.graph2text.ratings import CRITERIA
 from lab.tasks.graph2text.graph_sets import write_triples
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

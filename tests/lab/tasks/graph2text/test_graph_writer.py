@@ -17,8 +17,16 @@ from headwise.lab.experiment.seeding import initialize_parameters
 from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
 from headwise.lab.tasks.graph2text.data import collate
 from headwise.lab.tasks.graph2text.decoding import search, write_texts
-from headwise.lab.tasks.graph2text.encoder import CORRECT, RELEASED, Departures, GraphEncoder, Places, pack
-from headwise.lab.tasks.graph2text.model import GraphWriter, Memory
+from headwise.lab.tasks.graph2text.model import (
+    CORRECT,
+    RELEASED,
+    Departures,
+    GraphEncoder,
+    GraphWriter,
+    Memory,
+    Places,
+    pack,
+)
 
 WORDS, KINDS = 11, 8
 

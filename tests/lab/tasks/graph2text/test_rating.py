@@ -9,15 +9,17 @@ import pytest
 
 from headwise.errors import DataError
 from headwise.lab.experiment import run_folder
-from headwise.lab.tasks.graph2text.rating_form import (
+from headwise.lab.tasks.graph2text.ratings import (
     FORM,
     KEY,
+    draw_ratings,
     make_outputs_page,
     read_items,
+    read_ratings,
+    record_ratings,
     rows,
     write_rating,
 )
-from headwise.lab.tasks.graph2text.ratings import draw_ratings, read_ratings, record_ratings
 from lab.command import call, refused
 from lab.tasks.graph2text.graph_sets import write_triples
 from lab.tasks.graph2text.rated import HOSTILE, shown, write_answers, write_pair

@@ -20,9 +20,8 @@ from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.packed_text import prepare as preparing
 from headwise.lab.packed_text.prepare import TextPreparation, prepare_text
 from headwise.lab.tasks.lm.cloze import find_items, find_last_words
-from headwise.lab.tasks.lm.data import PACKING, LmData, TextRow
+from headwise.lab.tasks.lm.data import PACKING, LmData, Packer, TextRow, make_labels, number_positions
 from headwise.lab.tasks.lm.model import keeps_documents_apart
-from headwise.lab.tasks.lm.rows import Packer, make_labels, number_positions
 from headwise.lab.tasks.lm.task import LmTask
 from headwise.lab.tasks.lm.tokens import learn_tokens, read_tokens
 from headwise.lab.training.attach import attach_arm

@@ -25,7 +25,7 @@ from headwise.errors import DataError, LayoutError, SettingError
 from headwise.lab.compare import require_fits
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.scale_options import ScaleOptions
+from headwise.lab.experiment.scale import ScaleOptions
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.options import choose_scale, parse_lora

@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import headwise as hw
 from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.metrics import Likelihood
+from headwise.lab.experiment.evaluation import Likelihood
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks

@@ -21,8 +21,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 import headwise as hw
 from headwise.errors import DataError, SettingError
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.metrics import Auc
-from headwise.lab.experiment.scale_options import ScaleOptions, with_options
+from headwise.lab.experiment.evaluation import Auc
+from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.experiment.task import Task
 from headwise.lab.frozen.open import open_frozen

@@ -18,15 +18,14 @@ from headwise.lab.analyses.force_directions import measure_directions, radial_sh
 from headwise.lab.analyses.registry import AnalysisSettings, analyze, is_analyzed
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.scale_options import ScaleOptions, with_options
+from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.sentence.attention_maps import measure_attention
 from headwise.lab.tasks.sentence.data import collate
 from headwise.lab.tasks.sentence.model import HeadGate, SelfAttentive
 from headwise.lab.tasks.sentence.naive_bayes import naive_bayes_regression
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence.scores import scores
-from headwise.lab.tasks.sentence.task import SentenceTask, probabilities
+from headwise.lab.tasks.sentence.task import SentenceTask, probabilities, scores
 from headwise.lab.tasks.sentence.uncertainty import measure_entropy, measure_reliability
 from headwise.lab.training.attach import attach_arm
 from headwise.lab.training.train import train_run

@@ -13,11 +13,11 @@ import pytest
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.lab.experiment.frozen import Fidelity
 from headwise.lab.experiment.run_folder import read_json
+from headwise.lab.experiment.task import Fidelity
 from headwise.lab.frozen.open import open_frozen
 from headwise.lab.tasks.translation import decoding
-from headwise.lab.tasks.translation.marian import build_model
+from headwise.lab.tasks.translation.model import build_model
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.tasks.translation.translator import Translator, open_translator
 from headwise.lab.training.train import train_run

@@ -12,18 +12,19 @@ import pytest
 
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
 from headwise.lab.tasks.translation.corpora import (
     CORPORA,
+    CWMT,
+    MULTI30K,
+    Cleaning,
     Corpus,
     Layout,
     Part,
+    Sieve,
     fetch_corpus,
     find_files,
 )
-from headwise.lab.tasks.translation.custom_corpus import make_custom_corpus, make_folder_corpus
-from headwise.lab.tasks.translation.files import Line, read_pairs, read_side
-from headwise.lab.tasks.translation.recipes import CWMT, MULTI30K
+from headwise.lab.tasks.translation.files import Line, make_custom_corpus, make_folder_corpus, read_pairs, read_side
 from lab.tasks.translation.translation_text import write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"

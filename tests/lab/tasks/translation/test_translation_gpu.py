@@ -17,8 +17,8 @@ from headwise.lab.compare import require_fits
 from headwise.lab.experiment import run_folder
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation.custom_corpus import find_corpus
 from headwise.lab.tasks.translation.data import prepare_translation
+from headwise.lab.tasks.translation.files import find_corpus
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from headwise.lab.training.train import train_run

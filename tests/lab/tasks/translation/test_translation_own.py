@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.translation.custom_corpus import find_corpus
+from headwise.lab.tasks.translation.files import find_corpus
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise.lab.tasks.translation.task import TranslationTask
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus

@@ -12,8 +12,8 @@ from headwise.errors import DataError, SettingError
 from headwise.heads.taps import Taps
 from headwise.lab.data.arrays import Ragged
 from headwise.lab.data.subwords import END, Subwords, learn_subwords
+from headwise.lab.experiment.arm import Guided
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.guided import Guided
 from headwise.lab.experiment.settings import RunSettings
 from headwise.lab.tasks.translation import task as translation_module
 from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks

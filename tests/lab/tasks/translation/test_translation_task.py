@@ -18,9 +18,9 @@ from headwise.errors import DataError, SettingError
 from headwise.lab.compare import Comparison, compare
 from headwise.lab.data.subwords import END
 from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.scale_options import ScaleOptions, with_options
+from headwise.lab.experiment.scale import ScaleOptions, with_options
 from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation import marian
+from headwise.lab.tasks.translation import model as translation_model
 from headwise.lab.tasks.translation.data import TranslationExample
 from headwise.lab.tasks.translation.decoding import score_targets
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
@@ -118,7 +118,7 @@ def test_what_says_nothing_to_marian_is_refused():
 
 
 def test_dev_and_test_may_have_pairs_longer_than_the_positions_of_marian(corpus, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(marian, "LONGEST", 40)
+    monkeypatch.setattr(translation_model, "LONGEST", 40)
     copy = shutil.copytree(corpus, tmp_path / "corpus")
     for path in (*copy.glob("val.*"), *copy.glob("test_2016_flickr.*")):
         first, rest = path.read_text().split("\n", maxsplit=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.data import spacy_pipelines
+from headwise.lab.role_masks import stored
 from headwise.lab.tasks.translation import task as translation_module
 from headwise.lab.tasks.translation.role_masks import make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
@@ -70,4 +70,4 @@ def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(translation_module, "make_parser", made)
     # any folder is a pipeline to this parser
-    monkeypatch.setattr(spacy_pipelines, "is_file", lambda _path: True)
+    monkeypatch.setattr(stored, "is_file", lambda _path: True)

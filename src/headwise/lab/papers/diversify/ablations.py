@@ -1,9 +1,7 @@
 """The ablations of Li et al. 2021 on translation: which terms, which attention, which routing, which layers."""
 
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
-from headwise.lab.papers.measures import Numbers, StepTimes
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.sizes import base
+from headwise.lab.papers.claims import Claim, Contrast, Numbers, StepTimes, claim_control, compare_arms
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, base
 
 ZH_EN = "WMT17 Zh-En, Transformer-base; case-sensitive NIST BLEU"
 EN_DE = "WMT14 En-De, Transformer-base; case-sensitive NIST BLEU"

@@ -4,12 +4,22 @@ Disagreement of the paper's later tables is output on all three kinds of attenti
 first two layers of the encoder.
 """
 
-from headwise.lab.data.probing_files import CATEGORIES, PROBES
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
+from headwise.lab.data.labeled_texts import CATEGORIES, PROBES
+from headwise.lab.papers.claims import Claim, Contrast, Numbers, claim_control, compare_arms
 from headwise.lab.papers.diversify.ablations import ABLATIONS
-from headwise.lab.papers.measures import Numbers
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, build_rows
-from headwise.lab.papers.sizes import Size, base, big, big_few_heads, logic
+from headwise.lab.papers.reproduction import (
+    Column,
+    PaperRow,
+    Part,
+    Published,
+    Reproduction,
+    Size,
+    base,
+    big,
+    big_few_heads,
+    build_rows,
+    logic,
+)
 
 SHORT, LONG, ALL = (1, 6), (7, 12), (1, 12)
 

@@ -7,12 +7,18 @@ marks with a star, are quoted here too and not run.
 import re
 from collections.abc import Mapping, Sequence
 
-from headwise.lab.experiment.guided import PARSED, ROLES
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
-from headwise.lab.papers.judge import Judged
-from headwise.lab.papers.measures import StepTimes
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.sizes import Size, Sizes, base_eight_heads
+from headwise.lab.experiment.arm import PARSED, ROLES
+from headwise.lab.papers.claims import Claim, Contrast, Judged, StepTimes, claim_control, compare_arms
+from headwise.lab.papers.reproduction import (
+    Column,
+    PaperRow,
+    Part,
+    Published,
+    Reproduction,
+    Size,
+    Sizes,
+    base_eight_heads,
+)
 from headwise.lab.results.cells import show_signed
 from headwise.lab.results.figures import Picture
 from headwise.lab.results.statistics import Estimate

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 
 from headwise.errors import DataError
-from headwise.input_files import read_numbered_lines
+from headwise.input_files import parse_json, read_numbered_lines
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
 from headwise.lab.experiment.run_folder import EPOCHS, analysis_file, read_json
-from headwise.lab.results.drawing import choose_styles, draw_means
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.figures import Picture, draw_score_by_force
+from headwise.lab.results.figures import Picture, choose_styles, draw_means, draw_score_by_force
 from headwise.lab.results.runs import Run
 from headwise.lab.results.table import PLAIN, Table
 from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise.lab.tasks.sentence.uncertainty import read_reliability
 from headwise.plots import entropy_cdf, reliability_diagram, sentence_heatmap
 from headwise.plots.style import draw_range, drawing, drawing_panels, to_png, use_integer_ticks, use_log_axis
-from headwise.strict_json import parse_json
 
 
 @dataclass(frozen=True)

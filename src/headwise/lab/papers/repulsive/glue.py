@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
-from headwise.lab.papers.measures import Numbers, StepTimes
-from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
+from headwise.lab.papers.claims import Claim, Contrast, Numbers, StepTimes, claim_control, compare_arms
+from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, Size, Sizes, build_rows
 from headwise.lab.papers.repulsive.figures import draw_training_curves
-from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.results.cells import NONE, Cell, Grid, Number
 from headwise.lab.results.evidence import Evidence
 from headwise.lab.results.statistics import Estimate, estimate

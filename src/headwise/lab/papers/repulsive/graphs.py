@@ -10,12 +10,10 @@ from pathlib import Path
 
 from headwise.lab.experiment.arm import escape_arm_name
 from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms
-from headwise.lab.papers.measures import Numbers
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.sizes import Size, Sizes
+from headwise.lab.papers.claims import Claim, Contrast, Numbers, claim_control, compare_arms
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size, Sizes
 from headwise.lab.results.evidence import Evidence
-from headwise.lab.tasks.graph2text.rating_form import make_outputs_page, read_items, write_rating
+from headwise.lab.tasks.graph2text.ratings import make_outputs_page, read_items, write_rating
 
 READ, RATED = 10, 50
 OUTPUTS = "outputs.html"

@@ -5,11 +5,9 @@ the released commands. The figures are `repulsive_figures`'.
 """
 
 from headwise.lab.analyses.registry import FORCE_DIRECTIONS
-from headwise.lab.papers.claims import Claim, Contrast, claim_control
-from headwise.lab.papers.measures import Numbers
-from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
+from headwise.lab.papers.claims import Claim, Contrast, Numbers, claim_control
+from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, Size, Sizes, build_rows
 from headwise.lab.papers.repulsive.figures import draw_strengths
-from headwise.lab.papers.sizes import Size, Sizes
 
 # Repulsive weight of the released commands, whose step size is 1; their kernel gradient is another (DEVIATIONS.md).
 WEIGHTS = {"Age": 0.01, "Yelp": 1, "SNLI": 0.005}

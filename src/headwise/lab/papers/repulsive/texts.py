@@ -2,12 +2,10 @@
 
 from functools import partial
 
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms, compare_parts
-from headwise.lab.papers.measures import Least, Numbers
-from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, build_rows
+from headwise.lab.papers.claims import Claim, Contrast, Least, Numbers, claim_control, compare_arms, compare_parts
+from headwise.lab.papers.reproduction import Column, Part, Published, Reproduction, Size, Sizes, build_rows
 from headwise.lab.papers.repulsive.figures import AttentionMaps, draw_entropies, draw_reliabilities
 from headwise.lab.papers.repulsive.sentences import SMOOTH, on, regularizer, svgd
-from headwise.lab.papers.sizes import Size, Sizes
 from headwise.lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 
 ERROR = "error"

@@ -6,10 +6,17 @@ attention outputs" after Li et al. 2018.
 
 from functools import partial
 
-from headwise.lab.papers.claims import Claim, Contrast, claim_control, compare_arms, compare_parts
-from headwise.lab.papers.measures import Least, Numbers, StepTimes
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction
-from headwise.lab.papers.sizes import base, big, small
+from headwise.lab.papers.claims import (
+    Claim,
+    Contrast,
+    Least,
+    Numbers,
+    StepTimes,
+    claim_control,
+    compare_arms,
+    compare_parts,
+)
+from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, base, big, small
 
 BLEU = Column("BLEU")
 TIME = Column("Time", "step time")

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from headwise.heads.find import find_heads
 from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.encoded import Encoded, Row, Span, collate_rows
-from headwise.lab.experiment.frozen import Frozen, name_run, read_states
-from headwise.lab.experiment.guided import Guided
-from headwise.lab.experiment.task import Task
+from headwise.lab.data.batching import Encoded, Row, Span, collate_rows
+from headwise.lab.experiment.arm import Guided
+from headwise.lab.experiment.task import Frozen, Task, name_run, read_states
 from headwise.lab.frozen.runs import list_files, read_attending_arm, read_words, run_encoder
 from headwise.lab.models.text_classifiers import SentenceTransformer, WordVectors
 from headwise.lab.role_masks.sentences import RoleMasks

@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.probing_files import find_probing_file
+from headwise.lab.data.labeled_texts import find_probing_file
 from headwise.lab.experiment.task import Answers
 from headwise.lab.models.text_classifiers import EncoderSizes, SentenceTransformer, WordVectors
 from headwise.lab.tasks.classification.data import ClassificationData

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from headwise.errors import DataError
-from headwise.lab.data.probing_files import (
+from headwise.lab.data.labeled_texts import (
     DEV,
     TEST,
     TRAIN,
@@ -19,7 +19,7 @@ from headwise.lab.tasks.classification.data import ClassificationData, encode_sp
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.lab.tasks.classification.texts import prepare_texts
 
-# Bump this when `probing_files` keeps other lines.
+# Bump this when `labeled_texts` keeps other lines.
 KEPT = "probing-1"
 ALL = "all"
 

@@ -9,14 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
+from headwise.input_files import encode_json
 from headwise.lab.data.labeled_texts import find_layout
-from headwise.lab.experiment.answers import ClassifierTask
-from headwise.lab.experiment.evaluation import round_to_bins
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.guided import Guided, require_parses
-from headwise.lab.experiment.metrics import Accuracy
+from headwise.lab.experiment.arm import Guided, require_parses
+from headwise.lab.experiment.evaluation import Accuracy, round_to_bins
 from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.experiment.task import Answers, MaskMaker
+from headwise.lab.experiment.task import Answers, ClassifierTask, Frozen, MaskMaker
 from headwise.lab.models.text_classifiers import (
     DRAWN,
     SentenceClassifier,
@@ -37,7 +35,6 @@ from headwise.lab.tasks.classification.data import (
 from headwise.lab.tasks.classification.frozen import open_classifier
 from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
 from headwise.roles.idf import idf
-from headwise.strict_json import encode_json
 
 # The last word count of each bin of test items; the last bin takes what is longer.
 BINS = (5, 10, 20, 40, 90)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, cache_arrays, digest, pack_words, stable_key, unpack_words
 from headwise.lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
-from headwise.lab.data.spacy_pipelines import list_pipeline_files
 from headwise.lab.data.word_vectors import pack_vectors, unpack_vectors
+from headwise.lab.role_masks.stored import list_pipeline_files
 from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
 

@@ -8,7 +8,7 @@ from headwise.errors import DataError
 from headwise.input_files import describe_place
 from headwise.lab.data.arrays import find_plain_or_gz
 from headwise.lab.data.tables import read_table
-from headwise.lab.experiment.metrics import ACCURACY, MATTHEWS, SPEARMAN
+from headwise.lab.experiment.evaluation import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")
 YES = ("0", "1")
@@ -32,7 +32,7 @@ class GlueSet:
         texts: Columns of the texts.
         label: Column of the label.
         labels: The label of each class; empty for a score from 0 to 5.
-        score: Its score: `ACCURACY`, `MATTHEWS` or `SPEARMAN` of `experiment.metrics`.
+        score: Its score: `ACCURACY`, `MATTHEWS` or `SPEARMAN` of `experiment.evaluation`.
         dev: Names of the dev files without suffix.
         test: Names of the test files and of their submissions.
         bare: The columns of training and dev files that have no header.

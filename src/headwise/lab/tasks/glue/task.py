@@ -14,12 +14,17 @@ from headwise.atomic import new_folder
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.batching import LengthBatches, batch_by_length, to_device
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.evaluation import round_to_bins, spread_batches
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.metrics import ACCURACY, GlueScore, Measure, score_answers
+from headwise.lab.experiment.evaluation import (
+    ACCURACY,
+    GlueScore,
+    Measure,
+    round_to_bins,
+    score_answers,
+    spread_batches,
+)
 from headwise.lab.experiment.run_folder import write_text
-from headwise.lab.experiment.scale_options import was_set
-from headwise.lab.experiment.task import Answers, Task
+from headwise.lab.experiment.scale import was_set
+from headwise.lab.experiment.task import Answers, Frozen, Task
 from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
 from headwise.lab.tasks.glue.files import GLUE, find_missing_file, format_submission

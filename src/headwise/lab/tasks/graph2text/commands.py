@@ -45,7 +45,7 @@ def rate(
     if run.resolve() == against.resolve():
         raise typer.BadParameter(f"RUN and AGAINST are both {run}; expected two runs to compare.")
     with stoppable("stopped.", [out]):
-        from headwise.lab.tasks.graph2text.rating_form import OUTPUTS, make_outputs_page, read_items, write_rating
+        from headwise.lab.tasks.graph2text.ratings import OUTPUTS, make_outputs_page, read_items, write_rating
 
         found = read_items(run, against, data)
         names = (_name(run), _name(against))

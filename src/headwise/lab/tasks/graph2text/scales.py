@@ -23,7 +23,7 @@ class GraphScale(Scale):
         optimizer: Adam, or SGD with momentum 0.9 as in the released code.
         longest: Maximum words of a training text, which is truncated, and of a generated text.
         no_repeat: Length of word sequences that may not occur twice in a generated text, at least 2; 0 for no limit.
-        released: Whether the model departs from the paper as the released code does; see `graph2text.encoder`.
+        released: Whether the model departs from the paper as the released code does; see `graph2text.model`.
     """
 
     name: str

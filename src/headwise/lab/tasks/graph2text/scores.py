@@ -7,7 +7,7 @@ from typing import Any
 import sacrebleu
 
 from headwise.errors import HeadwiseError
-from headwise.lab.experiment.metrics import Measure
+from headwise.lab.experiment.evaluation import Measure
 
 SHOWN = (
     *(Measure(f"BLEU-{order}", f"BLEU-{order}") for order in (1, 2, 3)),

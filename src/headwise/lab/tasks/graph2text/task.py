@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.errors import DataError
+from headwise.input_files import encode_json
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.batching import TokenBatches, batch_by_tokens, to_device
-from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.metrics import Bleu, count_ngrams
+from headwise.lab.experiment.evaluation import Bleu, count_ngrams, round_to_bins, spread_evenly
 from headwise.lab.experiment.run_folder import VOCABULARY
-from headwise.lab.experiment.task import Answers, Task
+from headwise.lab.experiment.task import Answers, Frozen, Task
 from headwise.lab.tasks.graph2text.coder import EncodedGraph
 from headwise.lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
 from headwise.lab.tasks.graph2text.decoding import generate_texts
@@ -29,7 +28,6 @@ from headwise.lab.tasks.graph2text.files import FORM, Graph, read_graphs, spell_
 from headwise.lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
 from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
 from headwise.lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
-from headwise.strict_json import encode_json
 
 PROBED, PROBED_TOKENS = 64, 4_096
 # The last number of triples of each bin of test items; the last bin takes what has more.
@@ -144,7 +142,7 @@ class Graph2TextTask(Task):
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the graph encoder of a run."""
         # the reader takes the model from this file
-        from headwise.lab.tasks.graph2text.frozen import open_graphs
+        from headwise.lab.tasks.graph2text.writer import open_graphs
 
         return open_graphs(folder, record)
 

@@ -1,19 +1,31 @@
-"""A finished run of the graph-to-text task that writes about graphs."""
+"""A finished run of the graph-to-text task that writes about graphs.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+The graph encoder of a finished graph2text run, which reads a user's own triples.
+
+Each graph is its own batch: several would share a row of the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from headwise.errors import DataError, require_integer
+from headwise.heads.find import find_heads
+from headwise.lab.data.batching import Encoded, to_device
 from headwise.lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.method import OtherModel
-from headwise.lab.experiment.registry import named_task
+from headwise.lab.experiment.arm import OtherModel
+from headwise.lab.experiment.task import Frozen, name_run, named_task
+from headwise.lab.frozen.runs import list_files, read_attending_arm
 from headwise.lab.tasks.graph2text.coder import SPECIAL, GraphCoder
-from headwise.lab.tasks.graph2text.data import Graphs
+from headwise.lab.tasks.graph2text.data import Graphs, collate
 from headwise.lab.tasks.graph2text.decoding import generate_texts
-from headwise.lab.tasks.graph2text.files import FORM_WITHOUT_TEXT, UNTYPED, Graph, parse_triples
+from headwise.lab.tasks.graph2text.files import FORM_WITHOUT_TEXT, UNTYPED, Graph, parse_triples, read_triples
 from headwise.lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
 from headwise.lab.tasks.graph2text.scales import GraphScale
 from headwise.lab.training.trained import (
@@ -156,3 +168,44 @@ def _read_coder(path: Path) -> GraphCoder:
         return GraphCoder(tuple(vocabulary), types, tuple(relations))
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(f"{path} does not hold a vocabulary ({str(error)[:200]}); train this run again.") from None
+
+
+ROOT, INVERSE = "(root)", "\N{LEFTWARDS ARROW} "
+
+
+def open_graphs(folder: Path, record: Mapping[str, Any]) -> Frozen:
+    """Return the graph encoder of a run of graph2text."""
+    read_attending_arm(folder, record)
+    writer = open_writer(folder)
+    encoder = writer.model.encoder
+    return Frozen(
+        name_run(folder),
+        encoder,
+        find_heads(encoder),
+        lambda graphs: _encode(writer, graphs),
+        lambda batch: encoder(**batch.inputs),
+        None,
+        list_files(folder),
+        lines=lambda path: read_triples(path, needs_text=False),
+        note="Of this run the graph encoder was looked at: its tokens are a root, entities, and each relation twice.",
+    )
+
+
+def name_nodes(graph: Graph) -> tuple[str, ...]:
+    """Return what each node of a graph is called, in the order of `graph_data.collate`.
+
+    >>> graph = Graph((), (("beam", "search"), ("parsing",)), ("method", "task"), ((0, "USED-FOR", 1),), (), 1)
+    >>> name_nodes(graph)
+    ('(root)', 'beam search', 'parsing', 'USED-FOR', '← USED-FOR')
+    """
+    relations = [name for _, relation, _ in graph.triples for name in (relation, f"{INVERSE}{relation}")]
+    return (ROOT, *(" ".join(entity) for entity in graph.entities), *relations)
+
+
+def _encode(writer: Writer, graphs: Sequence[Graph]) -> Iterator[Encoded]:
+    for number, graph in enumerate(graphs):
+        made = to_device(collate([writer.coder.encode(graph)]), writer.model)
+        with torch.no_grad():
+            entities = writer.model.entity_vectors(made["entities"])
+        inputs = {"entities": entities, "nodes": made["nodes"], "neighbors": made["neighbors"]}
+        yield Encoded(number, (number,), inputs, made["nodes"] != 0, (name_nodes(graph),))

@@ -1,5 +1,11 @@
-"""A finished run of lm, frozen, whose model transformers would load without what its arm added."""
+"""A finished run of lm, frozen, whose model transformers would load without what its arm added.
 
+The folder of a finished run from which its model is read.
+"""
+
+from __future__ import annotations
+
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,20 +13,59 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from headwise.atomic import new_folder
 from headwise.errors import DataError, HeadwiseError
-from headwise.lab.experiment.frozen import Frozen, name_run
-from headwise.lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json
-from headwise.lab.experiment.task import Task
+from headwise.lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json, write_text
+from headwise.lab.experiment.task import Frozen, Task, name_run
 from headwise.lab.frozen.runs import read_attending_arm
 from headwise.lab.frozen.transformer import read_transformer
+from headwise.lab.models.pretrained import holds_added, quietly
 from headwise.lab.packed_text.prepare import TOKENIZER
-from headwise.lab.tasks.lm.export import START
+from headwise.lab.tasks.lm.data import LmData
 from headwise.lab.tasks.lm.model import CausalModel, build_model
 from headwise.lab.tasks.lm.scales import LmScale
 from headwise.lab.tasks.lm.tokens import TextTokens, read_tokens
-from headwise.lab.training.start import CONFIG, open_tokenizer
+from headwise.lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise.lab.training.trained import build_run_model, read_scale, restore_run
+from headwise.routing.save import find_aggregators, save
 from headwise.stock_folders import open_within
+
+# What a fine-tuned model began with, where its own folder cannot be written.
+START = "start"
+
+
+def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> None:
+    """Write the model of a run and its tokenizer into `folder` / "model", adapters merged into the weights.
+
+    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with gates, talking
+    heads or differential attention is not written, since transformers would load it without them; of a fine-tuned one,
+    `folder` / "start" gets the configuration and the tokenizer that it began with.
+    """
+    if holds_added(network):
+        if data.start_model is not None:
+            _keep_start(data.start_model.any_folder(), scale, folder)
+        return
+    whole = network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
+    with quietly(), new_folder(folder / MODEL, replaced=None) as temporary:
+        if find_aggregators(whole):
+            save(whole, temporary)
+        else:
+            whole.save_pretrained(temporary)
+        if data.start_model is None:
+            for name, text in data.words.files(scale.length).items():
+                write_text(temporary / name, text)
+        else:
+            _copy_tokenizer(data.start_model.any_folder(), scale, temporary)
+
+
+def _keep_start(start: Path, scale: LmScale, folder: Path) -> None:
+    with quietly(), new_folder(folder / START, replaced=None) as temporary:
+        shutil.copy(start / CONFIG, temporary / CONFIG)
+        _copy_tokenizer(start, scale, temporary)
+
+
+def _copy_tokenizer(start: Path, scale: LmScale, folder: Path) -> None:
+    open_tokenizer(start, trust_remote_code=scale.trust_remote_code).save_pretrained(folder)
 
 
 def open_causal(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.lab.data.batching import to_device
-from headwise.lab.experiment.metrics import Likelihood, Measure
+from headwise.lab.experiment.evaluation import Likelihood, Measure
 from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.lm.data import Rows, TextRow
 from headwise.lab.tasks.lm.tokens import TextTokens

@@ -12,18 +12,15 @@ from headwise.errors import SettingError
 from headwise.integrations.methods import Aggregate
 from headwise.lab.data.batching import to_device
 from headwise.lab.experiment.arm import Arm
-from headwise.lab.experiment.evaluation import round_to_bins, spread_evenly
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.metrics import Likelihood
-from headwise.lab.experiment.task import Answers, Task
+from headwise.lab.experiment.evaluation import Likelihood, round_to_bins, spread_evenly
+from headwise.lab.experiment.task import Answers, Frozen, Task
 from headwise.lab.packed_text.folder import find_packed, require_text, write_packed
 from headwise.lab.packed_text.prepare import TOKENIZER
 from headwise.lab.packed_text.stream import StreamBatches
 from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
 from headwise.lab.tasks.lm.cloze import find_items, score_cloze
 from headwise.lab.tasks.lm.data import PACKING, LmData, TextRow
-from headwise.lab.tasks.lm.export import write_model
-from headwise.lab.tasks.lm.frozen import open_causal
+from headwise.lab.tasks.lm.frozen import open_causal, write_model
 from headwise.lab.tasks.lm.model import CausalModel, build_model, open_model
 from headwise.lab.tasks.lm.scales import LM_SCALES, LmScale
 from headwise.lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams

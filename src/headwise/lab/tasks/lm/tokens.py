@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
 from headwise.errors import DataError
+from headwise.input_files import encode_json, parse_json
 from headwise.lab.data.subwords import END, START, TextEncoder, clear_settings, learn_subwords, read_tokenizer
 from headwise.lab.experiment.run_folder import read_json
-from headwise.strict_json import encode_json, parse_json
 
 # What a tokenizer may call the tokens around a document, where nothing next to it says so.
 STARTS = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[CLS]")

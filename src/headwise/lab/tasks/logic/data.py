@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from headwise.errors import DataError, SettingError
 from headwise.lab.data.arrays import Ragged, cache_arrays, digest, require_files, stable_key
 from headwise.lab.data.batching import pad
-from headwise.lab.experiment.scale_options import was_set
+from headwise.lab.experiment.scale import was_set
 from headwise.lab.tasks.logic.files import read_pairs
 from headwise.lab.tasks.logic.formulas import RELATIONS, Pair
 from headwise.lab.tasks.logic.generator import generate

@@ -7,9 +7,8 @@ from typing import Any
 from headwise.errors import DataError
 from headwise.heads.find import find_heads
 from headwise.input_files import read_numbered_lines
-from headwise.lab.data.encoded import Row
-from headwise.lab.experiment.frozen import Frozen, name_run
-from headwise.lab.experiment.task import Task
+from headwise.lab.data.batching import Row
+from headwise.lab.experiment.task import Frozen, Task, name_run
 from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words, run_encoder
 from headwise.lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise.lab.tasks.logic.model import PairClassifier

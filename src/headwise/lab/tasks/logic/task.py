@@ -8,16 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headwise.lab.experiment.answers import ClassifierTask
-from headwise.lab.experiment.evaluation import scores_by_bin
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.metrics import Accuracy
-from headwise.lab.experiment.task import Answers
+from headwise.input_files import encode_json
+from headwise.lab.experiment.evaluation import Accuracy, scores_by_bin
+from headwise.lab.experiment.task import Answers, ClassifierTask, Frozen
 from headwise.lab.tasks.logic.data import Example, LogicData, collate, find_files, load_logic
 from headwise.lab.tasks.logic.frozen import open_logic
 from headwise.lab.tasks.logic.model import PairClassifier
 from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
-from headwise.strict_json import encode_json
 
 
 class LogicTask(ClassifierTask):

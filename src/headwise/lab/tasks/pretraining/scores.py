@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.lab.data.batching import to_device
-from headwise.lab.experiment.metrics import Measure
+from headwise.lab.experiment.evaluation import Measure
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.experiment.task import Answers
 from headwise.lab.tasks.pretraining.data import MaskedRow, Rows

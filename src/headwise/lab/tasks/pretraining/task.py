@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from headwise.atomic import new_folder
 from headwise.lab.data.batching import to_device
-from headwise.lab.experiment.evaluation import spread_evenly
-from headwise.lab.experiment.metrics import Auc
+from headwise.lab.experiment.evaluation import Auc, spread_evenly
 from headwise.lab.experiment.run_folder import write_text
 from headwise.lab.experiment.task import Answers, Task
 from headwise.lab.models.electra import ElectraPretraining

@@ -9,8 +9,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from headwise.errors import DataError, require_integer
+from headwise.input_files import encode_json
 from headwise.lab.data.subwords import TextEncoder, clear_settings, drop_long_words, read_tokenizer
-from headwise.strict_json import encode_json
 
 PADDING, UNKNOWN, START, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LEAST_OFTEN = 2

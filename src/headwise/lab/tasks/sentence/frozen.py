@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.heads.find import find_heads
-from headwise.lab.data.encoded import Encoded, Row
-from headwise.lab.experiment.frozen import Agreement, Fidelity, Frozen, name_run
-from headwise.lab.experiment.task import Task
+from headwise.lab.data.batching import Encoded, Row
+from headwise.lab.experiment.task import Agreement, Fidelity, Frozen, Task, name_run
 from headwise.lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words
 from headwise.lab.models.text_classifiers import WordVectors
 from headwise.lab.tasks.sentence.data import UNKNOWN, encode

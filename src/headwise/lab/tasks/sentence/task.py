@@ -1,4 +1,9 @@
-"""The sentence task: classes of texts and of pairs, by heads that each summarize a text."""
+"""The sentence task: classes of texts and of pairs, by heads that each summarize a text.
+
+Further measures of a classifier's answers: loss, calibration and, for two classes, ranking.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.errors import DataError
+from headwise.input_files import encode_json
 from headwise.lab.data.batching import batch_by_length
-from headwise.lab.experiment.answers import ClassifierTask
-from headwise.lab.experiment.evaluation import round_to_bins
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.metrics import Accuracy
-from headwise.lab.experiment.task import Answers
+from headwise.lab.experiment.evaluation import Accuracy, Measure, round_to_bins
+from headwise.lab.experiment.task import Answers, ClassifierTask, Frozen
 from headwise.lab.models.text_classifiers import (
     SentenceClassifier,
     SentenceCNN,
@@ -29,8 +32,51 @@ from headwise.lab.tasks.sentence.files import read_set
 from headwise.lab.tasks.sentence.frozen import open_sentence
 from headwise.lab.tasks.sentence.model import SelfAttentive
 from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence.scores import LEAST, SHOWN, scores
-from headwise.strict_json import encode_json
+from headwise.metrics.calibration import reliability_of
+
+SHOWN = (
+    Measure("NLL", "NLL", better="lower", digits=3),
+    Measure("ECE", "ECE", better="lower", digits=3),
+    Measure("OE", "OE", better="lower", digits=3),
+    Measure("AUC-ROC", "AUC-ROC", digits=3),
+    Measure("AUC-PR", "AUC-PR", digits=3),
+    Measure("MCC", "MCC", digits=3),
+    Measure("F1", "F1", digits=3),
+)
+# Lower bound of a probability in the loss.
+LEAST = 1e-12
+
+
+def scores(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> dict[str, float]:
+    """Return measures by name of class probabilities [N, C] for items with labels [N].
+
+    "error" (share of wrong answers, %), "NLL" (mean negative log likelihood, nats), "ECE" and "OE" with 15 bins (An et
+    al. 2020, appendix C.4), and for two classes, the last one positive, "AUC-ROC", "AUC-PR" (average precision), "MCC"
+    and "F1".
+
+    >>> found = scores(np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), np.array([0, 1, 1]))
+    >>> round(found["error"], 1), found["AUC-ROC"], round(found["F1"], 3)
+    (33.3, 1.0, 0.667)
+    """
+    predicted = probabilities.argmax(axis=1)
+    sure = reliability_of(torch.from_numpy(probabilities), torch.from_numpy(labels))
+    likelihood = np.maximum(probabilities[np.arange(len(labels)), labels], LEAST)
+    found = {
+        "error": 100 * float((predicted != labels).mean()),
+        "NLL": float(-np.log(likelihood).mean()),
+        "ECE": sure.ece,
+        "OE": sure.oe,
+    }
+    if probabilities.shape[1] == 2 and len(np.unique(labels)) == 2:
+        # scikit-learn takes seconds to import
+        from sklearn import metrics
+
+        found["AUC-ROC"] = float(metrics.roc_auc_score(labels, probabilities[:, 1]))
+        found["AUC-PR"] = float(metrics.average_precision_score(labels, probabilities[:, 1]))
+        found["MCC"] = float(metrics.matthews_corrcoef(labels, predicted))
+        found["F1"] = float(metrics.f1_score(labels, predicted))
+    return found
+
 
 BATCH = 128
 # The last word count of each bin of test items; the last bin takes what is longer.
@@ -86,7 +132,7 @@ class SentenceTask(ClassifierTask):
         return {"pooled": float((probabilities(model, data.dev).argmax(axis=1) == data.dev.labels).mean())}
 
     def on_test(self, model: TextClassifier, data: SentenceData) -> Answers:
-        """Return the predicted classes, whether they are right, and `scores.scores`."""
+        """Return the predicted classes, whether they are right, and `scores`."""
         return _answers(probabilities(model, data.test), data.test)
 
     def losses(self, model: TextClassifier, data: SentenceData) -> NDArray[np.float64]:

@@ -11,16 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from headwise.atomic import hold
-from headwise.digests import is_sealed, require_no_others, require_unchanged
+from headwise.atomic import hold, is_sealed, require_no_others, require_unchanged
 from headwise.errors import DataError, require_choice
 from headwise.input_files import read_numbered_lines
 from headwise.lab.data.arrays import Ragged, open_ragged
 from headwise.lab.data.batching import pad
 from headwise.lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.tasks.translation.cleaning import Cleaning
-from headwise.lab.tasks.translation.corpora import Corpus, find_files
+from headwise.lab.tasks.translation.corpora import Cleaning, Corpus, find_files
 from headwise.lab.tasks.translation.prepare import FORMAT, RECORD, TOKENIZER, Preparation, compute_fingerprint, prepare
 
 IGNORED = -100

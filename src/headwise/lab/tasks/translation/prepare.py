@@ -11,15 +11,13 @@ from typing import Any
 
 from rich.progress import Progress
 
-from headwise.atomic import hold, name_write_errors, new_folder
-from headwise.digests import seal
+from headwise.atomic import hold, name_write_errors, new_folder, seal
 from headwise.errors import DataError, require_integer
 from headwise.lab.data.arrays import RaggedWriter, digest, stable_key
 from headwise.lab.data.progress import make_bars
 from headwise.lab.data.subwords import END, Subwords, describe_tokenizer, learn_subwords, read_subwords
 from headwise.lab.experiment.run_folder import as_record, write_json
-from headwise.lab.tasks.translation.cleaning import Cleaning, Sieve
-from headwise.lab.tasks.translation.corpora import Corpus, Files, Layout
+from headwise.lab.tasks.translation.corpora import Cleaning, Corpus, Files, Layout, Sieve
 from headwise.lab.tasks.translation.files import MARKS, TextPair, find_mark, read_pairs
 
 FORMAT = "translation-1"  # changes with anything below that changes what is written

@@ -8,9 +8,9 @@ import torch
 
 from headwise.errors import DataError
 from headwise.lab.data.arrays import Ragged, stable_key
-from headwise.lab.data.encoded import Pieces, make_pieces
+from headwise.lab.data.batching import Pieces, make_pieces
 from headwise.lab.data.subwords import Subwords
-from headwise.lab.experiment.guided import Guided
+from headwise.lab.experiment.arm import Guided
 from headwise.lab.experiment.seeding import derive_key
 from headwise.lab.role_masks.sentences import Donors, RoleMasks
 from headwise.lab.role_masks.stored import read_roles

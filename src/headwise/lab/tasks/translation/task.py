@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from headwise.errors import DataError
 from headwise.lab.data.arrays import stable_key
 from headwise.lab.data.batching import TokenBatches, batch_by_tokens, to_device
-from headwise.lab.data.spacy_pipelines import hash_pipeline
 from headwise.lab.data.subwords import PADDING
-from headwise.lab.experiment.evaluation import spread_evenly
-from headwise.lab.experiment.frozen import Frozen
-from headwise.lab.experiment.guided import Guided, require_parses
-from headwise.lab.experiment.metrics import Bleu, Measure, count_ngrams
-from headwise.lab.experiment.task import Answers, MaskMaker, Task
+from headwise.lab.experiment.arm import Guided, require_parses
+from headwise.lab.experiment.evaluation import Bleu, Measure, count_ngrams, spread_evenly
+from headwise.lab.experiment.task import Answers, Frozen, MaskMaker, Task
+from headwise.lab.role_masks.stored import hash_pipeline
 from headwise.lab.tasks.translation.corpora import find_files
-from headwise.lab.tasks.translation.custom_corpus import FORMS, find_corpus
 from headwise.lab.tasks.translation.data import (
     TranslationData,
     TranslationExample,
@@ -34,6 +31,7 @@ from headwise.lab.tasks.translation.data import (
     open_prepared,
     prepare_translation,
 )
+from headwise.lab.tasks.translation.files import FORMS, find_corpus
 from headwise.lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise.lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
 from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
@@ -104,7 +102,7 @@ class TranslationTask(Task):
     def model(self, data: ScaledTranslation, scale: TranslationScale) -> nn.Module:
         """Return our Transformer or Marian."""
         # transformers takes seconds to import, and a command that starts runs may need no model
-        from headwise.lab.tasks.translation.marian import build_model
+        from headwise.lab.tasks.translation.model import build_model
 
         return build_model(scale, data.whole.tokenizer.vocabulary_size)
 
@@ -190,7 +188,7 @@ class TranslationTask(Task):
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  read with the run
         """Return the encoder of a run; heads with roles have them."""
         # the reader takes the model from this file
-        from headwise.lab.tasks.translation.frozen import open_sources
+        from headwise.lab.tasks.translation.translator import open_sources
 
         return open_sources(folder, pipeline)
 

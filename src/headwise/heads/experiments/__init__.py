@@ -1,0 +1,1 @@
+"""Experiments: calls of a model that prove what was read about its heads."""

@@ -1,0 +1,250 @@
+"""A cheap experiment at `find_heads`: whether heads lie one after another in a user's own module, as they are read.
+
+Weights do not tell "(h d)" from "(d h)". A module that can be called with random tokens does: one feature of the query
+of a token changes what its own head computes for this token, and nothing else. `verify` proves far more, and needs
+inputs of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError, LayoutError
+from headwise.heads.experiments.replay import RecordedCall, Replay, copy_deeply, draw_noise
+from headwise.heads.head_slice import is_sharded
+from headwise.heads.heads import Site, note_proved
+
+TOKENS = 4
+# The most tokens, and numbers of them, that a module is called with because of a table it holds.
+MOST_TOKENS, MOST_COUNTS = 1024, 8
+# A change far above rounding, also in half precision, relative to the largest output.
+CHANGED = 1e-2
+# Names of arguments that are no tokens.
+_NO_TOKENS = re.compile(r"mask|bias|pos|len|cache|past|state|freq|rope|rotary|pad|layer", re.IGNORECASE)
+# Their attentions are read by rows that are tested on them.
+KNOWN = ("torch.", "transformers.", "headwise.")
+
+
+def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[str, nn.Module], str]) -> None:
+    """Raise `LayoutError` for a module whose heads are elsewhere than they are read, where it can be called.
+
+    One module of each kind is called five times, in a copy that shares its parameters: on four tokens, or on as many as
+    its tables and masks are made for. Nothing is said of a module that cannot be called with tokens alone, or whose
+    output projection is outside it.
+
+    Args:
+        model: The model.
+        sites: Its attentions.
+        advise: Makes what follows the message, given name and module.
+    """
+    kinds = {
+        (type(site.module), site.layout, site.num_heads, site.head_size, site.slices[0].across): site
+        for site in reversed(sites)
+        if _is_testable(site)
+    }
+    for site in kinds.values():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            called, found = _find_misread(model, site)
+        if found is not None:
+            try:
+                Replay(site, RecordedCall(site.module, (), {})).refuse(found)
+            except LayoutError as error:
+                raise LayoutError(f"{error}{advise(site.name, site.module)}") from None
+        if called:
+            note_proved(site)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Return whether a module is of a library whose attentions the rows are tested on.
+
+    >>> is_known(nn.Linear(2, 2))
+    True
+    """
+    return type(module).__module__.startswith(KNOWN)
+
+
+def _is_testable(site: Site) -> bool:
+    held = [*site.module.parameters()]
+    return (
+        not is_known(site.module)
+        and min(site.num_heads, site.head_size) > 1
+        and all(part.module is not None for part in site.parts)
+        and site.output_projection is not None
+        and bool(held)
+        and not any(parameter.is_meta or is_sharded(parameter) for parameter in held)
+        # running a compiled part would compile it
+        and all(part._compiled_call_impl is None for part in site.module.modules())
+    )
+
+
+def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
+    """Return whether a module could be called, and what a change of a query did that it does not do in true heads."""
+    try:
+        twin = _copy_site(model, site)
+    except Exception:
+        # what cannot be copied cannot be called apart
+        return False, None
+    if twin is None:
+        return False, None
+    widths = [head_slice.across for head_slice in twin.slices]
+    for args in (args for shape in _list_shapes(twin) for args in list_arguments(twin.module, widths, shape)):
+        replay = Replay(twin, RecordedCall(twin.module, args, {}, next(twin.module.parameters()).dtype))
+        try:
+            before, again = replay.heads({}), replay.heads({})
+            if not torch.equal(before, again) or not before.isfinite().all():
+                return False, None
+            seen = 0
+            for head, feature in ((0, 0), (0, 1), (site.num_heads - 1, 0)):
+                tokens, changed = _list_changed(replay, before, head, feature)
+                finding = _describe_change(site, head, feature, tokens, changed)
+                if finding is not None:
+                    return True, finding
+                seen += 0 < len(changed) <= site.head_size
+            finding = _find_other_groups(site, replay, before)
+            if finding is not None:
+                return True, finding
+        except HeadwiseError:
+            return False, None
+        except Exception:
+            # a module that takes something else than tokens
+            continue
+        # what changed nothing, or mixes heads, told nothing
+        return seen == 3, None
+    return False, None
+
+
+def _list_shapes(site: Site) -> list[tuple[int, ...]]:
+    """Return shapes of tokens that a module may be called with: four, and as many as its tables and masks are for."""
+    read = {id(part.owner._parameters.get(part.attribute)) for part in (*site.parts, site.output) if part is not None}
+    counts: dict[int, None] = {}
+    for tensor in (*site.module.buffers(), *site.module.parameters()):
+        if id(tensor) in read or tensor.dim() < 2:
+            continue
+        sides = [*tensor.shape]
+        counts |= dict.fromkeys(a for a, b in pairwise(sides) if a == b)
+        # a bias for each distance, in one direction or two
+        counts |= {(size + 1) // 2: None for size in sides if size % 2}
+        counts |= {((math.isqrt(size) + 1) // 2) ** 2: None for size in sides if size % 2}
+        counts |= dict.fromkeys(sides[:-1])
+    counts = dict.fromkeys(count for count in counts if 1 < count <= MOST_TOKENS and count != TOKENS)
+    shapes: list[tuple[int, ...]] = [(1, count) for count in (TOKENS, *list(counts)[:MOST_COUNTS])]
+    return [*shapes, *((1, side, side) for _, count in shapes if (side := math.isqrt(count)) ** 2 == count)]
+
+
+def _find_other_groups(site: Site, replay: Replay, before: Tensor) -> str | None:
+    """Return what a key of grouped queries changes, where those are the groups of keys repeated in the other order."""
+    if not 1 < site.key_value_heads < site.num_heads:
+        return None
+
+    def change(features: Tensor) -> None:
+        # under causality all others attend to the first token
+        first = features.flatten(0, -3)[0]
+        first[1, 0] = 3.0 - first[1, 0]
+
+    apart = (replay.heads({"key": change}) - before).abs().amax((0, 2)) > CHANGED * before.abs().max()
+    changed, other = apart.nonzero().flatten().tolist(), replace(site, tiled=not site.tiled)
+    if changed != list(other.list_members(1)) or changed == list(site.list_members(1)):
+        return None
+    return (
+        f"changing key head 1 changed query heads {_list_some(changed)}, and not {_list_some(site.list_members(1))}; "
+        f"its keys and values are repeated {'head by head' if site.tiled else 'as a whole'} (tiled={not site.tiled})"
+    )
+
+
+def _list_changed(replay: Replay, before: Tensor, head: int, feature: int) -> tuple[int, list[int]]:
+    """Return for how many tokens a feature of the last one's query changes what W_O gets, and which features there."""
+
+    def change(features: Tensor) -> None:
+        # under causality the first token has no other key
+        last = features.flatten(0, -3)[-1]
+        last[head, feature] = 3.0 - last[head, feature]
+
+    apart = (replay.heads({"query": change}) - before).abs().flatten(1) > CHANGED * before.abs().max()
+    return int(apart.any(1).sum()), apart.any(0).nonzero().flatten().tolist()
+
+
+def _describe_change(site: Site, head: int, feature: int, tokens: int, changed: Sequence[int]) -> str | None:
+    size, which = site.head_size, "first" if head == 0 else "last"
+    if tokens > 1:
+        return (
+            f"changing the query of one token changed what {tokens} tokens get; under softmax attention it would "
+            "change no other token's"
+        )
+    own = range(head * size, (head + 1) * size)
+    # more than a head can hold is no order of features, but a mixture of heads
+    if not changed or len(changed) > size or all(place in own for place in changed):
+        return None
+    strided = all(place % site.num_heads == changed[0] % site.num_heads for place in changed)
+    order = (
+        "; its heads alternate feature by feature, as in 'b n (d h)', and are read where they are stored one after "
+        "another, '(h d)'"
+    )
+    return (
+        f"changing feature {feature} of its {which} query head changed features {_list_some(changed)} of what W_O "
+        f"gets, and not those from {own[0]} to {own[-1]}{order if strided else ''}"
+    )
+
+
+def _copy_site(model: nn.Module, site: Site) -> Site | None:
+    """Return the site in a copy of its module that shares its parameters and has no hooks."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for part in site.module.modules():
+        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
+    module = copy_deeply(site.module, memo).eval()
+
+    def find(part: nn.Module | None) -> nn.Module | None:
+        found = None if part is None else memo.get(id(part))
+        return found if isinstance(found, nn.Module) else None
+
+    projection = site.output_projection
+    owner = None if projection is None else find(projection.owner)
+    if projection is None or owner is None:
+        return None
+    slices = []
+    for head_slice in site.slices:
+        owners = [(part, find(part.owner)) for part in head_slice.parts]
+        parts = [replace(part, owner=own, module=find(part.module)) for part, own in owners if own is not None]
+        if len(parts) < len(owners):
+            return None
+        slices.append(head_slice.with_parts(parts))
+    return replace(
+        site, model=module, module=module, slices=tuple(slices), output_projection=replace(projection, owner=owner)
+    )
+
+
+def list_arguments(module: nn.Module, widths: Sequence[int], shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments with which a module may be called: tokens, for as many as it requires; or tokens and None.
+
+    Args:
+        module: The module.
+        widths: Features of the tokens of the first arguments; of further ones, those of the last.
+        shape: Sequences and tokens, or tokens alone.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = [one for one in parameters if one.kind in kinds and one.default is inspect.Parameter.empty]
+    named = [one for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    if any(one.default is inspect.Parameter.empty for one in named) or not 1 <= len(required) <= 6:
+        return
+    first, every = next(module.parameters()), [*widths, *[widths[-1]] * len(required)]
+    tokens = [draw_noise(first.new_empty(*shape, every[seed]), seed) for seed in range(len(required))]
+    optional = [re.search(_NO_TOKENS, one.name) is not None for one in required]
+    yield tuple(None if absent else given for given, absent in zip(tokens, optional, strict=True))
+    if any(optional):
+        yield tuple(tokens)
+    if len(required) > 1:
+        yield (tokens[0], *[None] * (len(required) - 1))
+
+
+def _list_some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")

@@ -1,0 +1,265 @@
+"""Proof, by experiments on a float64 copy, that a layout reads a model's heads correctly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import HeadwiseError, LayoutError, SettingError
+from headwise.heads.experiments.replay import RecordedCall, Replay, Uncalled, copy_deeply, draw_noise, record_calls
+from headwise.heads.experiments.separation import Experiments, check_learned_queries
+from headwise.heads.experiments.weights import WeightExperiments, WeightReplay, weighs_positions
+from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slices
+from headwise.heads.heads import Heads, Site, note_proved, require_heads
+from headwise.heads.layouts.functional import is_handing
+from headwise.nn.hooks import without_wrappers
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        sites: Names of the sites proved.
+        skipped: Names of sites whose output projection is unknown, so that nothing could be proved.
+        unweighted: Names of the sites proved whose heads were not seen to attend: to weigh positions by numbers of at
+            least 0 that sum to 1. Their heads are apart, and that is all; they may be linear attention, retention or a
+            recurrent state.
+    """
+
+    sites: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+    unweighted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.sites)} sites verified: {', '.join(name or '(model)' for name in self.sites)}"]
+        if self.skipped:
+            lines.append(f"not verifiable without an output projection: {', '.join(self.skipped)}")
+        if self.unweighted:
+            lines.append(
+                "not seen to attend, by weights of at least 0 that sum to 1 over positions: "
+                f"{', '.join(name or '(model)' for name in self.unweighted)}; proved there is that the output of each "
+                "head depends on its own query, key and value alone"
+            )
+        return "\n".join(lines)
+
+
+def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verification:
+    """Prove that the heads found are the model's heads; raise if they are not.
+
+    Each attention of a copy in evaluation mode is called again in float64 (float32 where its code says so) with random
+    queries, keys and values, and: (1) changing the weight rows of a head changes its features and no others; (2)
+    changing the query, key or value of a head changes its output and no others; (3) changing the query of one token
+    changes the output at that position only, and changing its key the output at several; (4) changing one feature of a
+    query or key changes the weights of all features of the head's output. All four hold for every softmax attention,
+    whatever positions, norms, biases or gates it has, and where positions rotate its values. Strided rows, half or
+    twice the heads, random partitions, rows shifted by a few, swapped queries and keys, and a fused weight read in
+    another order each fail one of them.
+
+    Where a module uses its weights as parameters, nothing can be put in the place of queries, keys and values. There
+    (1) changing the weights of a head changes its output and no others, and (2) one input of one token is given to one
+    feature of every query, key or value alone: of a query it changes the output at that position only, of a key at
+    several, both in all features of the head, and of a value in that feature.
+
+    Where values are the keys, or both are another layer's, values cannot be drawn apart: there (4) changing one feature
+    of a query or key changes all features of the head's output and of no other. Values that are keys are the same for
+    all tokens when keys are; and the keys and values of each group, among what the attention is called with, reach the
+    heads of this group and no others.
+
+    Where heads are learned queries and share keys and values, changing the weight rows of a head changes its output and
+    no other.
+
+    Args:
+        heads: What `find_heads` returned.
+        inputs: Positional (a sequence) or keyword (a mapping) inputs of the model: at least one sequence of three or
+            more different tokens.
+
+    Returns:
+        The names of the sites proved, and which of them were not seen to attend. The experiments hold for heads of
+        linear attention and of recurrent states too. Whether positions are weighed, by numbers of at least 0 that sum
+        to 1, is seen from values of 1 at all tokens and at some of them, or from the weights where they are reached.
+
+    Raises:
+        LayoutError: A site is misread, and the message names the site and the experiment; or it is on the meta device,
+            or the model was changed since its heads were found.
+        SettingError: `heads` or `inputs` is something else.
+        NotFired: A site was not reached by a forward pass on these inputs.
+        HeadwiseError: The model could not be run on these inputs, or one of its attentions in float64 or float32.
+
+    Example:
+        >>> import headwise as hw
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> print(verify(hw.find_heads(model), (torch.randn(2, 5, 8),)))
+        1 sites verified: self_attn
+    """
+    require_heads(heads)
+    if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
+        raise SettingError(
+            f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
+            "arguments, (x,), or a mapping of names."
+        )
+    for site in heads.sites:
+        _require_values(site)
+    with without_wrappers(heads.model):
+        twin, copies = _copy_model(heads.model, tuple(heads.sites))
+    _disable_flash(twin.eval())
+    given = dict(inputs) if isinstance(inputs, Mapping) else {}
+    positional = () if isinstance(inputs, Mapping) else tuple(inputs)
+
+    for site in heads.sites:
+        check_head_slices(site.slices)
+    sites = [site for site in copies if site.output_projection is not None or site.output is not None or _is_list(site)]
+    skipped = tuple(site.shown for site in copies if all(site is not other for other in sites))
+    if not sites:
+        raise LayoutError(
+            f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
+            "name it in the layout row (output=...)."
+        )
+    for site in sites:
+        if site.output_projection is not None:
+            site.expose()
+    with torch.no_grad():
+        calls = record_calls(twin, sites, lambda: twin(*positional, **given))
+        attending = [verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
+    for site in heads.sites:
+        if all(site.shown != name for name in skipped):
+            note_proved(site)
+    unweighted = tuple(site.name for site, attends in zip(sites, attending, strict=True) if not attends)
+    return Verification(tuple(site.name for site in sites), skipped, unweighted)
+
+
+def _require_values(site: Site) -> None:
+    meta = next((name for name, parameter in site.module.named_parameters() if parameter.is_meta), None)
+    if meta is not None:
+        raise LayoutError(
+            f"{site.label}: its {meta} is on the meta device and has no values, so nothing can be proved; load the "
+            "weights first."
+        )
+
+
+def verify_site(site: Site, call: RecordedCall) -> bool:
+    """Return whether heads that were proved to be apart were seen to attend; raise where they are not apart."""
+    if all(part.called for part in site.parts):
+        try:
+            return _run_experiments(site, call, by_weights=False)
+        except Uncalled:
+            if not is_handing(site):
+                raise
+    return _run_experiments(site, call, by_weights=True)
+
+
+def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> bool:
+    learned = site.kind == "pooling" and len(site.slices) == 1
+    read = (
+        WeightReplay(site, call).heads
+        if by_weights
+        else Replay(site, call).outputs
+        if learned
+        else partial(Replay(site, call).heads, {})
+    )
+    try:
+        if not _call_in(torch.float64, call, read) and not _call_in(torch.float32, call, read):
+            raise LayoutError(
+                f"{site.label}: called again with the same inputs its heads are not finite, so nothing can be proved; "
+                "pass inputs without rows that are padding throughout."
+            )
+        draw_zeros(site.module)
+        if by_weights:
+            WeightExperiments(WeightReplay(site, call)).run()
+        elif learned:
+            check_learned_queries(Replay(site, call))
+            return True
+        else:
+            Experiments(Replay(site, call)).run()
+        return weighs_positions(site, call, by_weights=by_weights)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise HeadwiseError(
+            f"{site.label} ({type(site.module).__name__}) could be called again neither in float64 nor in float32 "
+            f"({type(error).__name__}: {error}); a quantized model cannot be proved, its full-precision original can, "
+            "and has the same layout."
+        ) from error
+
+
+def draw_zeros(module: nn.Module) -> None:
+    """Draw the parameters that are zero: a gate that starts at zero hides what passes through it."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            parameter.copy_(draw_noise(parameter))
+
+
+def _is_list(site: Site) -> bool:
+    return any(isinstance(head_slice, HeadStack) for head_slice in site.slices)
+
+
+def _call_in(dtype: torch.dtype, call: RecordedCall, read: Callable[[], Tensor]) -> bool:
+    """Convert a call to a precision, and return whether it can be made: some code has float32 written into it."""
+    call.dtype = dtype
+    if dtype == torch.float64:
+        call.module.double()
+    else:
+        call.module.float()
+    try:
+        heads = read()
+    except HeadwiseError:
+        raise
+    except Exception:
+        if dtype == torch.float64:
+            return False
+        raise
+    return bool(heads.isfinite().all())
+
+
+def _disable_flash(twin: nn.Module) -> None:
+    for module in twin.modules():
+        config: Any = getattr(module, "config", None)
+        if "flash" in str(getattr(config, "_attn_implementation", "")):
+            # flash kernels do not take float64
+            config._attn_implementation = "sdpa"
+
+
+def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
+    """Return a copy of the model and the same sites read in the copy."""
+    memo: dict[int, object] = {}
+    twin = copy_deeply(model, memo)
+
+    def find_copy(module: nn.Module | None) -> nn.Module | None:
+        found = None if module is None else memo.get(id(module))
+        return found if isinstance(found, nn.Module) else None
+
+    def copy_part(part: HeadSlice) -> HeadSlice:
+        owner = find_copy(part.owner)
+        assert owner is not None  # the heads are those of the model as it is
+        modules = {name: find_copy(getattr(part, name)) for name in ("module", "bias_owner", "lora")}
+        return replace(part, owner=owner, **modules)
+
+    def copy_slice(head_slice: HeadSlice) -> HeadSlice:
+        return head_slice.with_parts([copy_part(part) for part in head_slice.parts])
+
+    copies = []
+    for site in sites:
+        module = find_copy(site.module)
+        assert module is not None
+        output_projection = site.output_projection
+        output_owner = None if output_projection is None else find_copy(output_projection.owner)
+        copies.append(
+            replace(
+                site,
+                model=twin,
+                module=module,
+                slices=tuple(copy_slice(head_slice) for head_slice in site.slices),
+                # an aggregator may have replaced W_O since the heads were found
+                output=None if site.output is None or find_copy(site.output.owner) is None else copy_part(site.output),
+                output_projection=None
+                if output_projection is None or output_owner is None
+                else replace(output_projection, owner=output_owner),
+                value_module=find_copy(site.value_module),
+            )
+        )
+    return twin, copies

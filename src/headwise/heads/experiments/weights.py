@@ -1,0 +1,395 @@
+"""Experiments on the weights of one attention, for those whose projections are no module calls.
+
+Nothing can be put in the place of queries, keys and values there. What tells heads apart is written into the weights:
+all of them get zeros for one input, and one feature of each head gets that input back, so that moving it moves this
+feature and nothing else.
+
+Whether heads attend: each output is a mean of the values, by weights over positions that queries and keys choose.
+
+That heads are apart does not say so. The heads of linear attention, of a recurrent state (mLSTM) or of retention are
+apart too, and their weights are of any sign or sum to anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from headwise.errors import HeadwiseError, NotFired
+from headwise.heads.experiments.replay import Edit, RecordedCall, Replay, Uncalled, draw_noise
+from headwise.heads.experiments.separation import UNCHANGED, list_changes
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Site
+from headwise.nn.scores import Attended, Observer
+
+# Tokens that are moved: some that others attend to, and some that attend to others.
+PROBES = 5
+
+
+class WeightReplay:
+    """One site, called again and again with changed weights and inputs; its heads are read where they can be.
+
+    That is at the input of W_O, and where W_O is a parameter, in the output of the module, with W_O replaced by one
+    that copies features.
+
+    Args:
+        site: The site, of a copy in evaluation mode.
+        call: A call that runs the site and its output projection.
+    """
+
+    def __init__(self, site: Site, call: RecordedCall) -> None:
+        self.site, self.call = site, call
+
+    def heads(self, call: RecordedCall | None = None) -> Tensor:
+        """Return the outputs of the heads [T, H, e], in the recorded call or another one."""
+        call = self.call if call is None else call
+        sizes = self.site.num_heads, self.site.head_size
+        if self.site.output_projection is not None:
+            try:
+                return Replay(self.site, call).outputs().flatten(0, -3)
+            except Uncalled:
+                if self.site.output is None or self.site.output.obstacle is not None:
+                    raise
+        assert self.site.output is not None
+        with restored(list_views(self.site.output)) as views:
+            without, heads = self._copy_through(call, views, range(0), 1.0), []
+            width = without.shape[-1]
+            features = range(sizes[0] * sizes[1])
+            for first in range(0, len(features), width):
+                chunk = features[first : first + width]
+                once, twice = (self._copy_through(call, views, chunk, factor) - without for factor in (1.0, 2.0))
+                if (twice - 2.0 * once).abs().max() > 1e-6 * once.abs().max().clamp_min(1e-12):
+                    raise HeadwiseError(
+                        f"{self.site.label}: its heads cannot be read, so nothing can be proved: its W_O, "
+                        f"{self.site.output.name}, is a parameter, and its output is not linear in that (a norm?)."
+                    )
+                heads.append(once[..., : len(chunk)])
+        return torch.cat(heads, -1).unflatten(-1, sizes).flatten(0, -3)
+
+    def _copy_through(self, call: RecordedCall, views: Sequence[Tensor], features: range, factor: float) -> Tensor:
+        """Return the module's output where W_O copies some features of all heads into its first entries."""
+        size = self.site.head_size
+        for view in views:
+            view.zero_()
+        for place, feature in enumerate(features):
+            views[feature // size][feature % size, place] = factor
+        return _read_output(self.site, call)
+
+    def move(self, token: int, distance: float) -> RecordedCall:
+        """Return the call with input 0 of one token of everything that may be projected moved."""
+
+        def shift(rows: Tensor) -> None:
+            rows[min(token, len(rows) - 1), 0] += distance
+
+        return self._change(shift)
+
+    def fill(self, pattern: Callable[[int], Tensor]) -> RecordedCall:
+        """Return the call with input 0 of all tokens of everything that may be projected set: [T] by their number."""
+
+        def write(rows: Tensor) -> None:
+            rows[:, 0] = pattern(len(rows)).to(rows)
+
+        return self._change(write)
+
+    def _change(self, change: Callable[[Tensor], None]) -> RecordedCall:
+        widths = {part.across for part in self.site.parts}
+        changed = 0
+
+        def copy_changed(value: object) -> object:
+            nonlocal changed
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+                return value
+            if value.shape[-1] not in widths:
+                return value
+            changed += 1
+            copied = value.clone()
+            rows = copied.flatten(0, -2)
+            change(rows)
+            return rows.view(copied.shape)
+
+        args, kwargs = tree_map(copy_changed, (self.call.args, self.call.kwargs))
+        if not changed:
+            raise NotFired(
+                f"{self.site.label}: none of its arguments has the {', '.join(map(str, sorted(widths)))} features that "
+                "are projected, so nothing can be proved."
+            )
+        return replace(self.call, args=args, kwargs=kwargs)
+
+
+class WeightExperiments:
+    """The experiments on one site."""
+
+    def __init__(self, replay: WeightReplay) -> None:
+        self.replay, self.site = replay, replay.site
+        self.views = {head_slice.projection: list_views(head_slice) for head_slice in self.site.slices}
+        self.unchanged = UNCHANGED[replay.call.dtype]
+
+    def run(self) -> None:
+        """Run all; raise `LayoutError` for a misread site, `HeadwiseError` for one that cannot be proved."""
+        first, second = self.replay.heads(), self.replay.heads()
+        if not torch.equal(first, second):
+            raise HeadwiseError(
+                f"{self.site.label}: called twice with the same inputs it gave two results, so nothing can be proved; "
+                "it draws random numbers or keeps state."
+            )
+        self._check_heads_are_apart()
+        # of whole parameters: what is read as heads may not be all of theirs
+        columns = {
+            (id(part.owner), part.attribute): part.parameter.data.select(part.axes.inputs, 0)
+            for part in self.site.parts
+        }
+        with restored(list(columns.values()), value=0.0):
+            tokens = first.shape[0]
+            probes = sorted({round(i * (tokens - 1) / (PROBES - 1)) for i in range(PROBES)})
+            if self._find_moved(probes):
+                raise HeadwiseError(
+                    f"{self.site.label}: its weights were made blind to an input, which changed its heads all the "
+                    "same, so nothing can be proved: what is projected is not what the module is given (a norm before "
+                    "it?)."
+                )
+            for projection, views in self.views.items():
+                for feature in range(self.site.head_size):
+                    for view in views:
+                        view[feature, 0] = 1.0
+                    self._check_feature(projection, feature, probes)
+                    for view in views:
+                        view[feature, 0] = 0.0
+
+    def _check_heads_are_apart(self) -> None:
+        """Changing the weights of a head changes its outputs, and no others."""
+        before = self.replay.heads()
+        for projection, views in self.views.items():
+            for head, view in enumerate(views):
+                saved = view.clone()
+                view.add_(draw_noise(saved))
+                changed = list_changes(before, self.replay.heads(), (-2,), self.unchanged)
+                view.copy_(saved)
+                own = [head] if projection == "query" else list(self.site.list_members(head))
+                if changed != own:
+                    self._refuse(
+                        f"changing the {projection} weights of head {head} changed heads {changed or 'none'}, not {own}"
+                    )
+
+    def _check_feature(self, projection: str, feature: int, probes: Sequence[int]) -> None:
+        """One feature of each head sees a token move: that of a query, a key or a value."""
+        moved = self._find_moved(probes)
+        what = f"feature {feature} of each {projection}"
+        if not moved:
+            self._refuse(f"moving {what} changed nothing")
+        positions = max(len(changed.any((1, 2)).nonzero()) for changed in moved)
+        if projection == "query" and positions > 1:
+            self._refuse(f"moving {what} of one token changed the output at {positions} positions, not at its own")
+        if projection == "key" and positions < 2:
+            self._refuse(
+                f"moving {what} of one token changed the output at its own position, not at all that attend to it (the "
+                "inputs need at least three different tokens)"
+            )
+        features = torch.stack([changed.any(0) for changed in moved]).any(0)
+        if projection == "value":
+            others = (features.sum(-1) > 2) & (features.sum(-1) == features.shape[-1])
+            if not features[:, feature].all() or bool(others.any()):
+                seen = features[0].nonzero().flatten().tolist()
+                self._refuse(f"moving {what} changed features {seen} of the output of head 0")
+        elif not features.all():
+            head = int((~features.all(-1)).nonzero()[0])
+            count = int(features[head].sum())
+            self._refuse(
+                f"moving {what} changed {count} of the {features.shape[-1]} features of the output of head {head}"
+            )
+
+    def _find_moved(self, probes: Sequence[int]) -> list[Tensor]:
+        """Return, for each token that changed something when it was moved, what changed [T, H, e]."""
+        before = self.replay.heads()
+        scale = before.abs().max().clamp_min(1e-12)
+        found = []
+        for token in probes:
+            after = self.replay.heads(self.replay.move(token, 1.0))
+            changed = (after - before).abs() / scale > self.unchanged
+            if bool(changed.any()):
+                found.append(changed)
+        return found
+
+    def _refuse(self, finding: str) -> None:
+        Replay(self.site, self.replay.call).refuse(finding)
+
+
+def list_views(head_slice: HeadSlice) -> list[Tensor]:
+    """Return the weights of each head [e, d], to be written to."""
+    views = [view for part in head_slice.parts for view in part.view(part.parameter.data)]
+    return [view.mT for view in views] if head_slice.transposed else views
+
+
+@contextmanager
+def restored(views: Sequence[Tensor], value: float | None = None) -> Iterator[Sequence[Tensor]]:
+    """Give views of weights a value inside the block, and what they were at its end."""
+    saved = [view.clone() for view in views]
+    if value is not None:
+        for view in views:
+            view.fill_(value)
+    try:
+        yield views
+    finally:
+        for view, before in zip(views, saved, strict=True):
+            view.copy_(before)
+
+
+def _read_output(site: Site, call: RecordedCall) -> Tensor:
+    """Return the first floating-point tensor that the site's module returns."""
+    seen: list[object] = []
+    handle = site.module.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    try:
+        call.again()
+    finally:
+        handle.remove()
+    found = next(
+        (leaf for leaf in tree_leaves(seen[:1]) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
+    )
+    if found is None:
+        raise NotFired(f"{site.label} was not called in a forward pass on the given inputs, or returned no tensor.")
+    return found.detach().clone()
+
+
+# Patterns of tokens whose values are 1 while those of the others are 0.
+PATTERNS = 8
+# Relative to the largest output. Some code computes its softmax in float32, whatever the precision of the rest.
+TOLERANCE = 1e-3
+# The most for which single tokens are tried one after another.
+MOST_TOKENS = 256
+
+
+def weighs_positions(site: Site, call: RecordedCall, *, by_weights: bool) -> bool:
+    """Return whether heads are seen to attend by weights of at least 0 that sum to 1 over the positions.
+
+    With values of 1 everywhere the output is sum_j A_tj = 1, whatever the queries and keys; with values of 1 at some
+    tokens it is between 0 and 1. A gate after the weights multiplies both. Where positions rotate the values, those of
+    single tokens have outputs of the lengths A_tj and of one direction each. Where neither holds, the weights are read,
+    if the scores of the site are reached; attention sinks are positions too.
+
+    Args:
+        site: The site, of a copy in evaluation mode, whose heads were proved to be apart.
+        call: The call it was proved with.
+        by_weights: Whether values are written through the weights, as no module call returns them.
+    """
+    if all(head_slice.projection != "value" for head_slice in site.slices):
+        # they are its keys, or another layer's
+        return _see_weights(site, call)
+    read = _read_by_weights(site, call) if by_weights else _read_replaced(site, call)
+    try:
+        seen = _see_values(read) or _see_rotated(read)
+    except HeadwiseError:
+        seen = False
+    return seen or _see_weights(site, call)
+
+
+# The heads [T, H, e] when the value of each token is 0 or 1 in all features, with one or another drawing of queries and
+# keys, less those when it is 0.
+Read = Callable[[Callable[[int], Tensor], bool], Tensor]
+
+
+def _see_values(read: Read) -> bool:
+    whole, again = read(_ones, False), read(_ones, True)
+    scale = whole.abs().max()
+    if not scale > 0.0 or (again - whole).abs().max() > TOLERANCE * scale:
+        return False
+    for seed in range(PATTERNS):
+        share = read(lambda tokens, seed=seed: _draw_pattern(tokens, seed), False) * whole.sign()
+        if share.min() < -TOLERANCE * scale or (share - whole.abs()).max() > TOLERANCE * scale:
+            return False
+    return True
+
+
+def _see_rotated(read: Read) -> bool:
+    counted: list[int] = []
+
+    def count(tokens: int) -> Tensor:
+        counted.append(tokens)
+        return _ones(tokens)
+
+    total = read(count, False).new_zeros(())
+    if counted[-1] > MOST_TOKENS:
+        return False
+    for token in range(counted[-1]):
+        alone = read(lambda tokens, token=token: torch.eye(tokens, device="cpu")[token], False)
+        lengths = alone.norm(dim=-1)
+        furthest = alone.gather(0, lengths.argmax(0)[None, :, None].expand(1, *alone.shape[1:]))
+        if ((alone * furthest).sum(-1) < -TOLERANCE).any():
+            return False
+        total = total + lengths / alone.shape[-1] ** 0.5
+    return bool(((total - 1.0).abs() < TOLERANCE).all())
+
+
+def _draw_pattern(tokens: int, seed: int) -> Tensor:
+    return (draw_noise(_ones(tokens), seed=70 + seed) > 0.0).float()
+
+
+def _ones(tokens: int) -> Tensor:
+    # whatever the default device is
+    return torch.ones(tokens, device="cpu")
+
+
+def _read_replaced(site: Site, call: RecordedCall) -> Read:
+    replay = Replay(site, call)
+
+    def redraw(features: Tensor) -> None:
+        features.copy_(draw_noise(features, seed=61))
+
+    def clear(features: Tensor) -> None:
+        features.zero_()
+
+    def read(pattern: Callable[[int], Tensor], other: bool) -> Tensor:
+        def fill(features: Tensor) -> None:
+            rows = features.shape[:-2]
+            features.copy_(pattern(rows.numel()).to(features).view(*rows, 1, 1).expand_as(features))
+
+        edits: dict[str, Edit] = {"query": redraw, "key": redraw} if other else {}
+        return replay.heads({**edits, "value": fill}) - replay.heads({**edits, "value": clear})
+
+    return read
+
+
+def _read_by_weights(site: Site, call: RecordedCall) -> Read:
+    replay = WeightReplay(site, call)
+    views = {head_slice.projection: list_views(head_slice) for head_slice in site.slices}
+
+    def read(pattern: Callable[[int], Tensor], other: bool) -> Tensor:
+        with restored([view for each in views.values() for view in each]):
+            # of all that is projected, values alone see the first input
+            for projection, each in views.items():
+                for view in each:
+                    view[:, 0] = 1.0 if projection == "value" else 0.0
+                    if other and projection != "value":
+                        view[:, 1:] = draw_noise(view[:, 1:], seed=61)
+            return replay.heads(replay.fill(pattern)) - replay.heads(replay.fill(lambda tokens: 0.0 * _ones(tokens)))
+
+    return read
+
+
+def _see_weights(site: Site, call: RecordedCall) -> bool:
+    """Return whether the scores of a site are reached, and their weights are at least 0 and sum to at most 1."""
+    found: list[Tensor] = []
+
+    def see(attended: Attended) -> None:
+        if attended.weights is not None:
+            found.append(attended.weights)
+
+    if site.scores is None:
+        return False
+    try:
+        stop = site.reach_scores().listen(Observer(see, weights=True))
+        try:
+            call.again()
+        finally:
+            stop()
+    except Exception:
+        # no proof either way: a bare error of the model's would only hide what was proved
+        return False
+    sums = [weights.sum(-1) for weights in found]
+    return bool(found) and all(
+        bool((weights >= -TOLERANCE).all()) and bool((total <= 1.0 + TOLERANCE).all()) and bool((total > 0.0).any())
+        for weights, total in zip(found, sums, strict=True)
+    )

@@ -1,0 +1,477 @@
+"""A layout row suggested for an attention that no row fits: what its projections do is measured, the row is proved.
+
+Called on random tokens, a module tells which of its projections are which: a feature of a query changes one token of
+what W_O gets, a feature of a key changes several and all features of a head there, and one of a value only one.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import pairwise, permutations, product, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from headwise.errors import HeadwiseError
+from headwise.heads.experiments.arrangement import TOKENS, is_known, list_arguments
+from headwise.heads.experiments.replay import RecordedCall
+from headwise.heads.experiments.verify import draw_zeros, verify_site
+from headwise.heads.head_slice import Projection, check_head_slices, is_sharded, read_projection
+from headwise.heads.heads import PROJECTIONS, Site
+from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters, list_patterns
+from headwise.heads.layouts.rows import FusedLinear, HeadList, Layout, SeparateLinears
+from headwise.heads.layouts.steps import CONFIGS, HEAD_SIZE, NUM_HEADS, find_letters, read_attribute, read_integer
+from headwise.nn.hooks import read_first_argument
+
+# Sequences and tokens of a call, so that whichever axis is the tokens has three or more.
+SEQUENCES = 3
+# Features of a projection that are moved: few of one that may hold one kind, more of one that may hold several.
+FEW, MANY = 2, 13
+# Rows that are tried at most.
+TRIED = 120
+# Projections of an attention at most, and parameters of its own.
+MOST, MOST_OWN = 64, 8
+# Numbers of an attention that is copied in float64 at most: 1 GiB.
+LARGEST = 2**27
+# Kinds of attention for which rows are sought at most.
+KINDS = 4
+Named = tuple[str, nn.Module]
+_ORDERS = (PROJECTIONS, *(order for order in permutations(PROJECTIONS) if order != PROJECTIONS))
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A row for an attention, and what is to be said of it.
+
+    Attributes:
+        row: The row as it is written; None where none was found.
+        said: A sentence: how the row was tried, or why there is none.
+    """
+
+    row: str | None
+    said: str
+
+
+def suggest_row(model: nn.Module, name: str, module: nn.Module) -> Suggestion:
+    """Return a row that reads an attention, proved in a copy that is called with random tokens where it can be."""
+    label = f"{name or 'the model'} ({type(module).__name__})"
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            trial = _Trial.start(module)
+            rows = takewhile(lambda _: len(trial.refusals) < TRIED, trial.list_rows())
+            found = next((row for row in rows if trial.accepts(row)), None)
+            if isinstance(found, SeparateLinears) and not found.output:
+                found = _find_outside(model, name, found) or found
+            if found is not None:
+                return Suggestion(write_row(found), f"This row reads {label}, as it shows when called with tokens:")
+            return Suggestion(None, f"No row was found for {label}: {trial.explain()}.")
+    except _NotCalled as error:
+        row = _guess(module)
+        if row is None:
+            return Suggestion(None, f"No row can be tried on {label}: {error}.")
+        fill_in = (
+            "; put the number of query heads, which no attribute tells, in the place of ..." if "..." in row else ""
+        )
+        return Suggestion(
+            row, f"No row can be tried on {label}: {error}. This one goes by names{fill_in}; prove it with hw.verify:"
+        )
+
+
+def suggest_rows(model: nn.Module, modules: Sequence[Named]) -> str:
+    """Return sentences about rows for attentions that no row fits, and a call with those that were found.
+
+    One of each kind is tried. Nothing is said of modules of libraries, which take more than tokens.
+    """
+    kinds = {type(module): (name, module) for name, module in reversed(modules) if not is_known(module)}
+    found = [suggest_row(model, *named) for named in list(kinds.values())[::-1][:KINDS]]
+    rows = [one for one in found if one.row is not None]
+    if not rows:
+        return "\n".join(one.said for one in found)
+    written = ", ".join(dict.fromkeys(str(one.row) for one in rows))
+    return "\n".join([*(one.said for one in rows), f"    hw.find_heads(model, ({written}, *hw.LAYOUTS))"])
+
+
+def write_row(row: Layout) -> str:
+    """Return a row as it is written in Python, without what it has by default.
+
+    >>> write_row(SeparateLinears("mine", query=("w1",)))
+    "hw.SeparateLinears('mine', query=('w1',))"
+    """
+    given: Any = row
+    defaults = {field.name: field.default for field in fields(given)}
+    set_to = {name: getattr(given, name) for name, default in defaults.items() if getattr(given, name) != default}
+    first = repr(set_to.pop("name")) if defaults["name"] is MISSING or "name" in set_to else None
+    written = [f"{name}={value!r}".replace("Ellipsis", "...") for name, value in set_to.items()]
+    return f"hw.{type(row).__name__}({', '.join(([first] if first else []) + written)})"
+
+
+def _find_outside(model: nn.Module, name: str, row: SeparateLinears) -> SeparateLinears | None:
+    """Return a row with W_O outside of the attention, in the module that holds it; None where it is not there."""
+    parent, _, child = name.rpartition(".")
+    holder = model.get_submodule(parent)
+    if not name or isinstance(holder, nn.ModuleList | nn.ModuleDict):
+        return None
+    try:
+        trial = _Trial.start(holder, child)
+    except _NotCalled:
+        return None
+    outside = [path for path in reversed(trial.projections) if not path.startswith(f"{child}.")]
+    rows = (replace(row, output=(f"..{path}",)) for path in outside)
+    return next((one for one in rows if trial.accepts(one)), None)
+
+
+class _NotCalled(Exception):
+    """The module cannot be called with tokens alone; the message is a clause that says why."""
+
+
+@dataclass(eq=False)
+class _Trial:
+    """A copy of an attention in float64, called with random tokens.
+
+    Attributes:
+        module: The copy, of the attention or of a module that holds it.
+        args: Arguments of a call that works.
+        projections: What may be a projection, by dotted path.
+        before: What each of them gets, [tokens, features], and under "" what the module returns.
+        place: Path from the copy to the attention; empty where they are the same.
+        refusals: What was said of rows that were disproved.
+    """
+
+    module: nn.Module = field(repr=False)
+    args: tuple[Any, ...]
+    projections: dict[str, Projection]
+    before: Mapping[str, Tensor]
+    place: str = ""
+    refusals: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def start(module: nn.Module, place: str = "") -> _Trial:
+        """Return a trial of a module; raise `_NotCalled` where it cannot be called."""
+        for path, one in module.named_parameters():
+            if is_lazy(one) or one.is_meta or is_sharded(one):
+                raise _NotCalled(f"its {path} {'is sharded' if is_sharded(one) else 'has no values'}")
+        if len(list_projections(module)) > MOST or sum(one.numel() for one in module.parameters()) > LARGEST:
+            raise _NotCalled(f"it holds more than {MOST} projections, or {LARGEST:,} numbers")
+        memo: dict[int, Any] = {
+            id(hooks): OrderedDict()
+            for part in module.modules()
+            for name, hooks in vars(part).items()
+            if name.endswith("_hooks")
+        }
+        try:
+            twin = copy.deepcopy(module, memo).double().eval()
+        except Exception as error:
+            raise _NotCalled(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        draw_zeros(twin)
+        projections, failed = list_projections(twin), "its forward takes no tokens"
+        widths = [one.columns for one in projections.values()] or [
+            size for one in twin.parameters() if one.dim() > 1 for size in one.shape
+        ]
+        pairs = sorted(product(dict.fromkeys(widths), repeat=2), key=lambda pair: pair[0] != pair[1])
+        for pair, shape in product(pairs, ((SEQUENCES, TOKENS), (TOKENS,))):
+            for args in list_arguments(twin, pair, shape):
+                trial = _Trial(twin, args, projections, {}, place)
+                try:
+                    trial.before, again = trial.run(), trial.run()
+                except Exception as error:
+                    told = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+                    failed = f"calling it with tokens raises {told}"
+                    continue
+                if all(torch.equal(tensor, again[path]) for path, tensor in trial.before.items()):
+                    return trial
+                failed = "it gives two results for one input"
+        raise _NotCalled(failed)
+
+    def run(self, edited: str = "", token: int = 0, feature: int = 0) -> dict[str, Tensor]:
+        """Return what each projection gets, and what is returned, when a feature of the output of one is moved."""
+        seen: dict[str, Tensor] = {}
+
+        def remember(path: str, value: object) -> None:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+                seen.setdefault(path, value.detach().clone().flatten(0, -2))
+
+        def make_see(path: str) -> Callable[..., None]:
+            return lambda part, args, kwargs: remember(path, read_first_argument(part, args, kwargs))
+
+        def move(_module: nn.Module, _args: object, output: Any) -> Any:
+            moved = output.clone()
+            rows = self.projections[edited].rows
+            flat = moved.view(-1, rows) if moved.is_contiguous() and moved.shape[-1] != rows else moved.flatten(0, -2)
+            flat[token, feature] += 1.0
+            return flat.view(moved.shape)
+
+        handles = [
+            one.module.register_forward_pre_hook(make_see(path), with_kwargs=True)
+            for path, one in self.projections.items()
+        ]
+        if edited:
+            handles.append(self.projections[edited].module.register_forward_hook(move))
+        try:
+            returned = self.module(*copy.deepcopy(self.args))
+        finally:
+            for handle in handles:
+                handle.remove()
+        remember("", returned[0] if isinstance(returned, tuple) and returned else returned)
+        return seen
+
+    def measure(self, path: str, feature: int) -> dict[str, tuple[int, list[int]]]:
+        """Return, for each place, the tokens that a feature of one token reaches there, and the features."""
+        reached: dict[str, tuple[int, list[int]]] = {}
+        for token in (0, -1):
+            after = self.run(path, token, feature)
+            for place, tensor in self.before.items():
+                if place in after and after[place].shape == tensor.shape:
+                    changed = (after[place] - tensor).abs() > 1e-9 * tensor.abs().max()
+                    count = int(changed.any(1).sum())
+                    if count > reached.get(place, (0, []))[0]:
+                        reached[place] = count, changed.any(0).nonzero().flatten().tolist()
+        return reached
+
+    def find_roles(self) -> dict[str, dict[str, list[tuple[str, list[int]]]]]:
+        """Return, for each place that may be W_O, the projections that reach it: the kinds of their features there."""
+        widest = max((one.columns for one in self.projections.values()), default=0)
+        roles: dict[str, dict[str, list[tuple[str, list[int]]]]] = {}
+        for path, one in self.projections.items():
+            count = MANY if one.rows > widest else FEW
+            for feature in sorted({index * one.rows // count for index in range(count)}):
+                try:
+                    reached = self.measure(path, feature)
+                except Exception:
+                    # what it returns is no tensor of its features
+                    continue
+                for place, (tokens, changed) in reached.items():
+                    roles.setdefault(place, {}).setdefault(path, []).append((_name_kind(tokens, changed), changed))
+        return roles
+
+    def list_rows(self) -> Iterator[Layout]:
+        """Yield rows that what was measured allows, the likeliest first."""
+        roles = self.find_roles()
+        places = [place for place in reversed(self.projections) if place in roles]
+        for place in (*places, *([""] if "" in roles else [])):
+            kinds = {path: {kind for kind, _ in found} for path, found in roles[place].items()}
+            sizes = {len(changed) for found in roles[place].values() for kind, changed in found if kind == "query"}
+            width = self.projections[place].columns if place else self.before[""].shape[-1]
+            counts = [width // size for size in sorted(sizes) if size > 1 and width % size == 0]
+            for heads in dict.fromkeys(counts):
+                yield from self._list_linears(kinds, (place,) if place else (), heads)
+        yield from self._list_lists()
+        yield from self._list_parameters()
+
+    def _list_linears(self, kinds: Mapping[str, set[str]], output: tuple[str, ...], heads: int) -> Iterator[Layout]:
+        alone = {kind: [path for path, own in kinds.items() if own == {kind}] for kind in PROJECTIONS}
+        for count in name_count(self.module, heads):
+            for tiled in (False, True):
+                more: dict[str, Any] = {"output": output, "tiled": tiled, **count}
+                for query, key, value in product(*alone.values()):
+                    others = [path for path in kinds if path not in (query, key, value, *output)]
+                    row = SeparateLinears("mine", (query,), (key,), (value,), **more)
+                    yield row
+                    if others:
+                        yield SeparateLinears("mine", (query,), (key,), (value,), beside=tuple(others), **more)
+                for path, own in kinds.items():
+                    if output and own >= {"key", "value"}:
+                        queries = [()] if "query" in own else [(query,) for query in alone["query"]]
+                        orders = _ORDERS if "query" in own else tuple(permutations(PROJECTIONS[1:]))
+                        for query, order, interleaved in product(queries, orders, (False, True)):
+                            layout = {"order": order, "interleaved": interleaved, "query": query}
+                            yield FusedLinear("mine", (path,), **layout, **more)
+
+    def _list_lists(self) -> Iterator[Layout]:
+        """Yield rows of lists of heads, or of three lists."""
+        for path, part in self.module.named_modules():
+            if not isinstance(part, nn.ModuleList) or len(part) < 2 or not path:
+                continue
+            held = [sorted(list_projections(head)) for head in part]
+            if len(held[0]) == 3 and all(one == held[0] for one in held):
+                joined = len(part) * next(iter(list_projections(part[0]).values())).rows
+                outputs = [place for place, one in self.projections.items() if one.columns == joined]
+                for places in [(place,) for place in reversed(outputs)] or [()]:
+                    for query, key, value in permutations(held[0]):
+                        yield HeadList("mine", (path,), (query,), (key,), (value,), places)
+
+    def _list_parameters(self) -> Iterator[Layout]:
+        """Yield rows of weights that are parameters of the module's own."""
+        held = list_parameters(self.module)
+        if len(held) > MOST_OWN:
+            return
+
+        def fits(path: str, letters: str) -> bool:
+            return find_letters(path.replace(".", "_")) in (set(), {*letters})
+
+        separate = [
+            chosen
+            for chosen in permutations(held, 3)
+            if len({held[path].dim() for path in chosen}) == 1 and all(map(fits, chosen, "qkv"))
+        ]
+        for weights in (*separate, *((path,) for path in held if fits(path, "qkv"))):
+            for output in (path for path in (*reversed(held), *reversed(self.projections)) if path not in weights):
+                inner = ("", *list_patterns(held[weights[0]].dim(), packed=len(weights) == 1))
+                outer = ("", *list_patterns(held[output].dim(), packed=False)) if output in held else ("",)
+                for axes, output_axes in product(inner, outer):
+                    yield from self._list_axes(weights, {"output": (output,), "axes": axes, "output_axes": output_axes})
+
+    def _list_axes(self, weights: Sequence[str], layout: Mapping[str, Any]) -> Iterator[Layout]:
+        counts = [count for heads in _list_counts(self.module) for count in name_count(self.module, heads)]
+        for count, tiled in product([{}, *(count for count in counts if count)], (False, True)):
+            more: dict[str, Any] = {**layout, **count, "tiled": tiled}
+            if len(weights) == 1:
+                yield from (FusedParameter("mine", (weights[0],), order=order, **more) for order in _ORDERS)
+            else:
+                query, key, value = ((path,) for path in weights)
+                yield SeparateParameters("mine", query, key, value, **more)
+
+    def accepts(self, row: Layout) -> bool:
+        """Return whether a row reads the module and the experiments of `verify` prove it."""
+        try:
+            site = row.site(self.module, self.place, self.module.get_submodule(self.place))
+            if site is None or site.num_heads < 2:
+                return False
+            if site.tiled and site.key_value_heads in (1, site.num_heads):
+                # no groups
+                return False
+            check_head_slices(site.slices)
+        except HeadwiseError:
+            return False
+        try:
+            self._prove(site)
+        except HeadwiseError as error:
+            self.refusals.append(str(error).partition(". Pass a layout row")[0])
+            return False
+        return True
+
+    def _prove(self, site: Site) -> None:
+        held = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        try:
+            verify_site(site, RecordedCall(self.module, self.args, {}))
+        finally:
+            self.module.double().load_state_dict(held)
+
+    def explain(self) -> str:
+        """Return a clause that says why no row reads the module."""
+        roles = self.find_roles()
+        for place in reversed(self.projections):
+            found = roles.get(place, {})
+            query = next((changed for own in found.values() for kind, changed in own if kind == "query"), [])
+            apart = {second - first for first, second in pairwise(query)}
+            if len(apart) == 1 and apart != {1}:
+                return (
+                    f"its heads alternate feature by feature, '(d h)': a query changes features {query[:3]} ... of "
+                    f"what {place} gets, and rows read heads that are stored one after another, '(h d)'"
+                )
+        if self.refusals:
+            return f"of {len(self.refusals)} that it allows none is right, the likeliest of them: {self.refusals[0]}"
+        if not any(roles.values()):
+            return "no projection of it acts on what another one gets, or on what it returns, as queries do"
+        return "its projections do not act as queries, keys and values of heads on any that may be W_O"
+
+
+def _name_kind(tokens: int, changed: Sequence[int]) -> str:
+    """Return what reaches so many tokens, and these features of them."""
+    if tokens == 1:
+        return "query" if len(changed) > 1 else "gate"
+    together = any(second - first == 1 for first, second in pairwise(changed))
+    return "key" if together else "value"
+
+
+def list_projections(module: nn.Module) -> dict[str, Projection]:
+    """Return the projections inside a module by dotted path, a wrapper as one.
+
+    >>> list(list_projections(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))))
+    ['0', '1.0']
+    """
+    found: dict[str, Projection] = {}
+    for path, part in module.named_modules():
+        if path and not any(path.startswith(f"{outer}.") for outer in found):
+            projection = read_projection(part)
+            if projection is not None:
+                found[path] = projection
+    return found
+
+
+def list_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of two axes or more that belong to no layer of torch, by dotted path.
+
+    >>> module = nn.Linear(2, 2)
+    >>> module.own = nn.ParameterList([nn.Parameter(torch.zeros(2, 3))])
+    >>> list(list_parameters(nn.ModuleDict({"a": module})))
+    ['a.own.0']
+    """
+    held = nn.ParameterList, nn.ParameterDict
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, held) or not type(part).__module__.startswith("torch.nn.modules."):
+            own = part._parameters.items()
+            found |= {f"{path}.{name}".lstrip("."): one for name, one in own if one is not None and one.dim() > 1}
+    return found
+
+
+def _list_integers(module: nn.Module) -> dict[str, int]:
+    """Return the integer attributes of a module and of its configuration, by dotted path."""
+    found: dict[str, int] = {}
+    for holder in ("", *CONFIGS):
+        held = read_attribute(module, holder) if holder else module
+        names = held if isinstance(held, Mapping) else getattr(held, "__dict__", {})
+        for name in names:
+            path = f"{holder}.{name}" if holder else str(name)
+            number = None if str(name).startswith("_") else read_integer(module, (path,))
+            if number is not None:
+                found[path] = number
+    return found
+
+
+def _list_counts(module: nn.Module) -> list[int]:
+    """Return numbers that may count heads, those of attributes that are named so first."""
+    held = _list_integers(module)
+    named = [number for name, number in held.items() if _COUNTS.search(name)]
+    return [number for number in dict.fromkeys([*named, *held.values()]) if 1 < number <= 256]
+
+
+# Names of attributes that count heads.
+_COUNTS = re.compile(r"head|(?:^|[._])n?_?h(?:$|_)", re.IGNORECASE)
+
+
+def name_count(module: nn.Module, heads: int) -> Iterator[dict[str, Any]]:
+    """Yield the ways in which a row tells a number of heads: by default, by attributes that hold it, as a number."""
+    if read_integer(module, NUM_HEADS) == heads:
+        yield {}
+    equal = [name for name, number in _list_integers(module).items() if number == heads]
+    for name in equal if len(equal) == 1 else filter(_COUNTS.search, equal):
+        yield {"num_heads": (name,)}
+    yield {"num_heads": heads}
+
+
+def _guess(module: nn.Module) -> str | None:
+    """Return a row that goes by the names of projections and by their order, as it is written; None without any."""
+    held = list_projections(module)
+    letters = {path: find_letters(path.replace(".", "_")) for path in held}
+    plain = [path for path, own in letters.items() if not own]
+    called_so = [path for path in plain if path in SeparateLinears.output]
+    output = next(reversed(called_so or (plain if len(held) != len(PROJECTIONS) else [])), None)
+    rest = [path for path in held if path != output]
+
+    def find(*kinds: str) -> str | None:
+        return next((path for path in rest if letters[path] == {*kinds}), None)
+
+    alone, fused, pair = [find(kind) for kind in "qkv"], find(*"qkv"), find(*"kv")
+    if not any(letters.values()) and len(rest) >= len(PROJECTIONS):
+        alone = rest[: len(PROJECTIONS)]
+    given: dict[str, Any] = {"output": (output,)} if output is not None else {}
+    named = [name for name in _list_integers(module) if _COUNTS.search(name)]
+    if read_integer(module, (*NUM_HEADS, *HEAD_SIZE)) is None:
+        given["num_heads"] = (named[0],) if len(named) == 1 else ...
+    if all(alone):
+        given = {**{kind: (path,) for kind, path in zip(PROJECTIONS, alone, strict=True)}, **given}
+    elif output is not None and fused is not None:
+        given = {"fused": (fused,), **given}
+    elif output is not None and pair is not None and alone[0] is not None:
+        given = {"fused": (pair,), **given, "order": PROJECTIONS[1:], "query": (alone[0],)}
+    else:
+        return None
+    written = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in given.items())
+    return f"hw.{'SeparateLinears' if all(alone) else 'FusedLinear'}('mine', {written})"

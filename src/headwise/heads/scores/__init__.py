@@ -1,0 +1,1 @@
+"""Scores: the places at which attention weights are read, biased and masked."""

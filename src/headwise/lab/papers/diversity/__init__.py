@@ -1,0 +1,1 @@
+"""Studies of our own: doses, diversity, and smaller models."""

@@ -1,0 +1,317 @@
+"""Whether a model whose heads were removed computes what it did with them ablated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
+from headwise.heads.ablation import ablate
+from headwise.heads.experiments.arrangement import KNOWN
+from headwise.heads.heads import Heads, Site
+
+# Largest difference, relative to the largest output: matrix products of another width round apart.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+# The attentions of transformers whose pruned models are compared with ablation in our tests, in all that they hold.
+TESTED = frozenset(
+    {
+        "AlbertAttention",
+        "BartAttention",
+        "BertCrossAttention",
+        "BertSelfAttention",
+        "CLIPAttention",
+        "CanineSelfAttention",
+        "ChameleonAttention",
+        "ClvpSelfAttention",
+        "CodeGenAttention",
+        "CohereAttention",
+        "DeepseekV2Attention",
+        "DeepseekV3Attention",
+        "DisentangledSelfAttention",
+        "DistilBertSelfAttention",
+        "ElectraSelfAttention",
+        "FalconAttention",
+        "FunnelRelMultiheadAttention",
+        "GPT2Attention",
+        "GPTJAttention",
+        "GPTNeoXAttention",
+        "Gemma3nAudioAttention",
+        "GemmaAttention",
+        "GptOssAttention",
+        "LlamaAttention",
+        "MarianAttention",
+        "MiMoV2FlashAttention",
+        "MistralAttention",
+        "ModernBertAttention",
+        "MoonshineAttention",
+        "PerceiverSelfAttention",
+        "Phi3Attention",
+        "Qwen2Attention",
+        "Qwen3Attention",
+        "RoFormerSelfAttention",
+        "RobertaSelfAttention",
+        "T5Attention",
+        "ViTAttention",
+        "Wav2Vec2Attention",
+        "WhisperAttention",
+        "XGLMAttention",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """How messages name what was done to a model.
+
+    Attributes:
+        done: "these heads removed".
+        like: What the result should compute.
+        left: What was forgotten where it does not.
+        remedy: What to do.
+    """
+
+    done: str
+    like: str
+    left: str
+    remedy: str
+
+
+PRUNED = Change(
+    "these heads removed", "{} with them ablated", "something holds heads that was not cut", "use hw.ablate"
+)
+MERGED = Change(
+    "these heads merged",
+    "{} with each of them in the place of several",
+    "its code reads key and value heads in a way that is not known",
+    "leave its heads as they are",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What a model should compute once its weights are cut.
+
+    Attributes:
+        outputs: Its outputs before.
+        precision: The coarsest precision in which it computes anything that it returns or passes on.
+        inputs: What it was called with.
+    """
+
+    outputs: list[Tensor]
+    precision: torch.dtype
+    inputs: Sequence | Mapping
+
+
+class _Precision(TorchDispatchMode):
+    """Inside the block, the coarsest precision of the tensors that are computed is noted."""
+
+    coarsest = torch.float64
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 1:
+                self.coarsest = max(self.coarsest, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return found
+
+
+def expect(model: nn.Module, inputs: Sequence | Mapping) -> Expected:
+    """Return what a model computes now, in evaluation mode, and how precisely.
+
+    Raises:
+        HeadwiseError: It cannot be run on these inputs, or computes NaN.
+    """
+    name = type(model).__name__
+    try:
+        with _Precision() as precision:
+            outputs = run(model, inputs)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise HeadwiseError(
+            f"{name} could not be run on the given inputs ({type(error).__name__}: {_shorten(error)}); give "
+            "what the model itself takes: a mapping of names, or a sequence of positional arguments."
+        ) from error
+    if any(bool(tensor.isnan().any()) for tensor in outputs):
+        raise HeadwiseError(
+            f"{name} computes NaN on the given inputs, so that nothing can be compared; give inputs on which it is "
+            "finite, without sequences of padding alone."
+        )
+    return Expected(outputs, precision.coarsest, inputs)
+
+
+def expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: Sequence | Mapping | None) -> Any:
+    """Return what a model computes, in evaluation mode, without the heads removed from each site.
+
+    Args:
+        heads: The sites.
+        removed: The heads that some of them lose.
+        inputs: What the model is called with; None takes what its class gives (`dummy_inputs`), where only a call shows
+            that removing is ablating.
+
+    Returns:
+        `Expected`, or None where no call is needed.
+
+    Raises:
+        SettingError: A call is needed, and none is known.
+        NotFired: A site was not reached by the call.
+    """
+    if inputs is not None:
+        return _expect_ablated(heads, removed, inputs)
+    doubt = _find_doubt(heads, removed)
+    if doubt is None:
+        return None
+    dummy = find_dummy(heads.model)
+    try:
+        if dummy is not None:
+            return _expect_ablated(heads, removed, dummy)
+    except Exception:
+        # what a class gives is for models of text, and need not reach every attention
+        pass
+    raise SettingError(
+        f"{doubt}; only a call shows whether the model works with fewer heads: pass inputs=..., what it is called with."
+    )
+
+
+def _expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: Sequence | Mapping) -> Expected:
+    with ExitStack() as stack:
+        for site, gone in removed.items():
+            alone = Heads(heads.model, (site,), heads.projections, heads.found)
+            stack.enter_context(_zero_columns(site, gone) if site.output_projection is None else ablate(alone, gone))
+        return expect(heads.model, inputs)
+
+
+def find_dummy(model: nn.Module) -> Mapping[str, Any] | None:
+    """Return the inputs that a class of transformers gives for a call; None for other models."""
+    dummy: Any = getattr(model, "dummy_inputs", None)
+    if not isinstance(dummy, Mapping):
+        return None
+    device = next(model.parameters()).device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+
+
+def _find_doubt(heads: Heads, removed: Mapping[Site, Sequence[int]]) -> str | None:
+    """Return why it is not known that removing these heads is ablating them; None where it is."""
+    if heads.left_out:
+        return (
+            f"attentions of the {type(heads.model).__name__} were left out of these heads (exclude=...), and may read "
+            "what is removed"
+        )
+    for site in removed:
+        kind, origin = type(site.module).__name__, type(site.module).__module__
+        if not origin.startswith(KNOWN) or "forward" in vars(site.module):
+            return f"{site.label} is a {kind} of {origin}"
+        if origin.startswith("transformers.") and kind not in TESTED:
+            return f"{site.label} is a {kind}, which is not among the attentions that pruning is tested on"
+    shared = _find_shared(heads)
+    return None if shared is None else f"{shared} is read by several layers"
+
+
+def _find_shared(heads: Heads) -> str | None:
+    """Return the name of a weight of the attentions that the model holds in several places; None without one."""
+    own = {id(part.owner._parameters.get(part.attribute)): part.name for site in heads.found for part in site.parts}
+    own |= {id(site.output.parameter): site.output.name for site in heads.found if site.output is not None}
+    places = Counter(
+        id(parameter)
+        for _, module in heads.model.named_modules(remove_duplicate=False)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return next((name for key, name in own.items() if places[key] > 1), None)
+
+
+@torch.no_grad()
+def run(model: nn.Module, inputs: Sequence | Mapping) -> list[Tensor]:
+    """Return the outputs of a model in evaluation mode: all tensors of floating-point numbers among them."""
+    args = () if isinstance(inputs, Mapping) else tuple(inputs)
+    named: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
+    with _evaluating(model):
+        return list(_list_tensors(model(*args, **named)))
+
+
+def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
+    """Raise `LayoutError` unless the model computes what was computed before its weights were cut.
+
+    Attention weights and cached keys, which have fewer heads now, are not compared.
+    """
+    name = type(model).__name__
+    try:
+        found = run(model, expected.inputs)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            f"{name} cannot run with {change.done} ({type(error).__name__}: {_shorten(error)}): its code counts on the "
+            f"heads it was built with. The model is as it was; {change.remedy}."
+        ) from error
+    same = [(a, b) for a, b in zip(expected.outputs, found, strict=False) if a.shape == b.shape]
+    if not same or len(expected.outputs) != len(found):
+        raise LayoutError(f"{name} returns other tensors with {change.done}; the model is as it was.")
+    for before, after in same:
+        finite = before[before.isfinite()].abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        # infinities are the same or not
+        difference = torch.where(before == after, 0.0, (before - after).abs())
+        apart = float(difference.max()) if before.numel() else 0.0
+        # written so that NaN is refused too
+        if not apart <= TOLERANCE.get(expected.precision, 2e-1) * max(largest, 1e-6):
+            raise LayoutError(
+                f"{name} with {change.done} is not {change.like.format(name)}: outputs of up to {largest:.3g} are "
+                f"{apart:.3g} apart, so {change.left}. The model is as it was; {change.remedy}."
+            )
+
+
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def _zero_columns(site: Site, gone: Sequence[int]) -> Iterator[None]:
+    """Have the columns of heads be zero in a W_O that is a parameter, whose input no hook can reach."""
+    assert site.output is not None  # heads are removed where W_O was found
+    parameter = site.output.parameter
+    before, parameter.data = parameter.data, parameter.data.clone()
+    site.output.view(parameter.data)[list(gone)] = 0.0
+    called: list[nn.Module] = []
+    handle = site.module.register_forward_pre_hook(lambda module, _args: called.append(module))
+    try:
+        yield
+    finally:
+        handle.remove()
+        parameter.data = before
+    if not called:
+        raise NotFired(
+            f"{site.label} was not reached by a forward pass on the given inputs; give inputs that reach it."
+        )
+
+
+def _list_tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _list_tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _list_tensors(value)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
