@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.optimize import brentq
 
-from headwise.lab.results.statistics import Estimate, difference
+from headwise_lab.results.statistics import Estimate, difference
 from timing import console, new_record, write
 
 SEEDS = (5, 10, 20)

@@ -17,11 +17,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.tasks.graph2text.data import collate, load_graphs
-from headwise.lab.tasks.graph2text.model import GraphWriter
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
-from headwise.lab.tasks.graph2text.task import Graph2TextTask
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.tasks.graph2text.data import collate, load_graphs
+from headwise_lab.tasks.graph2text.model import GraphWriter
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.tasks.graph2text.task import Graph2TextTask
 from timing import console, interleaved, new_record, ratio, write
 
 PARTS = ("title", "entities", "nodes", "neighbors", "types")

@@ -28,14 +28,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.run_folder import PROGRESS
-from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.experiment.settings import RunSettings, load_data
-from headwise.lab.experiment.task import named_task
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import build_optimizer
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.run_folder import PROGRESS
+from headwise_lab.experiment.seeding import derive_key
+from headwise_lab.experiment.settings import RunSettings, load_data
+from headwise_lab.experiment.task import named_task
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.optimizer import build_optimizer
+from headwise_lab.training.train import train_run
 from timing import console, default_device, new_record, ratio, write
 
 LEAST_SPEED, MOST_SECONDS = 0.9, 5.0

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler, Subset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.run_folder import RESULT, read_json
-from headwise.lab.experiment.seeding import derive_key
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.lm.scales import LM_SCALES, LmScale
-from headwise.lab.tasks.lm.task import LmTask
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.run_folder import RESULT, read_json
+from headwise_lab.experiment.seeding import derive_key
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.lm.scales import LM_SCALES, LmScale
+from headwise_lab.tasks.lm.task import LmTask
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.train import train_run
 from timing import console, default_device, new_record, write
 
 MOST_APART, LEAST_SPEED = 0.005, 0.9

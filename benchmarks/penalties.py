@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.heads.heads import Heads
-from headwise.lab.training.optimizer import MuonAndRest
 from headwise.nn.difference import pair_heads
 from headwise.nn.multihead import adopt
 from headwise.repulsion.rules import Rule
+from headwise_lab.training.optimizer import MuonAndRest
 from timing import console, default_device, interleaved_clocks, new_record, ratio, write
 
 WIDTH, HEADS, INNER, LAYERS = 512, 8, 2048, 2

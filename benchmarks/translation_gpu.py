@@ -26,14 +26,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.integrations.methods import Aggregate
-from headwise.lab.data.batching import batch_by_tokens
-from headwise.lab.data.subwords import PADDING, START
-from headwise.lab.experiment.arm_text import parse_arms
-from headwise.lab.tasks.translation.decoding import DECODED_TOKENS
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.training.attach import Methods
 from headwise.routing.modules import Chunks
+from headwise_lab.data.batching import batch_by_tokens
+from headwise_lab.data.subwords import PADDING, START
+from headwise_lab.experiment.arm_text import parse_arms
+from headwise_lab.tasks.translation.decoding import DECODED_TOKENS
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
+from headwise_lab.training.attach import Methods
 
 ARMS = (
     "plain,smooth,svgd,svgd-relative,output,"

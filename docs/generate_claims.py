@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwise.lab.papers.overview import build_overview
+from headwise_lab.papers.overview import build_overview
 
 PAPERS = Path(__file__).parents[1] / "papers"
 PAGE = PAPERS / "README.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.input_files import parse_json
-from headwise.lab.papers.overview import summarize_claims
+from headwise_lab.papers.overview import summarize_claims
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "README.md"

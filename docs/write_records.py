@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 
 from rich.progress import track
 
-from headwise.lab.experiment.run_folder import read_json, write_text
-from headwise.lab.papers.pages import FOLDER, render
-from headwise.lab.papers.recomputed import has_runs, recompute
-from headwise.lab.papers.records import write_records
+from headwise_lab.experiment.run_folder import read_json, write_text
+from headwise_lab.papers.pages import FOLDER, render
+from headwise_lab.papers.recomputed import has_runs, recompute
+from headwise_lab.papers.records import write_records
 
 PAPERS = Path(__file__).parents[1] / "papers"
 

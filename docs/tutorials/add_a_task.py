@@ -2,8 +2,8 @@
 # # Add a task
 #
 # A task of the laboratory says what its data are, how its model is built and how it is scored. Training, arms,
-# resuming, tables and verdicts are written against that. In the repository a task is a folder in `headwise/lab/tasks`
-# and a line in `headwise/lab/experiment/task.py`; here it is a class on this page. The task: which of five
+# resuming, tables and verdicts are written against that. In the repository a task is a folder in `headwise_lab/tasks`
+# and a line in `headwise/headwise_lab/experiment/task.py`; here it is a class on this page. The task: which of five
 # symbols occurs most often in a sequence?
 
 # %%
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.input_files import parse_json
-from headwise.lab.experiment import task
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.evaluation import Accuracy, scores_by_bin
-from headwise.lab.experiment.scale import Count, Natural, Positive, Scale, presets
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Answers, ClassifierTask
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment import task
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.evaluation import Accuracy, scores_by_bin
+from headwise_lab.experiment.scale import Count, Natural, Positive, Scale, presets
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.experiment.task import Answers, ClassifierTask
+from headwise_lab.training.train import train_run
 
 SYMBOLS = 5
 

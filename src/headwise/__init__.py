@@ -8,8 +8,6 @@ import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headwise import moved
-
 __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
@@ -36,6 +34,3 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *import_module("headwise.api").__all__})
-
-
-moved.install()

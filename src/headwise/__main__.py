@@ -10,9 +10,9 @@ EXTRAS = {"spacy": "spacy", "ray": "ray", "submitit": "slurm"}
 
 
 def main() -> None:
-    """Run the command; see `headwise.lab.cli.main`."""
+    """Run the command; see `headwise_lab.cli.main`."""
     try:
-        from headwise.lab.cli.main import main as run
+        from headwise_lab.cli.main import main as run
 
         run()
     except SystemExit as ended:
@@ -22,7 +22,7 @@ def main() -> None:
         raise
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if name in ("", "headwise"):
+        if name in ("", "headwise", "headwise_lab"):
             raise
         extra = EXTRAS.get(name, "lab")
         _end(
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    from headwise.lab.stopping import end_children
+    from headwise_lab.stopping import end_children
 
     end_children()
     for stream in (sys.stdout, sys.stderr):

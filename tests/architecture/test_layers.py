@@ -11,7 +11,7 @@ from architecture.source import FILES, SOURCE, module_name
 # A folder, or a file that stands alone, imports only from lines above its own; lines of several never import one
 # another. Every task is a folder on the line "lab/tasks/*".
 LAYERS = """
-    errors moved
+    errors
     strength input_files
     atomic stock_folders
     nn masks reference similarity
@@ -41,17 +41,17 @@ LAYERS = """
 """
 MOST_FILES, FEWEST_LINES = 12, 80
 # inherits from matplotlib, which is imported when the first figure is drawn
-APART = "plots/figure.py"
+APART = "headwise/plots/figure.py"
 RANK = {room: number for number, line in enumerate(LAYERS.split("\n")) for room in line.split()}
 MODULES = {module_name(path): path for path in FILES}
 
 
 def room(path: str) -> str:
     """Return the folder a source file is in, or its own name where it stands alone."""
-    parts = path.removesuffix(".py").split("/")
-    if parts[0] != "lab":
+    package, *parts = path.removesuffix(".py").split("/")
+    if package == "headwise":
         return parts[0]
-    return "/".join(parts[:3] if parts[1] == "tasks" else parts[:2])
+    return "/".join(["lab", *(parts[:2] if parts[0] == "tasks" else parts[:1])])
 
 
 def rank(name: str) -> int:
@@ -93,13 +93,15 @@ def test_nothing_but_the_papers_names_a_task():
         (path, other)
         for path in FILES
         for other in imports(path)
-        if other.startswith("lab/tasks/") and room(other) != room(path) and not path.startswith("lab/papers/")
+        if other.startswith("headwise_lab/tasks/")
+        and room(other) != room(path)
+        and not path.startswith("headwise_lab/papers/")
     ]
     assert not named, f"{named}: ask the registry for the task instead."
 
 
 def test_the_reference_shares_no_code_with_what_it_checks():
-    files = [path for path in FILES if path.startswith("reference/")]
+    files = [path for path in FILES if path.startswith("headwise/reference/")]
     assert not [(path, other) for path in files for other in imports(path) if room(other) != "reference"]
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from headwise.moved import MOVED
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BertModel
 
 import headwise as hw
-from headwise.lab.cli.main import main
-from headwise.lab.data.arrays import read_arrays
-from headwise.lab.training.train import HeadTrainer
-from headwise.moved import MOVED
+from headwise_lab.cli.main import main
+from headwise_lab.data.arrays import read_arrays
+from headwise_lab.training.train import HeadTrainer
 from lab.inline import do_inline
 
 SAVED = Path(__file__).parent / "saved"

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from distributed.processes import Processes
 from headwise.errors import SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.logic.model import PairClassifier
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
-from headwise.lab.training import processes
-from headwise.lab.training.attach import Methods
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.logic.model import PairClassifier
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.training import processes
+from headwise_lab.training.attach import Methods
+from headwise_lab.training.train import train_run
 
 ROOT = Path(__file__).parents[2]
 # Batches divide unevenly, and the last has one example, less than there are processes; without dropout nothing is drawn
@@ -173,8 +173,8 @@ import dataclasses, os, sys
 
 if __name__ == "__main__":
     os.write(2, b"one of %s\n" % os.environ["WORLD_SIZE"].encode())
-    from headwise.lab.cli.main import main
-    from headwise.lab.tasks.logic.scales import LOGIC_SCALES as scales
+    from headwise_lab.cli.main import main
+    from headwise_lab.tasks.logic.scales import LOGIC_SCALES as scales
 
     scales["demo"] = dataclasses.replace(
         scales["demo"], width=8, heads=2, classifier_width=16, dropout=0.0, epochs=1, batch_size=16, warmup_steps=3,

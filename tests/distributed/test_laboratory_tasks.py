@@ -10,14 +10,14 @@ import pytest
 
 from distributed.processes import Processes
 from distributed.test_laboratory import assert_same_run, epochs, train
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.scale import Scale
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.glue.scales import GLUE_SCALES
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.scale import Scale
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.glue.scales import GLUE_SCALES
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
 from lab.sentences import write_sentences
 from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.glue.glue_toy import write_glue, write_model

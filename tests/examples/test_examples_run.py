@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from headwise.lab.tasks.lm.tokens import learn_tokens
+from headwise_lab.tasks.lm.tokens import learn_tokens
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

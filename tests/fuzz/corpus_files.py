@@ -9,18 +9,18 @@ import headwise as hw
 from fuzz.made_files import Reader, lines, mutate_packed, packed, unsealed, write_json
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_json_lines, mutate_text
 from headwise.input_files import name_in_errors
-from headwise.lab.data.batching import read_sentences
-from headwise.lab.data.documents import find_files, read_pieces
-from headwise.lab.data.subwords import read_subwords
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen.runs import read_words
-from headwise.lab.tasks.logic.scales import LogicScale
-from headwise.lab.tasks.pretraining.wordpieces import read_word_pieces
-from headwise.lab.tasks.translation.corpora import CORPORA
-from headwise.lab.tasks.translation.data import load_translation
-from headwise.lab.training.trained import read_arm, read_finished, read_scale
 from headwise.roles.spacy import Parse, ParseCache
+from headwise_lab.data.batching import read_sentences
+from headwise_lab.data.documents import find_files, read_pieces
+from headwise_lab.data.subwords import read_subwords
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen.runs import read_words
+from headwise_lab.tasks.logic.scales import LogicScale
+from headwise_lab.tasks.pretraining.wordpieces import read_word_pieces
+from headwise_lab.tasks.translation.corpora import CORPORA
+from headwise_lab.tasks.translation.data import load_translation
+from headwise_lab.training.trained import read_arm, read_finished, read_scale
 from lab.tasks.glue.glue_toy import toy_words
 from lab.tasks.logic.logic_toy import TOY
 from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl

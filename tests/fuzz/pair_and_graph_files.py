@@ -8,15 +8,15 @@ from tempfile import TemporaryDirectory
 
 from fuzz.made_files import Reader, lines, mutate_packed, packed, unsealed, write_json
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_text
-from headwise.lab.data.line_streams import read_lines
-from headwise.lab.tasks.graph2text.coder import SPECIAL
-from headwise.lab.tasks.graph2text.data import load_graphs
-from headwise.lab.tasks.graph2text.ratings import CRITERIA, read_ratings
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
-from headwise.lab.tasks.graph2text.writer import _read_coder, read_requests
-from headwise.lab.tasks.translation.corpora import CORPORA
-from headwise.lab.tasks.translation.data import load_translation, open_prepared
-from headwise.lab.tasks.translation.files import read_pairs
+from headwise_lab.data.line_streams import read_lines
+from headwise_lab.tasks.graph2text.coder import SPECIAL
+from headwise_lab.tasks.graph2text.data import load_graphs
+from headwise_lab.tasks.graph2text.ratings import CRITERIA, read_ratings
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.tasks.graph2text.writer import _read_coder, read_requests
+from headwise_lab.tasks.translation.corpora import CORPORA
+from headwise_lab.tasks.translation.data import load_translation, open_prepared
+from headwise_lab.tasks.translation.files import read_pairs
 from lab.tasks.graph2text.graph_sets import write_agenda, write_triples
 from lab.tasks.translation.translation_toy import write_toy_corpus
 

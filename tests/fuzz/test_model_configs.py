@@ -13,8 +13,8 @@ from fuzz.mutate import INPUTS, fuzz, mutate_numbers
 from heads.families import FAMILIES
 from heads.family import Family
 from headwise.errors import DataError
-from headwise.lab.models.pretrained import quietly
 from headwise.stock_folders import open_within
+from headwise_lab.models.pretrained import quietly
 
 SLOW = pytest.param(INPUTS // 50, marks=pytest.mark.slow)
 

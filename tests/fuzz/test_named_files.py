@@ -11,16 +11,16 @@ import typer
 
 from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json, mutate_text
 from headwise.errors import SettingError
-from headwise.lab.cli.comparing import format_config, merge_sizes, read_config
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.frozen.open import open_folder
-from headwise.lab.probing.figures import make_heads_grid, make_layers_grid, make_sets_grid
-from headwise.lab.probing.run import _read_finished
-from headwise.lab.results.runs import read_head_drops
-from headwise.lab.tasks.lm.tokens import learn_tokens, read_tokens
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
-from headwise.lab.tune import TUNED, TUNING, read_tuned
+from headwise_lab.cli.comparing import format_config, merge_sizes, read_config
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.frozen.open import open_folder
+from headwise_lab.probing.figures import make_heads_grid, make_layers_grid, make_sets_grid
+from headwise_lab.probing.run import _read_finished
+from headwise_lab.results.runs import read_head_drops
+from headwise_lab.tasks.lm.tokens import learn_tokens, read_tokens
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.tune import TUNED, TUNING, read_tuned
 from lab.tasks.glue.glue_toy import write_model
 from lab.tasks.pretraining.pretraining_toy import document
 

@@ -14,16 +14,16 @@ import torch
 
 import headwise as hw
 from fuzz.mutate import BYTES, INPUTS, Mutation, fuzz, limit_memory, mutate_bytes, mutate_json, mutate_json_lines
-from headwise.lab.data.arrays import Ragged, cache_arrays, read_arrays
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.run_folder import require_intact
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import encodings
-from headwise.lab.results.evidence import read_numbers
-from headwise.lab.results.runs import read_results
-from headwise.lab.tasks.translation.data import open_prepared
-from headwise.lab.training.checkpoints import seal_checkpoint, verify_checkpoint
-from headwise.lab.training.train import read_state
+from headwise_lab.data.arrays import Ragged, cache_arrays, read_arrays
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.run_folder import require_intact
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.frozen.vectors import encodings
+from headwise_lab.results.evidence import read_numbers
+from headwise_lab.results.runs import read_results
+from headwise_lab.tasks.translation.data import open_prepared
+from headwise_lab.training.checkpoints import seal_checkpoint, verify_checkpoint
+from headwise_lab.training.train import read_state
 from routing.hostile import Large, pack
 
 SAVED = Path(__file__).parents[1] / "compatibility" / "saved"

@@ -124,7 +124,7 @@ def dataclasses_of_headwise() -> list[type]:
     """The dataclasses of the library, without the laboratory's."""
     found = []
     for path in FILES:
-        if path.startswith("lab/") or path in ("__main__.py", "routing/em_triton.py"):
+        if path.startswith("headwise_lab/") or path in ("headwise/__main__.py", "headwise/routing/em_triton.py"):
             continue
         module = importlib.import_module(module_name(path))
         own = (

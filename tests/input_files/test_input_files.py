@@ -15,18 +15,18 @@ import headwise as hw
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError
 from headwise.input_files import describe_place, is_file, open_input, read_numbered_lines, read_whole
-from headwise.lab.data.arrays import digest, find_plain_or_gz, require_files
-from headwise.lab.data.batching import read_sentences
-from headwise.lab.data.documents import find_files, read_pieces
-from headwise.lab.data.labeled_texts import find_layout, find_probing_file, read_probing, read_texts
-from headwise.lab.data.subwords import read_tokenizer
-from headwise.lab.data.word_vectors import read_word_vectors
-from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.probing.request import find_task_files
-from headwise.lab.tasks.graph2text.files import read_graphs, read_triples
-from headwise.lab.tasks.logic.files import read_pairs
-from headwise.lab.tasks.sentence.files import read_profiles, read_set
-from headwise.lab.tasks.translation.files import find_corpus, read_side
+from headwise_lab.data.arrays import digest, find_plain_or_gz, require_files
+from headwise_lab.data.batching import read_sentences
+from headwise_lab.data.documents import find_files, read_pieces
+from headwise_lab.data.labeled_texts import find_layout, find_probing_file, read_probing, read_texts
+from headwise_lab.data.subwords import read_tokenizer
+from headwise_lab.data.word_vectors import read_word_vectors
+from headwise_lab.experiment.run_folder import read_json
+from headwise_lab.probing.request import find_task_files
+from headwise_lab.tasks.graph2text.files import read_graphs, read_triples
+from headwise_lab.tasks.logic.files import read_pairs
+from headwise_lab.tasks.sentence.files import read_profiles, read_set
+from headwise_lab.tasks.translation.files import find_corpus, read_side
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "lines": ("a.txt", lambda path: list(read_numbered_lines(path))),

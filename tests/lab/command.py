@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.lab.cli import main
+from headwise_lab.cli import main
 
 
 def call(*arguments: str) -> int:

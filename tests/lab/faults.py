@@ -21,18 +21,18 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-import headwise.lab.cli.head_reports
-import headwise.lab.cli.shrink_run
-import headwise.lab.probing.run
-import headwise.lab.training.train
-import headwise.lab.tune  # noqa: F401  imported once, and not by each process
-from headwise.lab.cli import main, roles
-from headwise.lab.data.downloads import Download
-from headwise.lab.jobs import pool
-from headwise.lab.jobs.serving import attempt
-from headwise.lab.tasks.logic import task as logic
-from headwise.lab.tasks.translation import corpora
-from headwise.lab.tasks.translation.task import TranslationTask
+import headwise_lab.cli.head_reports
+import headwise_lab.cli.shrink_run
+import headwise_lab.probing.run
+import headwise_lab.training.train
+import headwise_lab.tune  # noqa: F401  imported once, and not by each process
+from headwise_lab.cli import main, roles
+from headwise_lab.data.downloads import Download
+from headwise_lab.jobs import pool
+from headwise_lab.jobs.serving import attempt
+from headwise_lab.tasks.logic import task as logic
+from headwise_lab.tasks.translation import corpora
+from headwise_lab.tasks.translation.task import TranslationTask
 from lab.sentences import parsed
 from lab.tasks.lm.lm_toy import TOY as LM_TOY
 from lab.tasks.logic.logic_toy import TOY
@@ -102,7 +102,7 @@ def make_small() -> None:
     """Make the demos toys, download from the folder, parse without a parser, and do jobs in this process."""
     logic.LogicTask.scales = {**logic.LOGIC_SCALES, "demo": dataclasses.replace(TOY, name="demo")}
     TranslationTask.scales = {**TranslationTask.scales, "demo": SMALLEST}
-    from headwise.lab.tasks.lm.task import LmTask
+    from headwise_lab.tasks.lm.task import LmTask
 
     LmTask.scales = {**LmTask.scales, "demo": dataclasses.replace(LM_TOY, name="demo")}
     if SERVED.is_file():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.lab.analyses import step_time
-from headwise.lab.experiment.run_folder import Failure
-from headwise.lab.jobs import pool
+from headwise_lab.analyses import step_time
+from headwise_lab.experiment.run_folder import Failure
+from headwise_lab.jobs import pool
 
 
 def do_inline(monkeypatch: pytest.MonkeyPatch) -> list[str]:

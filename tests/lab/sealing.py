@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwise.lab.experiment.run_folder import RESULT, read_json, write_result
+from headwise_lab.experiment.run_folder import RESULT, read_json, write_result
 
 
 def seal_again(folder: Path) -> None:

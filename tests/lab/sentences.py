@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.role_masks import stored
-from headwise.lab.tasks.classification import texts as classification_texts
-from headwise.lab.tasks.classification.scales import ClassificationScale
 from headwise.roles.word_table import WordTable
+from headwise_lab.role_masks import stored
+from headwise_lab.tasks.classification import texts as classification_texts
+from headwise_lab.tasks.classification.scales import ClassificationScale
 
 GOOD, BAD, REST = (
     ("fine", "great", "lovely"),

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.training.train import train_run
 
 
 def stop_after(steps: int) -> Callable[[], bool]:

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.logic.data import load_logic
-from headwise.lab.tasks.logic.generator import generate
-from headwise.lab.training.baseline import BaselineSettings, run_baseline
-from headwise.lab.training.train import train_run
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.logic.data import load_logic
+from headwise_lab.tasks.logic.generator import generate
+from headwise_lab.training.baseline import BaselineSettings, run_baseline
+from headwise_lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
 from lab.tasks.logic.logic_toy import TOY
 

@@ -15,16 +15,16 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab import compare as compare_module
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arms
-from headwise.lab.experiment.run_folder import Failure, Watch, first_difference, read_progress, write_json
-from headwise.lab.jobs.pool import count_workers
-from headwise.lab.jobs.progress import Bars, Lines, choose_watch
-from headwise.lab.jobs.workers import do_job, run_jobs
-from headwise.lab.results.runs import read_results
-from headwise.lab.tasks.logic.data import load_logic
-from headwise.lab.tasks.logic.task import LogicTask
+from headwise_lab import compare as compare_module
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arms
+from headwise_lab.experiment.run_folder import Failure, Watch, first_difference, read_progress, write_json
+from headwise_lab.jobs.pool import count_workers
+from headwise_lab.jobs.progress import Bars, Lines, choose_watch
+from headwise_lab.jobs.workers import do_job, run_jobs
+from headwise_lab.results.runs import read_results
+from headwise_lab.tasks.logic.data import load_logic
+from headwise_lab.tasks.logic.task import LogicTask
 from lab.jobs.pool_target import jobs, work
 from lab.tasks.logic.logic_toy import TOY
 
@@ -69,8 +69,8 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from headwise.lab.experiment.run_folder import Watch
-from headwise.lab.jobs.workers import run_jobs
+from headwise_lab.experiment.run_folder import Watch
+from headwise_lab.jobs.workers import run_jobs
 from lab.jobs.pool_target import jobs, work
 
 class Told(Watch):
@@ -115,9 +115,9 @@ def test_ctrl_c_while_a_worker_starts_shows_no_traceback(tmp_path):
 def test_a_comparison_without_repulsion_starts_without_torchs_compiler():
     code = """
 import sys
-from headwise.lab.compare import require_fits
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.tasks.logic.task import LogicTask
+from headwise_lab.compare import require_fits
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.tasks.logic.task import LogicTask
 from lab.tasks.logic.logic_toy import TOY
 task = LogicTask()
 data = task.load(None, TOY, None)
@@ -280,13 +280,13 @@ def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline
 def test_an_arm_that_was_trained_here_is_not_fitted_again(tmp_path, monkeypatch):
     compare(toy(tmp_path / "runs", arms="plain", seeds=1), console())
     fitted = []
-    monkeypatch.setattr("headwise.lab.compare.require_fits", lambda arm, *_: fitted.append(arm.name))
+    monkeypatch.setattr("headwise_lab.compare.require_fits", lambda arm, *_: fitted.append(arm.name))
     compare(toy(tmp_path / "runs", arms="plain,smooth", seeds=2), console())
     assert fitted == ["smooth"]
 
 
 def test_translation_is_planned_without_a_models_library():
-    code = "import sys, headwise.lab.tasks.translation.task; print('transformers' in sys.modules)"
+    code = "import sys, headwise_lab.tasks.translation.task; print('transformers' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False", "it takes seconds to import, before the first run begins"
 

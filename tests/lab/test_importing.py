@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.importing import importing
+from headwise_lab.importing import importing
 
 
 class Cycle:
@@ -73,11 +73,11 @@ def test_the_collector_is_as_before_after_a_module_that_is_missing(enabled: bool
 
 
 def test_a_worker_imports_nothing_large_before_it_knows_its_target() -> None:
-    code = "import sys, headwise.__main__, headwise.lab.jobs.serving; sys.exit('torch' in sys.modules)"
+    code = "import sys, headwise.__main__, headwise_lab.jobs.serving; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_process_that_imported_so_ends_without_a_word() -> None:
-    code = "from headwise.lab.importing import importing\nwith importing():\n    import headwise.lab.training.train\n"
+    code = "from headwise_lab.importing import importing\nwith importing():\n    import headwise_lab.training.train\n"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout + found.stderr == ""

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from headwise.atomic import PARTIAL, SEAL, hold, require_folder_unchanged
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.run_folder import require_intact
-from headwise.lab.tasks.graph2text.ratings import read_items, write_rating
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.run_folder import require_intact
+from headwise_lab.tasks.graph2text.ratings import read_items, write_rating
 from lab.cli.tiny_models import write_models
 from lab.faults import KILLED, SERVED, Fault, run
 from lab.tasks.classification.probing_toy import write_probing

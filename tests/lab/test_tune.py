@@ -14,19 +14,19 @@ from rich.console import Console
 
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.integrations.methods import Repel
-from headwise.lab.compare import Comparison, plan_runs
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.arm_text import list_settings, parse_arm, restore_arm
-from headwise.lab.experiment.run_folder import Failure
-from headwise.lab.experiment.task import named_task
-from headwise.lab.jobs import pool
-from headwise.lab.results.runs import read_results
-from headwise.lab.results.tabulate import read_table
-from headwise.lab.tasks.glue.scales import GLUE_SCALES
-from headwise.lab.tasks.logic.task import LogicTask
-from headwise.lab.training.attach import attach_arm, build_model
-from headwise.lab.training.start import Start
-from headwise.lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, expect_best, read_tuned, tune
+from headwise_lab.compare import Comparison, plan_runs
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.arm_text import list_settings, parse_arm, restore_arm
+from headwise_lab.experiment.run_folder import Failure
+from headwise_lab.experiment.task import named_task
+from headwise_lab.jobs import pool
+from headwise_lab.results.runs import read_results
+from headwise_lab.results.tabulate import read_table
+from headwise_lab.tasks.glue.scales import GLUE_SCALES
+from headwise_lab.tasks.logic.task import LogicTask
+from headwise_lab.training.attach import attach_arm, build_model
+from headwise_lab.training.start import Start
+from headwise_lab.tune import RANGES, Choice, Tuning, Uniform, draw_arm, expect_best, read_tuned, tune
 from lab.command import call
 from lab.tasks.logic.logic_toy import TOY
 

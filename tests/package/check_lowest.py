@@ -22,7 +22,7 @@ PLACE = ROOT / "build" / "lowest"
 IMPORTS = """
 import accelerate, filelock, joblib, matplotlib.pyplot, numpy, rich, safetensors.torch, scipy.stats, sacrebleu
 import sklearn.linear_model, threadpoolctl, tokenizers, torch.utils.tensorboard, tqdm, transformers, typer
-import nltk, rouge_score.rouge_scorer, headwise.api, headwise.lab.cli.commands
+import nltk, rouge_score.rouge_scorer, headwise.api, headwise_lab.cli.commands
 """
 MODEL = """
 import sys

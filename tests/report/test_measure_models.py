@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import headwise as hw
-from headwise.lab.models.text_classifiers import SentenceTransformer, WordVectors
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.sentence.model import SelfAttentive
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
-from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
+from headwise_lab.models.text_classifiers import SentenceTransformer, WordVectors
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.sentence.model import SelfAttentive
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 3, 0, 0], [2, 0, 0, 0, 0]])
 SECOND = torch.tensor([[7, 5], [4, 0], [3, 9]])

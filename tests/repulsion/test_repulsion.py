@@ -375,14 +375,3 @@ def test_what_is_no_rule_and_an_optimizer_that_maximizes_are_refused():
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD)
     with pytest.raises(hw.SettingError, match="maximize=True"):
         hw.repel(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), heads, RULE)
-
-
-def test_names_of_version_0_1_still_read_what_they_read():
-    model = model_with_gradients()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
-    optimizer.step()
-    assert handle.ensembles == handle.groups
-    assert handle.last.drive_norm is handle.last.driving_norm
-    forces = update(RULE, torch.randn(3, 5), torch.randn(3, 5))
-    assert forces.drive is forces.driving

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from architecture.source import ROOT
 from headwise.errors import DataError, HeadwiseError
 from headwise.input_files import encode_json, find_not_finite, parse_json
-from headwise.lab.experiment.run_folder import read_json, write_json, write_lines
 from headwise.report.html import Page
+from headwise_lab.experiment.run_folder import read_json, write_json, write_lines
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("aé\n")
 VALUES = st.recursive(SCALARS, lambda part: st.lists(part) | st.dictionaries(st.text("ab."), part), max_leaves=8)

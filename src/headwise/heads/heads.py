@@ -127,11 +127,6 @@ class Site:
         return self.name or "(model)"
 
     @property
-    def slabs(self) -> tuple[HeadSlice, ...]:
-        """`slices`, under its name in version 0.1."""
-        return self.slices
-
-    @property
     def borrows(self) -> bool:
         """Whether its keys and values are those of another attention, so that it holds queries alone."""
         return self.kind != "pooling" and len(self.slices) == 1
@@ -396,10 +391,6 @@ class Heads:
     def slices(self) -> tuple[HeadSlice, ...]:
         """Return the slices of the selected projections, site by site."""
         return tuple(part for site in self.sites for part in site.slices if part.projection in self.projections)
-
-    def slabs(self) -> tuple[HeadSlice, ...]:
-        """Return `slices()`, under its name in version 0.1."""
-        return self.slices()
 
     def _select(self, sites: tuple[Site, ...], description: str) -> Heads:
         if not sites:

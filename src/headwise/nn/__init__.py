@@ -1,6 +1,5 @@
 """Attention modules whose scores and output projection can be seen."""
 
-from headwise.nn import multihead
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.difference import HeadDifference, pair_heads
@@ -21,6 +20,3 @@ __all__ = [
     "pair_heads",
     "valid_keys",
 ]
-
-# Models pickled by version 0.1 look it up here.
-_observe_nothing = multihead._observe_nothing

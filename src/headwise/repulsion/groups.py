@@ -53,11 +53,6 @@ class ForceNorms:
     skipped: tuple[str, ...] = ()
 
     @property
-    def drive_norm(self) -> Tensor:
-        """`driving_norm`, under its name in version 0.1."""
-        return self.driving_norm
-
-    @property
     def force_ratio(self) -> Tensor:
         """Norm of the repulsion over norm of the driving term, [G]: its strength, comparable across runs."""
         return self.repulsion_norm / self.driving_norm

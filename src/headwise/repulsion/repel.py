@@ -460,11 +460,6 @@ class Repulsion(Handle):
         return tuple(group for attachment in self._attachments for group in attachment.groups)
 
     @property
-    def ensembles(self) -> tuple[ParticleGroup, ...]:
-        """`groups`, under its name in version 0.1."""
-        return self.groups
-
-    @property
     def steps(self) -> int:
         """Number of optimizer steps acted on."""
         return max(attachment.steps for attachment in self._attachments)

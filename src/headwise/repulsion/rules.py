@@ -157,11 +157,6 @@ class Forces:
     noise: Tensor
     gradient: Tensor
 
-    @property
-    def drive(self) -> Tensor:
-        """`driving`, under its name in version 0.1."""
-        return self.driving
-
 
 @runtime_checkable
 class Rule(Protocol):

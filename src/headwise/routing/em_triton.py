@@ -2,8 +2,8 @@
 
 The forward pass makes T passes and writes the capsules. The backward pass repeats them, keeping the M-steps, and goes
 back through them: two passes for each but the first, since the softmax over capsules needs a sum over all of them.
-Equations and gradient are those of `routing.algorithms`, which is the reference. Importing this file imports Triton; `fused`
-does so when a kernel is first used.
+Equations and gradient are those of `routing.algorithms`, which is the reference. Importing this file imports Triton;
+`fused` does so when a kernel is first used.
 """
 
 # programs are in Triton's language, whose operators and launches are untyped:

@@ -2,8 +2,8 @@
 
 The backward pass repeats the iterations, keeping s and the sum of X, and goes back through them. A softmax over heads
 needs one capsule at a time; one over capsules needs a sum over all of them, and so a pass more each way. Equations and
-gradient are those of `routing.algorithms`, which is the reference. Importing this file imports Triton; `fused` does so when
-a kernel is first used.
+gradient are those of `routing.algorithms`, which is the reference. Importing this file imports Triton; `fused` does so
+when a kernel is first used.
 """
 
 # programs are in Triton's language, whose operators and launches are untyped:

@@ -14,20 +14,20 @@ from rich.console import Console
 
 from headwise.atomic import seal
 from headwise.errors import DataError
-from headwise.lab.analyses import head_removal
-from headwise.lab.analyses.head_removal import UNFINISHED, measure_redundancy
-from headwise.lab.analyses.registry import AnalysisSettings, analyze
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.evaluation import METRICS
-from headwise.lab.experiment.run_folder import analysis_file, read_json
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.results.runs import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
-from headwise.lab.tasks.translation.decoding import negative_log_likelihood
-from headwise.lab.tasks.translation.task import translate_split
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
+from headwise_lab.analyses import head_removal
+from headwise_lab.analyses.head_removal import UNFINISHED, measure_redundancy
+from headwise_lab.analyses.registry import AnalysisSettings, analyze
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.evaluation import METRICS
+from headwise_lab.experiment.run_folder import analysis_file, read_json
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.results.runs import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.tasks.translation.decoding import negative_log_likelihood
+from headwise_lab.tasks.translation.task import translate_split
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
 
 SITES = 6

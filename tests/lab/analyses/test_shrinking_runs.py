@@ -11,17 +11,17 @@ import torch
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
-from headwise.lab.analyses.registry import AnalysisSettings, analyze
-from headwise.lab.analyses.shrinking import measure_shrinking
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.evaluation import METRICS
-from headwise.lab.experiment.run_folder import analysis_file, read_json
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
-from headwise.lab.tasks.pretraining.task import PretrainingTask
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import Trained, load_trained
+from headwise_lab.analyses.registry import AnalysisSettings, analyze
+from headwise_lab.analyses.shrinking import measure_shrinking
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.evaluation import METRICS
+from headwise_lab.experiment.run_folder import analysis_file, read_json
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.tasks.pretraining.task import PretrainingTask
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import Trained, load_trained
 from lab.tasks.lm.lm_toy import TOY, prepare_toy
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
 

@@ -10,17 +10,17 @@ import torch
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.analyses import step_time
-from headwise.lab.analyses.step_time import BATCHES, ROUNDS, measure_step_time
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.run_folder import analysis_file, read_json, write_json
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import named_task
-from headwise.lab.papers.claims import StepTimes
-from headwise.lab.results.evidence import read_evidence
-from headwise.lab.results.runs import STEP_RATIO, STEP_TIME
-from headwise.lab.results.tabulate import read_table
+from headwise_lab.analyses import step_time
+from headwise_lab.analyses.step_time import BATCHES, ROUNDS, measure_step_time
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.run_folder import analysis_file, read_json, write_json
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.experiment.task import named_task
+from headwise_lab.papers.claims import StepTimes
+from headwise_lab.results.evidence import read_evidence
+from headwise_lab.results.runs import STEP_RATIO, STEP_TIME
+from headwise_lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 from lab.tasks.logic.logic_toy import TOY
 

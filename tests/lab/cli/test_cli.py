@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise.lab.cli import main
-from headwise.lab.experiment.run_folder import Failure
-from headwise.lab.jobs import pool
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.tasks.logic import task
-from headwise.lab.tasks.logic.generator import generate
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
+from headwise_lab.cli import main
+from headwise_lab.experiment.run_folder import Failure
+from headwise_lab.jobs import pool
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.tasks.logic import task
+from headwise_lab.tasks.logic.generator import generate
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
 from lab.command import call, refused
 from lab.sentences import write_sentences
 from lab.tasks.logic.logic_toy import TOY
@@ -205,7 +205,7 @@ def test_help_imports_neither_torch_nor_transformers(asked: list[str]):
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "headwise.lab.cli.main" in imported
+    assert "headwise_lab.cli.main" in imported
     assert not imported & slow
 
 

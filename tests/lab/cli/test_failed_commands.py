@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.stopping import stoppable
-from headwise.lab.tasks.translation.corpora import CORPORA
+from headwise_lab.stopping import stoppable
+from headwise_lab.tasks.translation.corpora import CORPORA
 from lab.command import call, refused
 
 SOURCE = str(Path(__file__).parents[3] / "src")
@@ -55,7 +55,7 @@ def test_without_the_laboratory_the_command_says_what_to_install(tmp_path, block
 
 
 def test_a_module_of_headwise_that_is_missing_is_a_defect(tmp_path):
-    script = BLOCKED.format(blocked="headwise.lab.cli.main", arguments=[]).replace('name.partition(".")[0]', "name")
+    script = BLOCKED.format(blocked="headwise_lab.cli.main", arguments=[]).replace('name.partition(".")[0]', "name")
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -64,7 +64,7 @@ def test_a_module_of_headwise_that_is_missing_is_a_defect(tmp_path):
         text=True,
         check=False,
     )
-    assert done.stderr.endswith("ModuleNotFoundError: No module named 'headwise.lab.cli.main'\n")
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'headwise_lab.cli.main'\n")
 
 
 def write_bad_pairs(folder: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_download_that_fails_leaves_no_empty_folder(tmp_path, monkeypatch, cap
     def unreachable(*_arguments: object, **_options: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr("headwise.lab.data.downloads.urllib.request.urlopen", unreachable)
+    monkeypatch.setattr("headwise_lab.data.downloads.urllib.request.urlopen", unreachable)
     assert CORPORA["multi30k"].downloads
     assert "no network" in refused(capsys, "download", "multi30k", "--out", "deep/out")
     assert not (tmp_path / "deep").exists()

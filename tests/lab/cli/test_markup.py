@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from architecture.source import FILES, SOURCE
-from headwise.lab.data.progress import make_bars
-from headwise.lab.experiment.run_folder import Failure, Job
-from headwise.lab.jobs.progress import Bars
+from headwise_lab.data.progress import make_bars
+from headwise_lab.experiment.run_folder import Failure, Job
+from headwise_lab.jobs.progress import Bars
 from lab.command import call, refused
 from lab.tasks.classification.probing_toy import write_bert
 

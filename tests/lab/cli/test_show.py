@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.cli.comparing import format_config
-from headwise.lab.results.cells import NONE
-from headwise.lab.results.tabulate import read_table
+from headwise_lab.cli.comparing import format_config
+from headwise_lab.results.cells import NONE
+from headwise_lab.results.tabulate import read_table
 from lab.command import call, refused
 from lab.results.synthetic_comparison import PAPER, write_comparison
 from lab.tasks.logic.logic_toy import TOY
@@ -100,7 +100,7 @@ SIZES = ("--set", "width=12", "--set", "train_examples=40", "--set", "epochs=1")
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: list[str]) -> list[str]:
     """An empty folder in which the demo of logic is small; the runs that were done."""
     monkeypatch.chdir(tmp_path)
-    from headwise.lab.tasks.logic import task
+    from headwise_lab.tasks.logic import task
 
     monkeypatch.setattr(task.LogicTask, "scales", {"demo": TOY})
     return inline
@@ -163,7 +163,7 @@ def test_any_text_survives_toml():
 def test_a_reporter_that_is_missing_or_unknown_is_refused(toy, capsys, monkeypatch):  # noqa: ARG001
     few = ("compare", "logic", "--arms", "plain", "--seeds", "1")
     assert "report_to is 'paper'; expected one of wandb" in refused(capsys, *few, "--report-to", "paper")
-    monkeypatch.setattr("headwise.lab.compare.importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr("headwise_lab.compare.importlib.util.find_spec", lambda _name: None)
     assert "report_to is wandb, which is not installed; pip install wandb" in refused(
         capsys, *few, "--report-to", "wandb"
     )

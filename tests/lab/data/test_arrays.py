@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import cache_arrays, read_arrays
+from headwise_lab.data.arrays import cache_arrays, read_arrays
 
 
 def test_a_cache_that_lost_its_list_with_an_array_is_made_again_and_a_file_of_version_0_1_is_read(tmp_path: Path):

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.data.batching import read_sentences
-from headwise.lab.data.labeled_texts import describe_blank
-from headwise.lab.tasks.classification.data import load_data
-from headwise.lab.tasks.classification.probing_data import load_probing
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.glue.files import read_split
-from headwise.lab.tasks.lm.scales import LM_SCALES
-from headwise.lab.tasks.lm.task import LmTask
-from headwise.lab.tasks.sentence.data import load_sentences
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.data.batching import read_sentences
+from headwise_lab.data.labeled_texts import describe_blank
+from headwise_lab.tasks.classification.data import load_data
+from headwise_lab.tasks.classification.probing_data import load_probing
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.glue.files import read_split
+from headwise_lab.tasks.lm.scales import LM_SCALES
+from headwise_lab.tasks.lm.task import LmTask
+from headwise_lab.tasks.sentence.data import load_sentences
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
 from lab.tasks.sentence.sentence_sets import sentence
 
 CLASSIFICATION = dataclasses.replace(CLASSIFICATION_SCALES["demo"], train_examples=None)

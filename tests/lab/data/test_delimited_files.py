@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.batching import read_sentences
-from headwise.lab.data.labeled_texts import Layout, read_labeled, read_probing
-from headwise.lab.data.tables import Columns
-from headwise.lab.tasks.glue.files import read_split
-from headwise.lab.tasks.sentence.files import read_set
+from headwise_lab.data.batching import read_sentences
+from headwise_lab.data.labeled_texts import Layout, read_labeled, read_probing
+from headwise_lab.data.tables import Columns
+from headwise_lab.tasks.glue.files import read_split
+from headwise_lab.tasks.sentence.files import read_set
 
 TEXTS = [
     "fine, thanks",

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.downloads import Download, fetch
+from headwise_lab.data.downloads import Download, fetch
 
 CONTENT = bytes(range(256)) * 5_000
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.errors import DataError
-from headwise.lab.data.splits import assign_parts, drop_shared, split_by_hash
+from headwise_lab.data.splits import assign_parts, drop_shared, split_by_hash
 
 TEXTS = st.lists(st.text(alphabet="abc", min_size=0, max_size=3), min_size=3, max_size=60)
 

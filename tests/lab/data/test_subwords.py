@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.subwords import (
+from headwise_lab.data.subwords import (
     END,
     PADDING,
     SPECIAL,
@@ -23,7 +23,7 @@ from headwise.lab.data.subwords import (
     learn_subwords,
     read_subwords,
 )
-from headwise.lab.tasks.pretraining.wordpieces import learn_word_pieces
+from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
 
 TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
@@ -95,7 +95,7 @@ def test_special_ids_have_no_text_and_the_first_end_ends_it():
 def test_the_same_lines_give_the_same_file_in_another_process_with_other_threads(tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from headwise.lab.data.subwords import learn_subwords\n"
+        "from headwise_lab.data.subwords import learn_subwords\n"
         "from lab.data.test_subwords import TEXT\n"
         "sys.stdout.reconfigure(encoding='utf-8'); print(learn_subwords(TEXT, 340).to_json())"
     )

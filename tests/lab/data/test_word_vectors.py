@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.word_vectors import read_word_vectors
+from headwise_lab.data.word_vectors import read_word_vectors
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "glove"
 

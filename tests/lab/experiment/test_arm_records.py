@@ -8,11 +8,11 @@ import json
 import pytest
 
 from headwise.integrations.methods import Penalize
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.arm_text import parse_arm, record_arm, restore_arm
-from headwise.lab.experiment.run_folder import as_record
 from headwise.routing.modules import Chunks
 from headwise.strength import Target
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.arm_text import parse_arm, record_arm, restore_arm
+from headwise_lab.experiment.run_folder import as_record
 
 
 def test_records_of_arms_without_the_later_methods_have_the_keys_they_had():

@@ -8,13 +8,17 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-import headwise.lab.experiment.arm as arms_module
+import headwise_lab.experiment.arm as arms_module
 from headwise.disagreement.invariant import CKA, SpanOverlap
 from headwise.disagreement.terms import Output, Subspace, Sum
 from headwise.errors import SettingError
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
 from headwise.integrations.methods import Aggregate, Penalize, Repel
-from headwise.lab.experiment.arm import (
+from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.rules import SPOS, SVGD
+from headwise.routing.modules import EMRouting, Trunk
+from headwise.strength import Relative
+from headwise_lab.experiment.arm import (
     ROLES,
     Arm,
     DropHeads,
@@ -29,11 +33,7 @@ from headwise.lab.experiment.arm import (
     combine,
     named_arms,
 )
-from headwise.lab.experiment.arm_text import list_settings, parse_arm, parse_arms, record_arm, restore_arm
-from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
-from headwise.repulsion.rules import SPOS, SVGD
-from headwise.routing.modules import EMRouting, Trunk
-from headwise.strength import Relative
+from headwise_lab.experiment.arm_text import list_settings, parse_arm, parse_arms, record_arm, restore_arm
 
 
 def test_the_named_arms_hold_the_papers_settings():

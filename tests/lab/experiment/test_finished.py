@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.run_folder import require_intact, require_intact_export, write_result
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.results.runs import read_results
-from headwise.lab.training.checkpoints import verify_checkpoint
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.run_folder import require_intact, require_intact_export, write_result
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.results.runs import read_results
+from headwise_lab.training.checkpoints import verify_checkpoint
 from lab.sealing import seal_again
 
 SAVED = Path(__file__).parents[2] / "compatibility" / "saved"

@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
 from headwise.errors import ShapeError
-from headwise.lab.experiment.evaluation import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, score_answers
+from headwise_lab.experiment.evaluation import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, score_answers
 
 GENERATOR = np.random.default_rng(3)
 

@@ -5,7 +5,7 @@ import pytest
 import sacrebleu
 
 from headwise.errors import SettingError, ShapeError
-from headwise.lab.experiment.evaluation import METRICS, Accuracy, Bleu, Measure
+from headwise_lab.experiment.evaluation import METRICS, Accuracy, Bleu, Measure
 
 
 def corpus(sentences: int, seed: int, *, shorter: int = 0) -> tuple[list[str], list[str]]:

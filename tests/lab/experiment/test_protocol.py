@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.seeding import derive_key, initialize_parameters
 from headwise.nn.multihead import MultiheadAttention
+from headwise_lab.experiment.seeding import derive_key, initialize_parameters
 
 
 class Encoder(nn.Module):
@@ -132,7 +132,7 @@ def test_keys_are_63_bits_and_the_same_in_every_process():
     assert all(0 <= value < 2**63 for value in keys)
     assert max(keys) > 2**62
     assert derive_key(3, "data") == 3671545289025277455
-    code = "from headwise.lab.experiment.seeding import derive_key; print(derive_key(3, 'data'))"
+    code = "from headwise_lab.experiment.seeding import derive_key; print(derive_key(3, 'data'))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(answer.stdout) == derive_key(3, "data")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.scale import ScaleOptions, with_options
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.lm.scales import LM_SCALES
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.experiment.scale import ScaleOptions, with_options
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.lm.scales import LM_SCALES
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 
 CPU = CLASSIFICATION_SCALES["cpu"]
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, LayoutError
-from headwise.lab.experiment.task import Frozen
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import Shape, encodings, find_shape
+from headwise_lab.experiment.task import Frozen
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.frozen.vectors import Shape, encodings, find_shape
 from lab.tasks.classification.probing_toy import write_bert, write_gpt2
 
 SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]

@@ -16,9 +16,9 @@ import pytest
 
 from architecture.source import FILES, SOURCE
 from headwise.errors import DataError
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.training.start import Classifier, open_tokenizer, require_positions
 from headwise.stock_folders import refuse_foreign_code
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.training.start import Classifier, open_tokenizer, require_positions
 from lab.command import call, refused
 from lab.tasks.classification.probing_toy import write_bert
 from lab.tasks.glue.glue_toy import write_glue
@@ -182,7 +182,7 @@ def test_nobody_is_asked_where_stdin_says_yes(folder: Path, tmp_path: Path):
         f"yes | {sys.executable} -m headwise inspect bert --text text.txt",
         shell=True,
         cwd=tmp_path,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(SOURCE.parent)},
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         check=False,

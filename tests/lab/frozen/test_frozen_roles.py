@@ -15,14 +15,14 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import encodings, fingerprint
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification.task import list_words
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import Trained, load_trained
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.frozen.vectors import encodings, fingerprint
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.task import list_words
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import Trained, load_trained
 from lab.command import call
 from lab.sealing import seal_again
 from lab.tasks.sentence.sentence_sets import sentence

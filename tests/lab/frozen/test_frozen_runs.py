@@ -16,20 +16,20 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.lab.data.batching import Encoded
-from headwise.lab.data.subwords import END, read_subwords
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Agreement, Fidelity
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import encodings
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.glue.scales import GLUE_SCALES
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
-from headwise.lab.tasks.translation.prepare import TOKENIZER
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import Trained, load_trained
+from headwise_lab.data.batching import Encoded
+from headwise_lab.data.subwords import END, read_subwords
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.experiment.task import Agreement, Fidelity
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.frozen.vectors import encodings
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.glue.scales import GLUE_SCALES
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.tasks.translation.prepare import TOKENIZER
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import Trained, load_trained
 from lab.command import call, refused
 from lab.sealing import seal_again
 from lab.tasks.glue import glue_toy

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import Failure, Job
-from headwise.lab.jobs.serving import attempt
+from headwise_lab.experiment.run_folder import Failure, Job
+from headwise_lab.jobs.serving import attempt
 
 
 def work(settings, folder, heartbeat):

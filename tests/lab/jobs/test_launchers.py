@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.run_folder import Failure, Job, Watch
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.jobs import launchers
-from headwise.lab.jobs.launchers import Launcher, open_engine, run_elsewhere
-from headwise.lab.options import parse_launch_options
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.run_folder import Failure, Job, Watch
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.jobs import launchers
+from headwise_lab.jobs.launchers import Launcher, open_engine, run_elsewhere
+from headwise_lab.options import parse_launch_options
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from lab.jobs.pool_target import do_work, jobs
 
 
@@ -137,8 +137,8 @@ def test_ctrl_c_cancels_what_was_submitted(tmp_path: Path):
 
 
 def test_paths_are_the_same_in_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from headwise.lab.tasks.logic.scales import LOGIC_SCALES
-    from headwise.lab.training.baseline import BaselineSettings
+    from headwise_lab.tasks.logic.scales import LOGIC_SCALES
+    from headwise_lab.training.baseline import BaselineSettings
 
     monkeypatch.chdir(tmp_path)
     seen: list[Job] = []

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab import output
-from headwise.lab.experiment.run_folder import PROGRESS, Job, write_json
-from headwise.lab.jobs.progress import Clock, Lines
+from headwise_lab import output
+from headwise_lab.experiment.run_folder import PROGRESS, Job, write_json
+from headwise_lab.jobs.progress import Clock, Lines
 
 
 def make_job(folder: Path, kind: str, seed: int) -> Job:
@@ -80,7 +80,7 @@ def test_the_remaining_time_never_rises(jobs: list[Job]):
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_a_verbose_command_prints_what_each_run_notes(jobs: list[Job], monkeypatch: pytest.MonkeyPatch, verbose: bool):
-    monkeypatch.setattr("headwise.lab.jobs.progress.asked_output", lambda: output.Output(verbose=verbose))
+    monkeypatch.setattr("headwise_lab.jobs.progress.asked_output", lambda: output.Output(verbose=verbose))
     text = io.StringIO()
     lines = Lines(Console(file=text), jobs, 0)
     lines.started(jobs[0])

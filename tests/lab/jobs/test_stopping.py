@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.experiment.run_folder import Job, Watch
-from headwise.lab.jobs import workers
-from headwise.lab.jobs.workers import SAVED, run_jobs
+from headwise_lab.experiment.run_folder import Job, Watch
+from headwise_lab.jobs import workers
+from headwise_lab.jobs.workers import SAVED, run_jobs
 from lab.jobs.pool_target import jobs, work
 
 TESTS = Path(__file__).parents[2]
@@ -22,10 +22,10 @@ import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from headwise.lab.experiment.run_folder import Watch
-from headwise.lab.jobs import workers
-from headwise.lab.jobs.workers import run_jobs
-from headwise.lab.stopping import Stopped, ignore_stops, stoppable
+from headwise_lab.experiment.run_folder import Watch
+from headwise_lab.jobs import workers
+from headwise_lab.jobs.workers import run_jobs
+from headwise_lab.stopping import Stopped, ignore_stops, stoppable
 from lab.jobs.pool_target import jobs, work
 
 if __name__ == "__main__":

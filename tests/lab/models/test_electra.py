@@ -10,11 +10,11 @@ import torch
 
 import headwise as hw
 from headwise.errors import SettingError
-from headwise.lab.experiment.scale import Recipe
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.models.electra import ElectraPretraining, ElectraSizes, _sample
-from headwise.lab.training.optimizer import build_optimizer
 from headwise.repulsion.rules import SVGD, update
+from headwise_lab.experiment.scale import Recipe
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.models.electra import ElectraPretraining, ElectraSizes, _sample
+from headwise_lab.training.optimizer import build_optimizer
 
 SIZES = ElectraSizes(
     vocabulary=23,

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.papers.data import ARCHIVE, pack_runs, unpack_runs
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.recomputed import find_record, recompute
-from headwise.lab.papers.records import record, write_records
-from headwise.lab.papers.run import make_plans, report
+from headwise_lab.papers.data import ARCHIVE, pack_runs, unpack_runs
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.recomputed import find_record, recompute
+from headwise_lab.papers.records import record, write_records
+from headwise_lab.papers.run import make_plans, report
 from lab.command import call
 from lab.results.synthetic_comparison import PAPER, write_comparison
 

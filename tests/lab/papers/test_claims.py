@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.papers.claims import MEASURED, NO_VERDICT, Claim, Contrast, Least, Numbers, StepTimes, judge
-from headwise.lab.papers.pages import build_claims_grids, record_claims
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.runs import read_results
+from headwise_lab.papers.claims import MEASURED, NO_VERDICT, Claim, Contrast, Least, Numbers, StepTimes, judge
+from headwise_lab.papers.pages import build_claims_grids, record_claims
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.runs import read_results
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 BINS = tuple(range(1, 13))

@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from headwise.lab.experiment.task import named_task
-from headwise.lab.papers.claims import Claim, follow_doses, judge
-from headwise.lab.papers.diversity.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.runs import read_results
-from headwise.lab.results.tabulate import make_table
+from headwise_lab.experiment.task import named_task
+from headwise_lab.papers.claims import Claim, follow_doses, judge
+from headwise_lab.papers.diversity.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.runs import read_results
+from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 LOGIC = DOSES[0]

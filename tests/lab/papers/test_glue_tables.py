@@ -12,19 +12,19 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers.data import read_initial_runs, with_data
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.pages import render
-from headwise.lab.papers.records import Reproduced
-from headwise.lab.papers.reproduction import resize_scale
-from headwise.lab.papers.repulsive.glue import SVGD, average_sets
-from headwise.lab.papers.run import do_plans, make_plans, report, show_plans
-from headwise.lab.results.cells import NONE
-from headwise.lab.tasks.glue import scales
-from headwise.lab.tasks.pretraining import scales as pretraining_scales
-from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers.data import read_initial_runs, with_data
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.pages import render
+from headwise_lab.papers.records import Reproduced
+from headwise_lab.papers.reproduction import resize_scale
+from headwise_lab.papers.repulsive.glue import SVGD, average_sets
+from headwise_lab.papers.run import do_plans, make_plans, report, show_plans
+from headwise_lab.results.cells import NONE
+from headwise_lab.tasks.glue import scales
+from headwise_lab.tasks.pretraining import scales as pretraining_scales
+from headwise_lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from lab.tasks.glue.glue_toy import write_glue, write_model
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
 

@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from headwise.input_files import read_numbered_lines
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.reproduction import Part
-from headwise.lab.papers.repulsive.graphs import GRAPHS
-from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.results.evidence import match_seeds, read_evidence
-from headwise.lab.results.runs import REFERENCES
-from headwise.lab.tasks.graph2text.ratings import FORM, KEY
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.reproduction import Part
+from headwise_lab.papers.repulsive.graphs import GRAPHS
+from headwise_lab.papers.run import do_plans, make_plans, report
+from headwise_lab.results.evidence import match_seeds, read_evidence
+from headwise_lab.results.runs import REFERENCES
+from headwise_lab.tasks.graph2text.ratings import FORM, KEY
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
 from lab.tasks.graph2text.graph_sets import write_triples
 
 pytest.importorskip("nltk")

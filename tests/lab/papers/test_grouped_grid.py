@@ -12,13 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise.lab.experiment.evaluation import METRICS
-from headwise.lab.papers import records
-from headwise.lab.papers.claims import Contrast
-from headwise.lab.papers.records import build_grouped_grid
-from headwise.lab.papers.reproduction import Column, PaperRow, Published
-from headwise.lab.results.cells import NONE
-from headwise.lab.results.statistics import estimate, score
+from headwise_lab.experiment.evaluation import METRICS
+from headwise_lab.papers import records
+from headwise_lab.papers.claims import Contrast
+from headwise_lab.papers.records import build_grouped_grid
+from headwise_lab.papers.reproduction import Column, PaperRow, Published
+from headwise_lab.results.cells import NONE
+from headwise_lab.results.statistics import estimate, score
 
 GROUPS = {"Easy": ("One", "Two"), "Hard": ("Three", "Four")}
 PAPER = {"One": "90.00", "Two": "80.40", "Three": "55.00"}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers import run
-from headwise.lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
-from headwise.lab.papers.reproduction import resize_scale
-from headwise.lab.results.cells import NONE
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers import run
+from headwise_lab.papers.guided.tables import ALL, FIGURE_2, SETS, TABLE_2, TABLE_3, TABLE_3_FOLDS
+from headwise_lab.papers.reproduction import resize_scale
+from headwise_lab.results.cells import NONE
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
 from lab.sentences import parse_without_spacy, write_sentences
 
 pytestmark = pytest.mark.usefixtures("inline")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.task import named_task
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.run import make_plans
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.task import named_task
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.run import make_plans
 
 STUDY = REPRODUCTIONS["diversity/lm"]
 CONTRASTS = [one for claim in STUDY.claims for one in claim.contrasts]

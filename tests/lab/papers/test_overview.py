@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
-from headwise.lab.papers.reproduction import OWN
-from headwise.lab.results.cells import MINUS, NONE, Grid, Link
+from headwise_lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise_lab.papers.reproduction import OWN
+from headwise_lab.results.cells import MINUS, NONE, Grid, Link
 
 NUMBERS = {
     "contrast": "em over plain", "measure": None, "value": -0.0025, "low": -0.0071, "high": 0.0021, "p_holm": 0.36,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.lab.papers.pages import describe_plateau, describe_rise
+from headwise_lab.papers.pages import describe_plateau, describe_rise
 
 
 def table(*curves: list[float], arm: str = "plain") -> dict:

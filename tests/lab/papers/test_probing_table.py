@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.lab.data.labeled_texts import CATEGORIES, PROBES
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers import run
-from headwise.lab.papers.data import with_data
-from headwise.lab.papers.diversify.tables import CELLS, TABLE_7
-from headwise.lab.papers.recomputed import recompute
-from headwise.lab.papers.records import record as make_record
-from headwise.lab.results.cells import NONE, Grid
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.data.labeled_texts import CATEGORIES, PROBES
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers import run
+from headwise_lab.papers.data import with_data
+from headwise_lab.papers.diversify.tables import CELLS, TABLE_7
+from headwise_lab.papers.recomputed import recompute
+from headwise_lab.papers.records import record as make_record
+from headwise_lab.results.cells import NONE, Grid
+from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
 
 TINY = ("width=12", "heads=3", "head_size=4", "hidden=12", "epochs=1", "train_examples=48")

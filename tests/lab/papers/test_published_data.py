@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arms
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
-from headwise.lab.tasks.logic.task import LogicTask
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arms
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.run import do_plans, make_plans, report
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
+from headwise_lab.tasks.logic.task import LogicTask
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 needs_published_data = pytest.mark.skipif(

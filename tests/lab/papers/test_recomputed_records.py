@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from headwise.lab.papers.claims import Claim, Contrast, compare_arms, judge
-from headwise.lab.papers.pages import EARLIER, POWER, build_claims_grids, record_claims, render
-from headwise.lab.papers.records import Reproduced, tabulate_parts, write_records
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, small
-from headwise.lab.results.cells import NONE, Grid
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.grids import NOTE
-from headwise.lab.results.runs import read_results
+from headwise_lab.papers.claims import Claim, Contrast, compare_arms, judge
+from headwise_lab.papers.pages import EARLIER, POWER, build_claims_grids, record_claims, render
+from headwise_lab.papers.records import Reproduced, tabulate_parts, write_records
+from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, small
+from headwise_lab.results.cells import NONE, Grid
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.grids import NOTE
+from headwise_lab.results.runs import read_results
 from lab.results.synthetic_comparison import PAPER, write_comparison
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "recompute.py"

@@ -13,19 +13,19 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers import run as reproduce
-from headwise.lab.papers.data import find_corpus_name, name_data
-from headwise.lab.papers.figures import draw_curve
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.pages import render
-from headwise.lab.papers.records import Reproduced, build_published_grid
-from headwise.lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size
-from headwise.lab.papers.run import Plan, do_plans, make_plans, report, show_list, show_plans
-from headwise.lab.results.cells import NONE, Grid
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.runs import read_results
-from headwise.lab.results.tabulate import make_table
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers import run as reproduce
+from headwise_lab.papers.data import find_corpus_name, name_data
+from headwise_lab.papers.figures import draw_curve
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.pages import render
+from headwise_lab.papers.records import Reproduced, build_published_grid
+from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size
+from headwise_lab.papers.run import Plan, do_plans, make_plans, report, show_list, show_plans
+from headwise_lab.results.cells import NONE, Grid
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.runs import read_results
+from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison
 from lab.tasks.translation.translation_toy import make_demo_smallest, parse_without_spacy, write_toy_corpus
 

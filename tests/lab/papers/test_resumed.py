@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers.data import ARCHIVE
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.recomputed import extend_seeds, find_record, list_runs, restore_runs
-from headwise.lab.papers.reproduction import Reproduction
-from headwise.lab.papers.run import Plan, do_plans, make_plans, report, show_plans, write_commands
-from headwise.lab.results.runs import pair_with_controls
-from headwise.lab.tune import BestDraw
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers.data import ARCHIVE
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.recomputed import extend_seeds, find_record, list_runs, restore_runs
+from headwise_lab.papers.reproduction import Reproduction
+from headwise_lab.papers.run import Plan, do_plans, make_plans, report, show_plans, write_commands
+from headwise_lab.results.runs import pair_with_controls
+from headwise_lab.tune import BestDraw
 from lab.command import call
 from lab.inline import do_inline
 

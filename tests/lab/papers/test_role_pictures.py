@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.papers.claims import judge
-from headwise.lab.papers.guided.tables import ALL, FIGURE_2, draw_role_worth
-from headwise.lab.papers.records import Reproduced, write_records
-from headwise.lab.results.cells import show_signed
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.runs import read_results
-from headwise.lab.results.tabulate import make_table
+from headwise_lab.papers.claims import judge
+from headwise_lab.papers.guided.tables import ALL, FIGURE_2, draw_role_worth
+from headwise_lab.papers.records import Reproduced, write_records
+from headwise_lab.results.cells import show_signed
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.runs import read_results
+from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 # A higher effect of the replacement is a lower worth of the role.

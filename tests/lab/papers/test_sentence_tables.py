@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.reproduction import Part, Reproduction, Size, resize_scale
-from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.results.cells import Number
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
 from headwise.plots import sentence_heatmap, to_png
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.reproduction import Part, Reproduction, Size, resize_scale
+from headwise_lab.papers.run import do_plans, make_plans, report
+from headwise_lab.results.cells import Number
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
 from lab.command import refused
 from lab.tasks.sentence.sentence_sets import FILLERS, write_pairs, write_texts
 
@@ -143,7 +143,7 @@ def test_a_record_holds_no_text_of_the_data_and_the_users_own_folder_does(tmp_pa
         drawn[to_png(figure)] = words
         return figure
 
-    monkeypatch.setattr("headwise.lab.papers.repulsive.figures.sentence_heatmap", kept)
+    monkeypatch.setattr("headwise_lab.papers.repulsive.figures.sentence_heatmap", kept)
     data = write_long(tmp_path / "long.tsv")
     words = set(data.read_text(encoding="utf-8").split())
     found = done("repulsive/figure-1", data, tmp_path)

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.experiment.task import named_task
-from headwise.lab.papers.claims import judge
-from headwise.lab.papers.diversity.shrinking import (
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.experiment.task import named_task
+from headwise_lab.papers.claims import judge
+from headwise_lab.papers.diversity.shrinking import (
     DIFFERENT,
     SHRUNK,
     TOGETHER,
     draw_shrinking,
     tabulate_shrinking,
 )
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.run import do_plans, make_plans, report
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.runs import read_results
-from headwise.lab.results.tabulate import make_table
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.run import do_plans, make_plans, report
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.runs import read_results
+from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 ARMS = ("plain", *DIFFERENT, "scaled", TOGETHER)

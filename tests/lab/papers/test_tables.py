@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.task import named_task
-from headwise.lab.papers.claims import MEASURED, Claim, Contrast
-from headwise.lab.papers.diversify.tables import DIVERSIFY
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.reproduction import (
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.task import named_task
+from headwise_lab.papers.claims import MEASURED, Claim, Contrast
+from headwise_lab.papers.diversify.tables import DIVERSIFY
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.reproduction import (
     Part,
     Reproduction,
     Size,
@@ -25,11 +25,11 @@ from headwise.lab.papers.reproduction import (
     resize_scale,
     small,
 )
-from headwise.lab.papers.repulsive.translation import REPULSIVE
-from headwise.lab.tasks.logic.task import LogicTask
-from headwise.lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.training.attach import Methods
+from headwise_lab.papers.repulsive.translation import REPULSIVE
+from headwise_lab.tasks.logic.task import LogicTask
+from headwise_lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.training.attach import Methods
 
 EVERY = (*REPULSIVE, *DIVERSIFY)
 EVERY_SCALE = [(reproduction, scale) for reproduction in EVERY for scale in reproduction.scales]

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from headwise.errors import DataError
 from headwise.integrations.methods import Repel
-from headwise.lab.experiment.run_folder import as_record
-from headwise.lab.papers.index import REPRODUCTIONS
-from headwise.lab.papers.recomputed import find_record, recompute
-from headwise.lab.papers.records import record
-from headwise.lab.papers.run import make_plans, report
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.experiment.run_folder import as_record
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.recomputed import find_record, recompute
+from headwise_lab.papers.records import record
+from headwise_lab.papers.run import make_plans, report
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from lab.results.synthetic_comparison import PAPER, write_comparison
 
 FIGURE = REPRODUCTIONS["diversify/figure-4"]

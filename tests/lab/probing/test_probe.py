@@ -13,21 +13,21 @@ import torch
 from transformers import BertModel
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import encodings, fingerprint
-from headwise.lab.models.text_classifiers import masked_mean
-from headwise.lab.probing import fit as fitting
-from headwise.lab.probing import run
-from headwise.lab.probing.figures import make_heads_grid, make_layers_grid
-from headwise.lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
-from headwise.lab.probing.probe import ProbedTask, choose_sentences, judge_probes
-from headwise.lab.probing.request import parse_heads, parse_layers
-from headwise.lab.tasks.classification.probing import ProbingTask
-from headwise.lab.tasks.classification.probing_data import load_probing
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.frozen.vectors import encodings, fingerprint
+from headwise_lab.models.text_classifiers import masked_mean
+from headwise_lab.probing import fit as fitting
+from headwise_lab.probing import run
+from headwise_lab.probing.figures import make_heads_grid, make_layers_grid
+from headwise_lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
+from headwise_lab.probing.probe import ProbedTask, choose_sentences, judge_probes
+from headwise_lab.probing.request import parse_heads, parse_layers
+from headwise_lab.tasks.classification.probing import ProbingTask
+from headwise_lab.tasks.classification.probing_data import load_probing
+from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.training.train import train_run
 from lab.command import call, refused
 from lab.tasks.classification.probing_toy import FILLERS, WORDS, write_bert, write_probing
 
@@ -117,7 +117,7 @@ def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder
     found = encodings(frozen, texts, tmp_path / "cache", model=fingerprint(frozen))
     assert found.layers.shape == (3, len(texts), 12)
     assert [array.shape for array in found.heads] == [(len(texts), 12)] * 2
-    from headwise.lab.training.trained import load_trained
+    from headwise_lab.training.trained import load_trained
 
     trained = load_trained(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
     device = next(trained.model.parameters()).device

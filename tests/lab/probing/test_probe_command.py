@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.cli.commands import probe
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen import vectors
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.probing import fit, run
-from headwise.lab.probing.fit import FORM
-from headwise.lab.probing.request import SENTENCES
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES
-from headwise.lab.training.train import train_run
+from headwise_lab.cli.commands import probe
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen import vectors
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.probing import fit, run
+from headwise_lab.probing.fit import FORM
+from headwise_lab.probing.request import SENTENCES
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.training.train import train_run
 from lab.command import call
 from lab.tasks.classification.probing_toy import write_bert, write_probing
 

@@ -8,10 +8,10 @@ from scipy.special import logsumexp
 from sklearn.linear_model import LogisticRegression
 
 from headwise.errors import SettingError
-from headwise.lab.probing import fit as probing_fit
-from headwise.lab.probing import softmax_regression
-from headwise.lab.probing.fit import Classifier, Split, fit
-from headwise.lab.probing.softmax_regression import SoftmaxRegression
+from headwise_lab.probing import fit as probing_fit
+from headwise_lab.probing import softmax_regression
+from headwise_lab.probing.fit import Classifier, Split, fit
+from headwise_lab.probing.softmax_regression import SoftmaxRegression
 
 
 def drawn(classes: int, count: int, width: int = 9) -> tuple[np.ndarray, np.ndarray]:

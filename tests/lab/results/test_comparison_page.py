@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.results.comparison_page import format_setting, make_page, write_headline
-from headwise.lab.results.figures import draw_figures
-from headwise.lab.results.table import Table
-from headwise.lab.results.tabulate import read_table
+from headwise_lab.results.comparison_page import format_setting, make_page, write_headline
+from headwise_lab.results.figures import draw_figures
+from headwise_lab.results.table import Table
+from headwise_lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 HOSTILE = "<script>alert(1)</script>\"'&"

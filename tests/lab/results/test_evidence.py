@@ -7,8 +7,8 @@ import json
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import analysis_file
-from headwise.lab.results.evidence import read_evidence, read_numbers
+from headwise_lab.experiment.run_folder import analysis_file
+from headwise_lab.results.evidence import read_evidence, read_numbers
 from lab.results.synthetic_comparison import PAPER, write_comparison
 
 

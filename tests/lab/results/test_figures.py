@@ -10,8 +10,10 @@ import matplotlib as mpl
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.results import figures
-from headwise.lab.results.figures import (
+from headwise.plots import heads
+from headwise.plots.style import assign_styles, drawing
+from headwise_lab.results import figures
+from headwise_lab.results.figures import (
     choose_styles,
     draw_dev_by_epoch,
     draw_effective_heads,
@@ -25,11 +27,9 @@ from headwise.lab.results.figures import (
     span_a_point,
     write_figures,
 )
-from headwise.lab.results.statistics import Estimate
-from headwise.lab.results.table import Table
-from headwise.lab.results.tabulate import read_table
-from headwise.plots import heads
-from headwise.plots.style import assign_styles, drawing
+from headwise_lab.results.statistics import Estimate
+from headwise_lab.results.table import Table
+from headwise_lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 
@@ -71,7 +71,7 @@ def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
         draw_figures(table)
         assert dict(mpl.rcParams) == before
     code = (
-        "import sys, headwise.lab.results.figures; "
+        "import sys, headwise_lab.results.figures; "
         "print([name for name in sys.modules if name.startswith('matplotlib')])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

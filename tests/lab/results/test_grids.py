@@ -6,9 +6,9 @@ import json
 import pytest
 from rich.console import Console, RenderableType
 
-from headwise.lab.experiment.run_folder import write_json
-from headwise.lab.results.cells import Grid, show_percent, show_points
-from headwise.lab.results.grids import (
+from headwise_lab.experiment.run_folder import write_json
+from headwise_lab.results.cells import Grid, show_percent, show_points
+from headwise_lab.results.grids import (
     bins_grid,
     cost_grid,
     diversity_grid,
@@ -19,9 +19,9 @@ from headwise.lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
-from headwise.lab.results.statistics import Estimate
-from headwise.lab.results.table import Table, make_record
-from headwise.lab.results.tabulate import read_table
+from headwise_lab.results.statistics import Estimate
+from headwise_lab.results.table import Table, make_record
+from headwise_lab.results.tabulate import read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
 
 HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"

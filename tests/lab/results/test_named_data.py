@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from headwise.lab.results.evidence import Evidence
-from headwise.lab.results.figures import name_data
-from headwise.lab.results.tabulate import make_table
 from headwise.plots.style import drawing
+from headwise_lab.results.evidence import Evidence
+from headwise_lab.results.figures import name_data
+from headwise_lab.results.tabulate import make_table
 from lab.papers.test_doses import evidence as evidence
 
 

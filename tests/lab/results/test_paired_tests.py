@@ -14,8 +14,8 @@ import pytest
 import sacrebleu
 
 from headwise.errors import DataError
-from headwise.lab.results import paired_tests
-from headwise.lab.results.paired_tests import (
+from headwise_lab.results import paired_tests
+from headwise_lab.results.paired_tests import (
     Pair,
     PairedTests,
     SystemTest,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from headwise.errors import SettingError
-from headwise.lab.results.statistics import Estimate, difference, estimate, estimate_over_starts, holm, score
+from headwise_lab.results.statistics import Estimate, difference, estimate, estimate_over_starts, holm, score
 
 
 def loops(values: np.ndarray) -> tuple[float, float, float, float]:

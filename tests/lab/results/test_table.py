@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, NotFired
-from headwise.lab.results.comparison_page import write_headline
-from headwise.lab.results.grids import list_notes
-from headwise.lab.results.runs import read_results
-from headwise.lab.results.statistics import difference, holm, judge_family, score
-from headwise.lab.results.table import Row, Table, make_record
-from headwise.lab.results.tabulate import make_table, read_table
+from headwise_lab.results.comparison_page import write_headline
+from headwise_lab.results.grids import list_notes
+from headwise_lab.results.runs import read_results
+from headwise_lab.results.statistics import difference, holm, judge_family, score
+from headwise_lab.results.table import Row, Table, make_record
+from headwise_lab.results.tabulate import make_table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headwise.lab.results.statistics import (
+from headwise_lab.results.statistics import (
     BORNE_OUT,
     CONTRADICTED,
     EQUIVALENT,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import MaskError, SettingError
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.role_masks.encoder import MaskFunction, mask_encoder
-from headwise.lab.tasks.translation.model import END, START, Marian, Seq2Seq, Seq2SeqConfig
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.role_masks.encoder import MaskFunction, mask_encoder
+from headwise_lab.tasks.translation.model import END, START, Marian, Seq2Seq, Seq2SeqConfig
 
 SOURCE = torch.tensor([[4, 5, 6, 7, 9, 2], [8, 3, 2, 0, 0, 0], [9, 9, 3, 2, 0, 0]])
 REAL = SOURCE != 0

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.arm import PARSED, ROLES, Guided
-from headwise.lab.role_masks.sentences import Donors
-from headwise.lab.tasks.classification.data import collate
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification.task import ClassificationTask
 from headwise.roles.build import Roles
 from headwise.roles.idf import idf
 from headwise.roles.roles import Dependency, Major, Rare, Separator, Window
 from headwise.roles.word_table import WordTable
+from headwise_lab.experiment.arm import PARSED, ROLES, Guided
+from headwise_lab.role_masks.sentences import Donors
+from headwise_lab.tasks.classification.data import collate
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.task import ClassificationTask
 from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 TASK = ClassificationTask()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.training.train import train_run
 
 
 def train(settings: RunSettings, folder: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from headwise.lab.data.batching import LengthBatches
-from headwise.lab.training import train
-from headwise.lab.training.callback import RunCallback
+from headwise_lab.data.batching import LengthBatches
+from headwise_lab.training import train
+from headwise_lab.training.callback import RunCallback
 
 
 def test_a_step_in_which_the_loss_moves_no_head_has_no_force_ratio(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.input_files import parse_json
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.arm_text import list_settings, parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.arm_text import list_settings, parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.training.train import train_run
 from lab.training.test_killed import TOY
 
 SCALE = dataclasses.replace(TOY, heads=4, epochs=1, train_examples=64, dev_examples=30, generated_draws=1000)

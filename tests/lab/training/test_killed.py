@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from lab.stopping import same_bits
 from lab.training import killed_target
 
@@ -44,7 +44,7 @@ class Runs:
 
     def __init__(self, cache: Path) -> None:
         self.context, self.cache = multiprocessing.get_context("forkserver"), cache
-        self.context.set_forkserver_preload(["lab.training.killed_target", "headwise.lab.tasks.logic.task"])
+        self.context.set_forkserver_preload(["lab.training.killed_target", "headwise_lab.tasks.logic.task"])
 
     def start(self, arm: str, folder: Path, save_seconds: float = 0.0) -> Any:
         """A process that begins or resumes a run."""

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.training.attach import Methods
 from headwise.nn.additive import AdditiveAttention
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.training.attach import Methods
 
 
 def build(arm: str, kind: str = "additive") -> tuple[nn.Module, Methods]:

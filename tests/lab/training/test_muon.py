@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.lab.experiment.arm import Orthogonalize
-from headwise.lab.experiment.scale import Recipe
-from headwise.lab.training.optimizer import build_optimizer
+from headwise_lab.experiment.arm import Orthogonalize
+from headwise_lab.experiment.scale import Recipe
+from headwise_lab.training.optimizer import build_optimizer
 
 RECIPE = Recipe(0.02, 3, 2, weight_decay=0.1)
 

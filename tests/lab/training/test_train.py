@@ -18,17 +18,17 @@ from headwise.gating.attach import gate_heads
 from headwise.gating.gates import SigmoidGate
 from headwise.heads.find import find_heads
 from headwise.heads.mixing import mix_heads
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import named_task
-from headwise.lab.tasks.logic.data import load_logic
-from headwise.lab.tasks.logic.model import PairClassifier
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
-from headwise.lab.training import train
-from headwise.lab.training.attach import Methods, attach_arm, pair_all_heads, widen_feed_forward
-from headwise.lab.training.start import Classifier
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.experiment.task import named_task
+from headwise_lab.tasks.logic.data import load_logic
+from headwise_lab.tasks.logic.model import PairClassifier
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
+from headwise_lab.training import train
+from headwise_lab.training.attach import Methods, attach_arm, pair_all_heads, widen_feed_forward
+from headwise_lab.training.start import Classifier
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
 from lab.stopping import same_bits, stop_after
 
 TOY = dataclasses.replace(

@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from headwise.errors import DataError, SettingError
 from headwise.heads.taps import Taps
-from headwise.lab.analyses.head_vectors import measure_head_vectors, vector_cosine
-from headwise.lab.analyses.registry import AnalysisSettings, analyze
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.run_folder import analysis_file
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation.decoding import negative_log_likelihood
-from headwise.lab.tasks.translation.model import PADDING, START
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
+from headwise_lab.analyses.head_vectors import measure_head_vectors, vector_cosine
+from headwise_lab.analyses.registry import AnalysisSettings, analyze
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.run_folder import analysis_file
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.translation.decoding import negative_log_likelihood
+from headwise_lab.tasks.translation.model import PADDING, START
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
 
 

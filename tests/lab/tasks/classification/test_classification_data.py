@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.arrays import stable_key
-from headwise.lab.data.splits import split_by_hash
-from headwise.lab.tasks.classification.data import (
+from headwise_lab.data.arrays import stable_key
+from headwise_lab.data.splits import split_by_hash
+from headwise_lab.tasks.classification.data import (
     PADDING,
     UNKNOWN,
     ClassificationData,
@@ -21,8 +21,8 @@ from headwise.lab.tasks.classification.data import (
     list_folds,
     load_data,
 )
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification.texts import is_tokenized
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.texts import is_tokenized
 from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"

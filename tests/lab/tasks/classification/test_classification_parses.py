@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.tasks.classification import texts
-from headwise.lab.tasks.classification.data import load_data
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise.lab.tasks.classification.task import ClassificationTask
-from headwise.lab.training.attach import attach_arm
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.tasks.classification import texts
+from headwise_lab.tasks.classification.data import load_data
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.task import ClassificationTask
+from headwise_lab.training.attach import attach_arm
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 TRAINED = DATA.parent / "models" / "en_ewt_parser"

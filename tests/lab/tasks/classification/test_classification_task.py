@@ -14,18 +14,18 @@ import torch
 from rich.console import Console
 
 from headwise.errors import SettingError
-from headwise.lab import compare as compare_module
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import named_task
-from headwise.lab.jobs.workers import do_job
-from headwise.lab.tasks.classification.data import load_data
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
-from headwise.lab.tasks.classification.task import ClassificationTask
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.cross_validation import gather_parts
-from headwise.lab.tune import Tuning, tune
+from headwise_lab import compare as compare_module
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.experiment.task import named_task
+from headwise_lab.jobs.workers import do_job
+from headwise_lab.tasks.classification.data import load_data
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
+from headwise_lab.tasks.classification.task import ClassificationTask
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.cross_validation import gather_parts
+from headwise_lab.tune import Tuning, tune
 from lab.sentences import parse_without_spacy, write_sentences
 from lab.stopping import assert_goes_on_to_the_same_bits
 

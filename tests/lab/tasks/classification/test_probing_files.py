@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.labeled_texts import (
+from headwise_lab.data.labeled_texts import (
     CATEGORIES,
     PROBES,
     choose_layout,
@@ -19,8 +19,8 @@ from headwise.lab.data.labeled_texts import (
     find_probing_file,
     read_probing,
 )
-from headwise.lab.tasks.classification.probing_data import ProbingData, load_probing
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.tasks.classification.probing_data import ProbingData, load_probing
+from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "probing"

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.classification import probing as task
-from headwise.lab.tasks.classification.probing import ProbingTask
-from headwise.lab.tasks.classification.probing_scales import PROBING_SCALES
-from headwise.lab.training.train import train_run
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.classification import probing as task
+from headwise_lab.tasks.classification.probing import ProbingTask
+from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.training.train import train_run
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.classification.probing_toy import write_probing
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from transformers import ElectraConfig, ElectraForPreTraining
 
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.glue.scales import GLUE_SCALES
-from headwise.lab.tasks.glue.task import GlueTask
-from headwise.lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.glue.scales import GLUE_SCALES
+from headwise_lab.tasks.glue.task import GlueTask
+from headwise_lab.tasks.pretraining.wordpieces import WordPieces, learn_word_pieces
 from lab.tasks.pretraining.pretraining_toy import WORDS, document
 
 

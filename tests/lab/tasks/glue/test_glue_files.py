@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.tasks.glue.files import GLUE, find_missing_file, find_set, format_submission, read_split
-from headwise.lab.training.start import find_start
+from headwise_lab.tasks.glue.files import GLUE, find_missing_file, find_set, format_submission, read_split
+from headwise_lab.training.start import find_start
 from lab.tasks.glue.glue_toy import PUBLISHED, TASK, toy, write_glue
 
 

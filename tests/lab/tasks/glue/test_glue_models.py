@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.models.pretrained import require_whole
-from headwise.lab.training.start import Classifier, require_positions
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.models.pretrained import require_whole
+from headwise_lab.training.start import Classifier, require_positions
+from headwise_lab.training.train import train_run
 from lab.tasks.glue.glue_toy import TASK, sentence, settings, toy, toy_words
 
 

@@ -21,19 +21,19 @@ from transformers import TrainingArguments
 
 import headwise as hw
 from headwise.errors import DataError, SettingError
-from headwise.lab.compare import Comparison, plan_runs
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.run_folder import write_result
-from headwise.lab.experiment.scale import Recipe, ScaleOptions, with_options
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.tasks.glue.scales import GLUE_SCALES
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import build_optimizer
-from headwise.lab.training.start import Classifier, find_start
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
-from headwise.lab.tune import Tuning, tune
+from headwise_lab.compare import Comparison, plan_runs
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.run_folder import write_result
+from headwise_lab.experiment.scale import Recipe, ScaleOptions, with_options
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.tasks.glue.scales import GLUE_SCALES
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.optimizer import build_optimizer
+from headwise_lab.training.start import Classifier, find_start
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
+from headwise_lab.tune import Tuning, tune
 from lab.command import call
 from lab.tasks.glue.glue_toy import PUBLISHED, TASK, sentence, settings, toy, truth
 
@@ -282,7 +282,7 @@ def test_the_share_is_of_the_steps_of_the_whole_run(model, glue, tmp_path, monke
         given.update(arguments)
         return TrainingArguments(**arguments)
 
-    monkeypatch.setattr("headwise.lab.training.train.TrainingArguments", seen)
+    monkeypatch.setattr("headwise_lab.training.train.TrainingArguments", seen)
     scale = toy(model, warmup_share=0.5, epochs=3)
     train_run(settings("plain", glue / "RTE", scale), tmp_path / "run")
     batches = -(-len(TASK.load(glue / "RTE", scale, None).train) // 16)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.lab.experiment import run_folder
-from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of
-from headwise.lab.tasks.graph2text.ratings import CRITERIA
+from headwise_lab.experiment import run_folder
+from headwise_lab.tasks.graph2text.data import test_graphs as graphs_of
+from headwise_lab.tasks.graph2text.ratings import CRITERIA
 from lab.tasks.graph2text.graph_sets import write_triples
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

@@ -13,17 +13,17 @@ import torch
 from rich.console import Console
 
 from headwise.errors import DataError, NotFired, SettingError
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.graph2text.data import collate
-from headwise.lab.tasks.graph2text.files import Graph
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
-from headwise.lab.tasks.graph2text.scores import coverage, repeated_clauses, scores
-from headwise.lab.tasks.graph2text.task import Graph2TextTask, fill_in, find_nearest_texts
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import build_optimizer
-from headwise.lab.training.train import train_run
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.graph2text.data import collate
+from headwise_lab.tasks.graph2text.files import Graph
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.tasks.graph2text.scores import coverage, repeated_clauses, scores
+from headwise_lab.tasks.graph2text.task import Graph2TextTask, fill_in, find_nearest_texts
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.optimizer import build_optimizer
+from headwise_lab.training.train import train_run
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.graph2text.graph_sets import write_triples
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.tasks.graph2text.coder import END, START, UNKNOWN, EncodedGraph
-from headwise.lab.tasks.graph2text.data import collate, load_graphs
-from headwise.lab.tasks.graph2text.files import read_graphs, read_triples
-from headwise.lab.tasks.graph2text.scales import GRAPH_SCALES
+from headwise_lab.tasks.graph2text.coder import END, START, UNKNOWN, EncodedGraph
+from headwise_lab.tasks.graph2text.data import collate, load_graphs
+from headwise_lab.tasks.graph2text.files import read_graphs, read_triples
+from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
 from lab.tasks.graph2text.graph_sets import agenda_line, write_agenda, write_triples
 
 TOY = dataclasses.replace(

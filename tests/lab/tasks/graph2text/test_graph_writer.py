@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import headwise as hw
 from headwise.errors import ShapeError
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.tasks.graph2text.coder import END, START, EncodedGraph
-from headwise.lab.tasks.graph2text.data import collate
-from headwise.lab.tasks.graph2text.decoding import search, write_texts
-from headwise.lab.tasks.graph2text.model import (
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.tasks.graph2text.coder import END, START, EncodedGraph
+from headwise_lab.tasks.graph2text.data import collate
+from headwise_lab.tasks.graph2text.decoding import search, write_texts
+from headwise_lab.tasks.graph2text.model import (
     CORRECT,
     RELEASED,
     Departures,

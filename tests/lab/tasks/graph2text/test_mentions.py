@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.mutate import read_in_time
-from headwise.lab.tasks.graph2text.files import find_mentions, parse_triples
+from headwise_lab.tasks.graph2text.files import find_mentions, parse_triples
 
 WORDS = st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map(tuple)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.experiment import run_folder
-from headwise.lab.tasks.graph2text.ratings import (
+from headwise_lab.experiment import run_folder
+from headwise_lab.tasks.graph2text.ratings import (
     FORM,
     KEY,
     draw_ratings,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.tasks.graph2text.ratings import CRITERIA, Item, read_ratings, write_rating
+from headwise_lab.tasks.graph2text.ratings import CRITERIA, Item, read_ratings, write_rating
 from report.chromium import Chromium, find_chromium
 
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\"><b>"

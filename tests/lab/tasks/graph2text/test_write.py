@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.line_streams import LONGEST_LINE, read_lines
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.graph2text import decoding
-from headwise.lab.tasks.graph2text.data import test_graphs as graphs_of_test
-from headwise.lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
-from headwise.lab.training.train import train_run
+from headwise_lab.data.line_streams import LONGEST_LINE, read_lines
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.graph2text import decoding
+from headwise_lab.tasks.graph2text.data import test_graphs as graphs_of_test
+from headwise_lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
+from headwise_lab.training.train import train_run
 from lab.streamed import answered, started
 from lab.tasks.graph2text.graph_sets import write_triples
 from lab.tasks.graph2text.test_graph2text_task import TOY

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from pathlib import Path
 
-from headwise.lab.packed_text.folder import open_packed
-from headwise.lab.packed_text.prepare import prepare_text
-from headwise.lab.tasks.lm.data import PACKING, LmData
-from headwise.lab.tasks.lm.scales import LM_SCALES
+from headwise_lab.packed_text.folder import open_packed
+from headwise_lab.packed_text.prepare import prepare_text
+from headwise_lab.tasks.lm.data import PACKING, LmData
+from headwise_lab.tasks.lm.scales import LM_SCALES
 from lab.tasks.pretraining.pretraining_toy import document
 
 TOY = dataclasses.replace(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headwise.errors import SettingError
-from headwise.lab.experiment.arm import named_arms
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
 from lab.tasks.lm.lm_toy import TOY, prepare_toy
 
 # What needs words with a parse, or another model.

@@ -14,17 +14,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data import documents as reading
-from headwise.lab.data.subwords import describe_tokenizer
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.packed_text import prepare as preparing
-from headwise.lab.packed_text.prepare import TextPreparation, prepare_text
-from headwise.lab.tasks.lm.cloze import find_items, find_last_words
-from headwise.lab.tasks.lm.data import PACKING, LmData, Packer, TextRow, make_labels, number_positions
-from headwise.lab.tasks.lm.model import keeps_documents_apart
-from headwise.lab.tasks.lm.task import LmTask
-from headwise.lab.tasks.lm.tokens import learn_tokens, read_tokens
-from headwise.lab.training.attach import attach_arm
+from headwise_lab.data import documents as reading
+from headwise_lab.data.subwords import describe_tokenizer
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.packed_text import prepare as preparing
+from headwise_lab.packed_text.prepare import TextPreparation, prepare_text
+from headwise_lab.tasks.lm.cloze import find_items, find_last_words
+from headwise_lab.tasks.lm.data import PACKING, LmData, Packer, TextRow, make_labels, number_positions
+from headwise_lab.tasks.lm.model import keeps_documents_apart
+from headwise_lab.tasks.lm.task import LmTask
+from headwise_lab.tasks.lm.tokens import learn_tokens, read_tokens
+from headwise_lab.training.attach import attach_arm
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy, write_documents
 
 

@@ -22,19 +22,19 @@ from transformers import (
 
 import headwise as hw
 from headwise.errors import DataError, LayoutError, SettingError
-from headwise.lab.compare import require_fits
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.scale import ScaleOptions
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.options import choose_scale, parse_lora
-from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
-from headwise.lab.tasks.lm.task import LmTask
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
-from headwise.lab.tune import Tuning, draw_arm
+from headwise_lab.compare import require_fits
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.scale import ScaleOptions
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.options import choose_scale, parse_lora
+from headwise_lab.tasks.lm.attention import measure_copying, measure_sinks
+from headwise_lab.tasks.lm.task import LmTask
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
+from headwise_lab.tune import Tuning, draw_arm
 from lab.command import call, refused
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy

@@ -12,9 +12,9 @@ import torch
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
 from headwise.integrations.methods import Penalize, Repel
-from headwise.lab.experiment.arm_text import parse_arm, record_arm, restore_arm
-from headwise.lab.tasks.lm.task import LmTask
-from headwise.lab.training.attach import attach_arm
+from headwise_lab.experiment.arm_text import parse_arm, record_arm, restore_arm
+from headwise_lab.tasks.lm.task import LmTask
+from headwise_lab.training.attach import attach_arm
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
 TASK = LmTask()

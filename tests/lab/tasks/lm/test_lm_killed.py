@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.training.train import train_run
 from lab.stopping import same_bits
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 

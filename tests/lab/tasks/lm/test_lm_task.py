@@ -21,20 +21,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import headwise as hw
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.evaluation import Likelihood
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.tasks.lm.attention import measure_copying, measure_sinks
-from headwise.lab.tasks.lm.cloze import ClozeItem, score_cloze
-from headwise.lab.tasks.lm.model import build_model
-from headwise.lab.tasks.lm.scales import LM_SCALES
-from headwise.lab.tasks.lm.scores import score_rows, score_unigrams
-from headwise.lab.tasks.lm.task import LmTask
-from headwise.lab.tasks.lm.tokens import TextTokens, learn_tokens
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import load_trained
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.evaluation import Likelihood
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.tasks.lm.attention import measure_copying, measure_sinks
+from headwise_lab.tasks.lm.cloze import ClozeItem, score_cloze
+from headwise_lab.tasks.lm.model import build_model
+from headwise_lab.tasks.lm.scales import LM_SCALES
+from headwise_lab.tasks.lm.scores import score_rows, score_unigrams
+from headwise_lab.tasks.lm.task import LmTask
+from headwise_lab.tasks.lm.tokens import TextTokens, learn_tokens
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
 from lab.stopping import same_bits, stop_after
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 

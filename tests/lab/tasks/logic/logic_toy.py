@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 
 TOY = dataclasses.replace(
     LOGIC_SCALES["demo"],

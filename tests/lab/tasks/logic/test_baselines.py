@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from headwise.errors import SettingError
-from headwise.lab.data.arrays import Ragged
-from headwise.lab.tasks.logic.baselines import counts, majority, token_counts
-from headwise.lab.tasks.logic.data import LogicSplit, load_logic
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.data.arrays import Ragged
+from headwise_lab.tasks.logic.baselines import counts, majority, token_counts
+from headwise_lab.tasks.logic.data import LogicSplit, load_logic
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 
 TOY = replace(LOGIC_SCALES["demo"], name="toy", generated_draws=5_000)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.logic import data as logic_data
-from headwise.lab.tasks.logic.data import GENERATOR_SEED, collate, load_logic
-from headwise.lab.tasks.logic.formulas import RELATIONS
-from headwise.lab.tasks.logic.generator import generate
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.tasks.logic import data as logic_data
+from headwise_lab.tasks.logic.data import GENERATOR_SEED, collate, load_logic
+from headwise_lab.tasks.logic.formulas import RELATIONS
+from headwise_lab.tasks.logic.generator import generate
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 
 TOY = replace(LOGIC_SCALES["demo"], name="toy", generated_draws=3_000, train_operators=2, test_bins=(1, 2, 3))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data.arrays import require_files
-from headwise.lab.tasks.logic.files import read_pairs
-from headwise.lab.tasks.logic.formulas import Pair, operators, relation, worlds
+from headwise_lab.data.arrays import require_files
+from headwise_lab.tasks.logic.files import read_pairs
+from headwise_lab.tasks.logic.formulas import Pair, operators, relation, worlds
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 

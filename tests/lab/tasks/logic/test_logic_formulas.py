@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwise.errors import DataError
-from headwise.lab.tasks.logic.formulas import (
+from headwise_lab.tasks.logic.formulas import (
     ALL_WORLDS,
     RELATIONS,
     VARIABLE_WORLDS,

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from headwise.errors import SettingError
-from headwise.lab.tasks.logic import generator
-from headwise.lab.tasks.logic.formulas import ALL_WORLDS, RELATIONS, VARIABLES, operators, relation, worlds
-from headwise.lab.tasks.logic.generator import generate
+from headwise_lab.tasks.logic import generator
+from headwise_lab.tasks.logic.formulas import ALL_WORLDS, RELATIONS, VARIABLES, operators, relation, worlds
+from headwise_lab.tasks.logic.generator import generate
 
 PAIRS = list(generate(20_000, seed=5))
 SIDES = [side for pair in PAIRS for side in (pair.premise, pair.hypothesis)]

@@ -13,9 +13,9 @@ from torch import nn
 
 from headwise.errors import SettingError, ShapeError
 from headwise.heads.find import find_heads
-from headwise.lab.models.encoder import Encoder, EncoderLayer, sinusoids
-from headwise.lab.tasks.logic.model import PairClassifier, QueryPooling
-from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.models.encoder import Encoder, EncoderLayer, sinusoids
+from headwise_lab.tasks.logic.model import PairClassifier, QueryPooling
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 
 SMALL = replace(LOGIC_SCALES["demo"], width=8, heads=2, layers=3, classifier_width=16)
 POST = replace(SMALL, norm_first=False)

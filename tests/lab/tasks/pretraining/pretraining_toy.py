@@ -7,10 +7,10 @@ import gzip
 import json
 from pathlib import Path
 
-from headwise.lab.packed_text.folder import find_packed, open_packed
-from headwise.lab.packed_text.prepare import TextPreparation
-from headwise.lab.tasks.pretraining.data import PACKING, PretrainingData
-from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
+from headwise_lab.packed_text.folder import find_packed, open_packed
+from headwise_lab.packed_text.prepare import TextPreparation
+from headwise_lab.tasks.pretraining.data import PACKING, PretrainingData
+from headwise_lab.tasks.pretraining.scales import PRETRAINING_SCALES
 
 TEXT = "the old clock ticks and a small bird sings on grey stones near cold rivers while rain falls softly"
 WORDS = TEXT.split()

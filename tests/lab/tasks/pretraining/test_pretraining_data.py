@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise.lab.data import documents
-from headwise.lab.data.documents import find_files, read_lines, read_pieces
-from headwise.lab.packed_text import prepare as preparing
-from headwise.lab.packed_text.prepare import prepare_text
-from headwise.lab.packed_text.stream import StreamBatches
-from headwise.lab.tasks.pretraining.data import PACKING, MaskedRow
-from headwise.lab.tasks.pretraining.rows import Packer, draw_masked, number_segments
-from headwise.lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
+from headwise_lab.data import documents
+from headwise_lab.data.documents import find_files, read_lines, read_pieces
+from headwise_lab.packed_text import prepare as preparing
+from headwise_lab.packed_text.prepare import prepare_text
+from headwise_lab.packed_text.stream import StreamBatches
+from headwise_lab.tasks.pretraining.data import PACKING, MaskedRow
+from headwise_lab.tasks.pretraining.rows import Packer, draw_masked, number_segments
+from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
 from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.packed_text.prepare import prepare_text
-from headwise.lab.tasks.pretraining.data import PACKING
-from headwise.lab.tasks.pretraining.task import PretrainingTask
-from headwise.lab.training.train import train_run
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.packed_text.prepare import prepare_text
+from headwise_lab.tasks.pretraining.data import PACKING
+from headwise_lab.tasks.pretraining.task import PretrainingTask
+from headwise_lab.training.train import train_run
 from lab.stopping import same_bits
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
 

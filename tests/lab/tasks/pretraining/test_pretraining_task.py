@@ -20,22 +20,22 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import headwise as hw
 from headwise.errors import DataError, SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.evaluation import Auc
-from headwise.lab.experiment.scale import ScaleOptions, with_options
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.experiment.task import Task
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.packed_text.prepare import prepare_text
-from headwise.lab.tasks.pretraining.data import PACKING, MaskedRow
-from headwise.lab.tasks.pretraining.scales import PRETRAINING_SCALES
-from headwise.lab.tasks.pretraining.scores import compute_placements, score_batches, score_rows
-from headwise.lab.tasks.pretraining.task import PretrainingTask
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.optimizer import build_optimizer
-from headwise.lab.training.start import Start
-from headwise.lab.training.train import never, train_run
-from headwise.lab.training.trained import load_trained
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.evaluation import Auc
+from headwise_lab.experiment.scale import ScaleOptions, with_options
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.experiment.task import Task
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.packed_text.prepare import prepare_text
+from headwise_lab.tasks.pretraining.data import PACKING, MaskedRow
+from headwise_lab.tasks.pretraining.scales import PRETRAINING_SCALES
+from headwise_lab.tasks.pretraining.scores import compute_placements, score_batches, score_rows
+from headwise_lab.tasks.pretraining.task import PretrainingTask
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.optimizer import build_optimizer
+from headwise_lab.training.start import Start
+from headwise_lab.training.train import never, train_run
+from headwise_lab.training.trained import load_trained
 from lab.stopping import same_bits, stop_after
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
 

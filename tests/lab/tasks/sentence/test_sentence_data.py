@@ -13,11 +13,11 @@ import pytest
 
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.sentence import words as sentence_words
-from headwise.lab.tasks.sentence.data import load_sentences
-from headwise.lab.tasks.sentence.files import read_set
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence.words import locate_words, tokenize
+from headwise_lab.tasks.sentence import words as sentence_words
+from headwise_lab.tasks.sentence.data import load_sentences
+from headwise_lab.tasks.sentence.files import read_set
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
+from headwise_lab.tasks.sentence.words import locate_words, tokenize
 from lab.tasks.sentence.sentence_sets import sentence, write_pairs, write_profiles, write_texts
 
 spacy = pytest.importorskip("spacy")

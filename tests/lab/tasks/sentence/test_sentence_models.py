@@ -10,11 +10,11 @@ import torch
 
 import headwise as hw
 from headwise.errors import SettingError, ShapeError
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.models.encoder import Encoder, EncoderLayer, SizedAttention
-from headwise.lab.models.text_classifiers import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
-from headwise.lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise.nn.multihead import MultiheadAttention
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.models.encoder import Encoder, EncoderLayer, SizedAttention
+from headwise_lab.models.text_classifiers import SentenceCNN, SentenceLSTM, SentenceTransformer, WordVectors
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 
 SCALE = dataclasses.replace(CLASSIFICATION_SCALES["demo"], width=10, heads=3, head_size=4, hidden=14, dropout=0.3)
 MODELS = [SentenceTransformer, SentenceLSTM, SentenceCNN]

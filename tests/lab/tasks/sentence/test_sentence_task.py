@@ -14,22 +14,22 @@ import torch
 from rich.console import Console
 
 from headwise.errors import DataError, SettingError, ShapeError
-from headwise.lab.analyses.force_directions import measure_directions, radial_share
-from headwise.lab.analyses.registry import AnalysisSettings, analyze, is_analyzed
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.scale import ScaleOptions, with_options
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.sentence.attention_maps import measure_attention
-from headwise.lab.tasks.sentence.data import collate
-from headwise.lab.tasks.sentence.model import HeadGate, SelfAttentive
-from headwise.lab.tasks.sentence.naive_bayes import naive_bayes_regression
-from headwise.lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise.lab.tasks.sentence.task import SentenceTask, probabilities, scores
-from headwise.lab.tasks.sentence.uncertainty import measure_entropy, measure_reliability
-from headwise.lab.training.attach import attach_arm
-from headwise.lab.training.train import train_run
 from headwise.repulsion.rules import SVGD
+from headwise_lab.analyses.force_directions import measure_directions, radial_share
+from headwise_lab.analyses.registry import AnalysisSettings, analyze, is_analyzed
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.scale import ScaleOptions, with_options
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.sentence.attention_maps import measure_attention
+from headwise_lab.tasks.sentence.data import collate
+from headwise_lab.tasks.sentence.model import HeadGate, SelfAttentive
+from headwise_lab.tasks.sentence.naive_bayes import naive_bayes_regression
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
+from headwise_lab.tasks.sentence.task import SentenceTask, probabilities, scores
+from headwise_lab.tasks.sentence.uncertainty import measure_entropy, measure_reliability
+from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.train import train_run
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.sentence.sentence_sets import write_pairs, write_texts
 
@@ -269,7 +269,7 @@ def test_options_and_missing_data_are_refused(texts):
 
 
 def named_logic():
-    from headwise.lab.tasks.logic.scales import LOGIC_SCALES
+    from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 
     return LOGIC_SCALES["demo"]
 

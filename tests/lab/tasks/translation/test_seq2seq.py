@@ -9,10 +9,10 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import headwise as hw
 from headwise.errors import SettingError
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.seeding import initialize_parameters
-from headwise.lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
-from headwise.lab.training.attach import Methods
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.seeding import initialize_parameters
+from headwise_lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
+from headwise_lab.training.attach import Methods
 
 SIZES = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
 SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 2, 0, 0, 0]])

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.line_streams import LONGEST_LINE, read_lines
-from headwise.lab.data.subwords import END
-from headwise.lab.experiment import run_folder
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.frozen.vectors import encodings
-from headwise.lab.tasks.translation import decoding
-from headwise.lab.tasks.translation.decoding import EXTRA, LONGER
-from headwise.lab.tasks.translation.translator import open_translator, translate_lines
-from headwise.lab.training.train import train_run
+from headwise_lab.data.line_streams import LONGEST_LINE, read_lines
+from headwise_lab.data.subwords import END
+from headwise_lab.experiment import run_folder
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.frozen.vectors import encodings
+from headwise_lab.tasks.translation import decoding
+from headwise_lab.tasks.translation.decoding import EXTRA, LONGER
+from headwise_lab.tasks.translation.translator import open_translator, translate_lines
+from headwise_lab.training.train import train_run
 from lab.streamed import answered, started
 from lab.tasks.translation.test_translation_task import ARM, TOY, settings
 from lab.tasks.translation.translation_toy import WORDS

@@ -13,16 +13,16 @@ import pytest
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise.lab.experiment.run_folder import read_json
-from headwise.lab.experiment.task import Fidelity
-from headwise.lab.frozen.open import open_frozen
-from headwise.lab.tasks.translation import decoding
-from headwise.lab.tasks.translation.model import build_model
-from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.tasks.translation.translator import Translator, open_translator
-from headwise.lab.training.train import train_run
-from headwise.lab.training.trained import read_arm, restore_run
 from headwise.roles import spacy as bridge
+from headwise_lab.experiment.run_folder import read_json
+from headwise_lab.experiment.task import Fidelity
+from headwise_lab.frozen.open import open_frozen
+from headwise_lab.tasks.translation import decoding
+from headwise_lab.tasks.translation.model import build_model
+from headwise_lab.tasks.translation.task import TranslationTask
+from headwise_lab.tasks.translation.translator import Translator, open_translator
+from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import read_arm, restore_run
 from lab import command
 from lab.sealing import seal_again
 from lab.sentences import parsed

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.data.downloads import Download
-from headwise.lab.data.subwords import learn_subwords
-from headwise.lab.tasks.translation import corpora
-from headwise.lab.tasks.translation.data import open_prepared
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
+from headwise_lab.data.downloads import Download
+from headwise_lab.data.subwords import learn_subwords
+from headwise_lab.tasks.translation import corpora
+from headwise_lab.tasks.translation.data import open_prepared
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
 from lab.command import call, refused
 from lab.tasks.translation.translation_text import TARGET_WORDS, lines, write_corpus
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.data.arrays import RaggedWriter, open_ragged
-from headwise.lab.data.subwords import END, learn_subwords
-from headwise.lab.tasks.translation import data as translation_data
-from headwise.lab.tasks.translation import prepare
-from headwise.lab.tasks.translation.corpora import CORPORA, Cleaning, Corpus, Layout, Part
-from headwise.lab.tasks.translation.data import collate, load_translation, open_prepared
-from headwise.lab.tasks.translation.files import make_custom_corpus, make_folder_corpus
+from headwise_lab.data.arrays import RaggedWriter, open_ragged
+from headwise_lab.data.subwords import END, learn_subwords
+from headwise_lab.tasks.translation import data as translation_data
+from headwise_lab.tasks.translation import prepare
+from headwise_lab.tasks.translation.corpora import CORPORA, Cleaning, Corpus, Layout, Part
+from headwise_lab.tasks.translation.data import collate, load_translation, open_prepared
+from headwise_lab.tasks.translation.files import make_custom_corpus, make_folder_corpus
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"

@@ -12,7 +12,7 @@ import pytest
 
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.translation.corpora import (
+from headwise_lab.tasks.translation.corpora import (
     CORPORA,
     CWMT,
     MULTI30K,
@@ -24,7 +24,7 @@ from headwise.lab.tasks.translation.corpora import (
     fetch_corpus,
     find_files,
 )
-from headwise.lab.tasks.translation.files import Line, make_custom_corpus, make_folder_corpus, read_pairs, read_side
+from headwise_lab.tasks.translation.files import Line, make_custom_corpus, make_folder_corpus, read_pairs, read_side
 from lab.tasks.translation.translation_text import write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"

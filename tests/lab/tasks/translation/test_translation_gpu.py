@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise.lab.cli import main
-from headwise.lab.compare import require_fits
-from headwise.lab.experiment import run_folder
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation.data import prepare_translation
-from headwise.lab.tasks.translation.files import find_corpus
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.training.train import train_run
+from headwise_lab.cli import main
+from headwise_lab.compare import require_fits
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.translation.data import prepare_translation
+from headwise_lab.tasks.translation.files import find_corpus
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
+from headwise_lab.training.train import train_run
 from lab.stopping import stop_after
 from lab.tasks.translation.translation_text import write_corpus
 

@@ -23,8 +23,8 @@ ARMS = {
 # the command itself, whose demo is a toy: batches are accumulated, epochs averaged
 COMMAND = """
 import dataclasses, sys
-from headwise.lab.cli.main import main
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES as scales
+from headwise_lab.cli.main import main
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES as scales
 
 scales["demo"] = dataclasses.replace(
     scales["demo"], width=16, hidden=16, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.1, vocabulary_size=300,

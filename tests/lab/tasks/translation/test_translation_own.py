@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.tasks.translation.files import find_corpus
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
+from headwise_lab.tasks.translation.files import find_corpus
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"

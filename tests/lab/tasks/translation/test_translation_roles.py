@@ -10,18 +10,18 @@ import torch
 
 from headwise.errors import DataError, SettingError
 from headwise.heads.taps import Taps
-from headwise.lab.data.arrays import Ragged
-from headwise.lab.data.subwords import END, Subwords, learn_subwords
-from headwise.lab.experiment.arm import Guided
-from headwise.lab.experiment.arm_text import parse_arm
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation import task as translation_module
-from headwise.lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.training.attach import attach_arm
 from headwise.roles.align import words_of_tokens
 from headwise.roles.word_table import WordTable
+from headwise_lab.data.arrays import Ragged
+from headwise_lab.data.subwords import END, Subwords, learn_subwords
+from headwise_lab.experiment.arm import Guided
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.translation import task as translation_module
+from headwise_lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
+from headwise_lab.training.attach import attach_arm
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.translation.translation_toy import WORDS, parse_without_spacy, write_toy_corpus
 

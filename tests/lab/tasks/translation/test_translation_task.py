@@ -15,17 +15,17 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from headwise.errors import DataError, SettingError
-from headwise.lab.compare import Comparison, compare
-from headwise.lab.data.subwords import END
-from headwise.lab.experiment.arm_text import parse_arm, parse_arms
-from headwise.lab.experiment.scale import ScaleOptions, with_options
-from headwise.lab.experiment.settings import RunSettings
-from headwise.lab.tasks.translation import model as translation_model
-from headwise.lab.tasks.translation.data import TranslationExample
-from headwise.lab.tasks.translation.decoding import score_targets
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
-from headwise.lab.tasks.translation.task import TranslationTask
-from headwise.lab.training.train import train_run
+from headwise_lab.compare import Comparison, compare
+from headwise_lab.data.subwords import END
+from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.scale import ScaleOptions, with_options
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.tasks.translation import model as translation_model
+from headwise_lab.tasks.translation.data import TranslationExample
+from headwise_lab.tasks.translation.decoding import score_targets
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
+from headwise_lab.tasks.translation.task import TranslationTask
+from headwise_lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
 from lab.tasks.translation.translation_toy import write_toy_corpus
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from headwise.lab.role_masks import stored
-from headwise.lab.tasks.translation import task as translation_module
-from headwise.lab.tasks.translation.role_masks import make_parser
-from headwise.lab.tasks.translation.scales import TRANSLATION_SCALES
-from headwise.lab.tasks.translation.task import TranslationTask
+from headwise_lab.role_masks import stored
+from headwise_lab.tasks.translation import task as translation_module
+from headwise_lab.tasks.translation.role_masks import make_parser
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
 from lab.inline import do_inline
 from lab.sentences import parsed
 

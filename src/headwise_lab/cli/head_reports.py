@@ -1,0 +1,205 @@
+"""The command `headwise inspect`: measures the heads of models on a text, and writes the report and the page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headwise.atomic import new_folder
+from headwise.errors import DataError
+from headwise.heads.taps import Taps
+from headwise.masks.head_mask import HeadMask
+from headwise.report.inspection import Sentence, make_inspection_page
+from headwise.report.measure import group_readable, measure
+from headwise.report.report import Report, require_same_shape
+from headwise_lab.data.batching import Encoded
+from headwise_lab.data.labeled_texts import describe_blank
+from headwise_lab.data.progress import make_bars
+from headwise_lab.data.tables import USUAL, Columns
+from headwise_lab.experiment.task import Frozen
+from headwise_lab.frozen.open import open_frozen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LAST_PASS = "Of a module that runs several times in a forward, the weights over tokens are those of the last."
+REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
+
+
+def inspect_models(
+    folder: Path,
+    text: Path,
+    columns: Columns,
+    against: Path | None,
+    pipeline: str | None,
+    shown: int,
+    out: Path | None,
+    console: Console,
+    command: str,
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Measure the heads of a model and perhaps of another one, show them, and return the file of the report.
+
+    Args:
+        folder: A folder of Hugging Face, or a finished run of the laboratory.
+        text: A file with one sentence per line, or a table.
+        columns: The column of the sentences in the table.
+        against: The folder of another model of the same shape, or None.
+        pipeline: Folder or package of a spaCy pipeline, for roles; None for no roles.
+        shown: Number of sentences on the page.
+        out: Folder of report and page; by default in runs/inspect.
+        console: Where the tables are printed.
+        command: The command as typed.
+        trust_remote_code: Whether code that a folder names may run.
+
+    Raises:
+        DataError: A folder holds no model, a file cannot be read or written, or the default folder holds the report of
+            another model.
+        SettingError: The other model has another shape.
+    """
+    read = partial(_encode, text=text, columns=columns, pipeline=pipeline, trust_remote_code=trust_remote_code)
+    inspected, lines = read(folder)
+    other = None if against is None else read(against)[0]
+    if other is not None:
+        require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
+    place = out or Path("runs") / "inspect" / inspected.frozen.name
+    if out is None:
+        _require_own(place, folder)
+    roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
+    with new_folder(place, replaced=(REPORT, AGAINST, PAGE)) as made:
+        report = _measure(inspected, roles, console)
+        before = None if other is None else _measure(other, roles, console)
+        sentences, repeated = _read_weights(inspected, shown)
+        page = make_inspection_page(
+            replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
+            sentences,
+            title=f"The heads of {inspected.frozen.name}",
+            before=before,
+            settings=f"$ {command}",
+        )
+        if before is not None:
+            before.save(made / AGAINST)
+        report.save(made / REPORT)
+        page.write(made / PAGE)
+    console.print(report)
+    if before is not None:
+        console.print(report.compare(before))
+    console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
+    return place / REPORT
+
+
+def _require_own(place: Path, folder: Path) -> None:
+    """Raise `DataError` where the page in a folder is not of a command with the same model."""
+    page = place / PAGE
+    own = escape(shlex.join(["headwise", "inspect", str(folder)])) + " --text"
+    if page.is_file() and own not in page.read_text(encoding="utf-8", errors="replace"):
+        raise DataError(
+            f"{place} holds the report of another model, or of this one under another path; choose another folder with "
+            "--out."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Inspected:
+    """A frozen model, a text as batches for it, and how many of its lines were blank, as a sentence."""
+
+    frozen: Frozen
+    batches: tuple[Encoded, ...]
+    blank: str
+
+
+def _encode(
+    folder: Path, text: Path, pipeline: str | None, columns: Columns = USUAL, *, trust_remote_code: bool = False
+) -> tuple[Inspected, Sequence[Any]]:
+    frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
+    lines = frozen.read_text(text, columns)
+    return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
+
+
+def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
+    frozen, score = inspected.frozen, inspected.frozen.score()
+    with make_bars(console=console) as bars:
+        bar = bars.add_task(f"forwards of {frozen.name}", total=None)
+        report = measure(
+            frozen.model,
+            frozen.heads,
+            inspected.batches,
+            score=score,
+            score_name=score.name,
+            forward=lambda _model, batch: frozen.run(batch),
+            roles=roles,
+            advance=lambda done, total: bars.update(bar, completed=done, total=total),
+        )
+    notes = filter(None, (frozen.note, _describe_cut(inspected), inspected.blank))
+    return replace(report, notes=(*report.notes, *notes))
+
+
+def _describe_cut(inspected: Inspected) -> str:
+    cut = sum(batch.cut for batch in inspected.batches)
+    lines = sum(len(batch.places) for batch in inspected.batches)
+    return f"{cut} of {lines} lines are longer and were read to {inspected.frozen.longest}." if cut else ""
+
+
+def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
+    """Return a function that makes masks of the paper's five roles; rare words are counted in the text itself."""
+    from headwise.roles.build import Roles
+    from headwise.roles.idf import idf
+    from headwise_lab.cli.roles import load_parser
+
+    wordless = next((one for one in models if any(batch.encoding is None for batch in one.batches)), None)
+    if wordless is not None:
+        raise DataError(
+            f"roles need words, and the tokens of {wordless.frozen.name} have no known characters in the text; omit "
+            "--pipeline."
+        )
+    tables = load_parser(pipeline)(list(lines))
+    roles = Roles.paper(idf(tables))
+
+    def masks(batch: Encoded) -> HeadMask:
+        chosen = [tables[place] for place in batch.places]
+        return roles(chosen, num_heads=len(roles.roles), encoding=batch.encoding, length=batch.keep.shape[1])
+
+    return masks
+
+
+def _read_weights(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
+    """Return the first sentences with the (last) attention weights of each layer; and whether one ran repeatedly."""
+    heads = inspected.frozen.heads
+    with torch.no_grad():
+        groups, _ = group_readable(heads, lambda: inspected.frozen.run(inspected.batches[0]))
+    sites = [site for what, found in groups.items() if "weights" in what for site in found]
+    found: dict[int, Sentence] = {}
+    repeated = False
+    if not sites or count < 1:
+        return [], repeated
+    with torch.no_grad(), Taps(replace(heads, sites=tuple(sites)), weights=True) as taps:
+        for batch in inspected.batches:
+            wanted = [row for row, place in enumerate(batch.places) if place < count]
+            if not wanted:
+                continue
+            inspected.frozen.run(batch)
+            captures = taps.read()
+            captured: dict[str, Any] = {capture.site.name: capture.weights for capture in captures}
+            repeated = len(captures) > len(captured)
+            for row in wanted:
+                weights = [_select_weights(captured.get(site.name), batch, row) for site in heads]
+                found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
+    return [found[place] for place in sorted(found)], repeated
+
+
+def _select_weights(weights: Tensor | None, batch: Encoded, row: int) -> Tensor | None:
+    """Return the weights between the real tokens of one sentence, or of the one query if a site has one per text."""
+    if weights is None:
+        return None
+    keep = batch.keep[row]
+    own = weights[row][:, :, keep]
+    return own[:, keep] if own.shape[1] == len(keep) else own

@@ -1,0 +1,310 @@
+"""What `headwise prune` and `headwise merge` do: cut a model, train it again, and write its folder and the page.
+
+The page of `headwise prune` and `headwise merge`: before and after, and what other ways would have cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headwise.atomic import name_write_errors, new_folder, seal_folder
+from headwise.errors import SettingError
+from headwise.input_files import encode_json
+from headwise.plots.style import to_png
+from headwise.plots.sweeps import sweep
+from headwise.report.html import Page
+from headwise.routing.save import save
+from headwise.shrinking.merge import merge
+from headwise.shrinking.prune import prune
+from headwise_lab.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
+from headwise_lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
+from headwise_lab.data.progress import make_bars
+from headwise_lab.data.tables import USUAL, Columns
+from headwise_lab.models.pretrained import quietly
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# The scores of the runs of each way, by the share of heads kept.
+Curves = dict[str, dict[float, list[float]]]
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What was done to a model, in numbers.
+
+    Attributes:
+        title: What was done.
+        command: The command as typed.
+        score: Name of the score.
+        states: The model before, after, and after it was trained again: each a mapping of what was measured.
+        details: What was printed of the cut itself.
+        curves: Scores of ways to choose heads, by the share kept; empty for merging.
+        steps: Ways of merging with their scores; empty for pruning.
+        loading: How the folder is loaded.
+    """
+
+    title: str
+    command: str
+    score: str
+    states: dict[str, dict[str, float]]
+    details: str
+    loading: str
+    curves: Curves = field(default_factory=dict)
+    steps: tuple[tuple[str, float, float], ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "title": self.title,
+            "command": self.command,
+            "score": self.score,
+            "states": self.states,
+            "curves": {way: {f"{share:g}": runs for share, runs in each.items()} for way, each in self.curves.items()},
+            "steps": [{"way": way, "score": score, "error of outputs": error} for way, score, error in self.steps],
+            "loading": self.loading,
+        }
+
+    def list_states(self) -> tuple[list[str], list[list[str]]]:
+        """Return header and rows of the table of before and after."""
+        names = list(self.states)
+        first = self.states[names[0]]
+        rows = []
+        for what, before in first.items():
+            cells = [_show(what, self.states[name].get(what)) for name in names]
+            after = self.states[names[-1]].get(what)
+            ratio = f"{after / before:.2f}x" if after is not None and before > 0 and what != "score" else ""
+            rows.append([what, *cells, ratio])
+        return ["", *names, "after / before"], rows
+
+    def list_curves(self) -> tuple[list[str], list[list[str]]]:
+        """Return header and rows of the table of ways to choose."""
+        shares = sorted({share for each in self.curves.values() for share in each}, reverse=True)
+        rows = [
+            [way, *(f"{sum(each[share]) / len(each[share]):.4f}" if share in each else "" for share in shares)]
+            for way, each in self.curves.items()
+        ]
+        return ["chosen by", *(f"{share:.0%} kept" for share in shares)], rows
+
+    def list_steps(self) -> tuple[list[str], list[list[str]]]:
+        """Return header and rows of the table of ways to merge."""
+        whole = self.steps[0][1] if self.steps else 0.0
+        rows = [[way, f"{score:.4f}", f"{whole - score:+.4f}", f"{error:.4f}"] for way, score, error in self.steps]
+        return ["way", "score", "lost", "error of outputs"], rows
+
+    def make_page(self) -> Page:
+        """Make the page."""
+        page = Page(self.title)
+        page.code(f"$ {self.command}")
+        page.heading("Before and after")
+        header, rows = self.list_states()
+        page.table(header, rows)
+        cache = "; the cache is of one token in all layers" if any("cache" in what for what, *_ in rows) else ""
+        page.paragraph(
+            f"Heads are those of all layers. The score is the {self.score}, on held-out lines; the larger the better. "
+            f"Milliseconds are medians of rounds in which the models took turns on this machine{cache}.",
+            kind="note",
+        )
+        page.paragraph(self.loading)
+        if self.curves:
+            page.heading("Ways to choose the heads")
+            header, rows = self.list_curves()
+            page.table(header, rows, caption=f"{self.score}, before any training")
+            figure = sweep(
+                self.curves, setting="share of heads kept", measure=self.score, reference="removed one by one"
+            )
+            figure.axes[0].set_xticks(sorted({share for each in self.curves.values() for share in each}))
+            page.figure(
+                to_png(figure),
+                caption="Score over the share of heads kept, for each way to choose them; of random choices each draw.",
+                alt="Curves of the score over the share of heads kept, one for each way to choose heads.",
+            )
+            page.paragraph(
+                "Removed one by one: the exact cost of each head alone. First order: the mean absolute derivative of "
+                "each line's loss (of random directions of the states, where no loss is known). Redundancy: how "
+                "much a head's contribution is like others', by debiased CKA; of two alike the one more like the rest "
+                "goes.",
+                kind="note",
+            )
+        if self.steps:
+            page.heading("Ways to merge")
+            header, rows = self.list_steps()
+            page.table(header, rows, caption=self.score)
+            page.paragraph(
+                "Averaging as it is with W_O refitted is the control: what the refit saves by itself. The error is of "
+                "what attentions put out on the calibration lines, as a share of its square.",
+                kind="note",
+            )
+        page.heading("What was cut")
+        page.code(self.details)
+        return page
+
+
+def _show(what: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if what == "score":
+        return f"{value:.4f}"
+    return f"{value:.2f}" if what.startswith("ms") else f"{value:,.0f}"
+
+
+PAGE, RECORD = "shrinking.html", "shrinking.json"
+WHOLE, CUT, RECOVERED = "before", "after", "trained again"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What both commands are given.
+
+    Attributes:
+        folder: The model's folder.
+        text: A file with one text per line.
+        out: The folder to write, which must be new.
+        lines: Lines to choose and calibrate by.
+        recover: Steps of training after the cut.
+        rate: Their first learning rate.
+        command: The command as typed.
+        trust_remote_code: Whether code that the folder names may run.
+        columns: The column of the texts, where the file is a table.
+    """
+
+    folder: Path
+    text: Path
+    out: Path
+    lines: int
+    recover: int
+    rate: float
+    command: str
+    trust_remote_code: bool = False
+    columns: Columns = USUAL
+
+
+def prune_model(request: Request, keep: float, by: str, console: Console) -> Shrunk:
+    """Prune a model to a share of its heads, chosen one way, and compare the ways to choose."""
+    with new_folder(request.out) as place, make_bars(console=console) as bars:
+        subject = _open(request)
+        whole, before = copy_whole(subject.model), _Before(subject)
+        bar = bars.add_task("forwards without a head", total=None)
+        ways = weigh_heads(subject, lambda done, total: bars.update(bar, completed=done, total=total))
+        way = WAYS[by]
+        if way not in ways:
+            raise SettingError(f"--by {by} needs what each head contributes, which cannot be read in this model.")
+        curves = draw_curves(subject, ways, keep)
+        pruning = prune(subject.heads, keep=keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
+        states = _compare(subject, whole, before, request, bars)
+        kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
+        title = f"{subject.name} with {kept} of its {held} heads"
+        shrunk = Shrunk(
+            title,
+            request.command,
+            subject.score_name,
+            states,
+            str(pruning),
+            _tell(subject, pruning.stock),
+            curves=curves,
+        )
+        _write(subject, shrunk, place, request.out)
+    return shrunk
+
+
+def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
+    """Merge the key/value heads of a model, and tell what each step of that costs."""
+    with new_folder(request.out) as place, make_bars(console=console) as bars:
+        subject = _open(request)
+        whole, before = copy_whole(subject.model), _Before(subject)
+        bars.add_task("merging", total=None)
+        merging = merge(subject.heads, groups, batches=[batch.inputs for batch in subject.chosen], score=subject.score)
+        states = _compare(subject, whole, before, request, bars)
+        title = f"{subject.name} with {groups} key/value heads in each attention"
+        # the page has a table of the steps
+        details = str(replace(merging, steps=()))
+        steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
+        shrunk = Shrunk(
+            title, request.command, subject.score_name, states, details, _tell(subject, merging.stock), steps=steps
+        )
+        _write(subject, shrunk, place, request.out)
+    return shrunk
+
+
+def _open(request: Request) -> Subject:
+    with quietly():
+        return open_subject(
+            request.folder, request.text, request.lines, request.columns, trust_remote_code=request.trust_remote_code
+        )
+
+
+class _Before:
+    """Numbers of the model before it is cut, as it is changed in place."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.numbers = _count(subject) | {"score": subject.score()}
+
+
+def _count(subject: Subject) -> dict[str, float]:
+    heads = subject.heads
+    return {
+        "query heads": float(sum(site.num_heads for site in heads)),
+        "key/value heads": float(sum(site.key_value_heads for site in heads)),
+        "parameters": float(sum(parameter.numel() for parameter in subject.model.parameters())),
+        "bytes of parameters": float(count_bytes(subject.model)),
+        **({"bytes of cache per token": float(count_cache(heads))} if subject.causal else {}),
+    }
+
+
+def _compare(
+    subject: Subject, whole: nn.Module, before: _Before, request: Request, bars: Any
+) -> dict[str, dict[str, float]]:
+    """Return the numbers of the model before and after, and train it again where that is wanted."""
+    times = subject.time({WHOLE: whole, CUT: subject.model})
+    states = {WHOLE: before.numbers, CUT: _count(subject) | {"score": subject.score()}}
+    if request.recover:
+        bar = bars.add_task("training", total=request.recover)
+        torch.manual_seed(0)
+        subject.recover(request.recover, whole, request.rate, partial(bars.advance, bar))
+        states[RECOVERED] = states[CUT] | {"score": subject.score()}
+    for name, numbers in states.items():
+        score = numbers.pop("score")
+        numbers |= {f"ms per {what}": value for what, value in times[CUT if name == RECOVERED else name].items()}
+        numbers["score"] = score
+    return states
+
+
+def _tell(subject: Subject, stock: str | None) -> str:
+    blank = f" {subject.blank}" if subject.blank else ""
+    if stock is None:
+        kind = "AutoModelForCausalLM" if subject.causal else type(subject.model).__name__
+        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder).{blank}"
+    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}.{blank}"
+
+
+def _write(subject: Subject, shrunk: Shrunk, place: Path, out: Path) -> None:
+    """Write model, tokenizer, numbers and page into a temporary folder, which becomes `out`."""
+    model: Any = subject.model
+    page = shrunk.make_page()
+    with name_write_errors(out), quietly():
+        (model.save_pretrained if hasattr(model, "save_pretrained") else partial(save, model))(place)
+        subject.tokenizer.save_pretrained(place)
+        (place / RECORD).write_text(encode_json(shrunk.record(), indent=1) + "\n", encoding="utf-8")
+        page.write(place / PAGE)
+        seal_folder(place)
+
+
+def show_shrunk(shrunk: Shrunk, out: Path, console: Console) -> None:
+    """Print the tables of what was written to `out`."""
+    from rich.table import Table
+
+    for header, rows in (shrunk.list_states(), shrunk.list_curves(), shrunk.list_steps()):
+        if rows:
+            table = Table(*header)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+    console.print(shrunk.loading, soft_wrap=True, markup=False)
+    console.print(f"written to {out}; the page is {out / PAGE}", soft_wrap=True, markup=False)

@@ -1,0 +1,126 @@
+"""What a command prints: text for people, nothing with --quiet, or with --json one document on standard output."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headwise_lab.experiment.run_folder import Failure
+
+C = TypeVar("C", bound=Callable[..., None])
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; files are written as usual.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print each epoch, and tracebacks of refusals.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; text goes to standard error.")]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What was asked of the output.
+
+    Attributes:
+        quiet: Whether only errors are printed.
+        verbose: Whether more is printed than usual.
+        as_json: Whether the result is printed as JSON, and text on standard error.
+    """
+
+    quiet: bool = False
+    verbose: bool = False
+    as_json: bool = False
+
+
+_asked: ContextVar[Output] = ContextVar("output")
+_with_record: set[Callable[..., None]] = set()
+
+
+def printing_record(command: C) -> C:
+    """Mark a command that calls `print_record` at its end, which gives it the option --json."""
+    _with_record.add(command)
+    return command
+
+
+def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with the options --quiet, --verbose and perhaps --json."""
+    added = {"quiet": Quiet, "verbose": Verbose} | ({"as_json": AsJson} if command in _with_record else {})
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        _asked.set(Output(**{name: given.pop(name) for name in added}))
+        command(**given)
+
+    signature = inspect.signature(command, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    extra = [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in added.items()]
+    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *extra])
+    return run
+
+
+def forget_output() -> None:
+    """Return to the usual output, as a command that a process runs after another one begins with."""
+    _asked.set(Output())
+
+
+def asked_output() -> Output:
+    """Return what was asked of the output; the usual outside of a command."""
+    return _asked.get(Output())
+
+
+def standard_console() -> Console:
+    """Return the console for text; names of files and arms may hold what rich takes for markup."""
+    from rich.console import Console
+
+    asked = asked_output()
+    return Console(
+        markup=False,
+        emoji=False,
+        stderr=asked.as_json,
+        quiet=asked.quiet,
+        force_terminal=False if asked.quiet else None,
+    )
+
+
+def say(text: str) -> None:
+    """Print a line of text for people."""
+    asked = asked_output()
+    if not asked.quiet:
+        typer.echo(text, err=asked.as_json)
+
+
+def warn(sentence: str) -> None:
+    """Print what went wrong."""
+    # what a file holds must not drive the terminal
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(sentence.split()))
+    typer.echo(f"headwise: {shown}", err=True)
+
+
+def print_record(record: Any) -> None:
+    """Print the result of a command as JSON if that was asked for."""
+    if asked_output().as_json:
+        from headwise.input_files import encode_json
+
+        typer.echo(encode_json(record, indent=1))
+
+
+def print_file(path: Path) -> None:
+    """Print a file of JSON that a command wrote, if that was asked for and the file is there."""
+    if asked_output().as_json and path.exists():
+        typer.echo(path.read_text(encoding="utf-8").rstrip())
+
+
+def end_with(failures: Sequence[Failure]) -> None:
+    """Print which runs failed, after all other output, and exit with the code for it."""
+    if not failures:
+        return
+    for failure in failures:
+        typer.echo(f"headwise: {failure}", err=True)
+    raise typer.Exit(2 if all(failure.refused for failure in failures) else 1)

@@ -1,0 +1,228 @@
+"""A reproduction made again from its record and the numbers of its runs, without training.
+
+A reproduction continued from its record: the runs kept with it are put where they would be, and not done again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from headwise.atomic import new_folder, write_whole
+from headwise.errors import DataError, SettingError
+from headwise.input_files import encode_json, parse_json, read_whole
+from headwise_lab.compare import describe_fixed
+from headwise_lab.experiment.run_folder import (
+    RESULT,
+    SETTINGS,
+    first_difference,
+    prepare_folder,
+    read_json,
+    require_same,
+    write_json,
+)
+from headwise_lab.experiment.task import named_task
+from headwise_lab.papers.data import ARCHIVE, unpack_runs
+from headwise_lab.papers.figures import draw_pictures
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.pages import FOLDER, read_records
+from headwise_lab.papers.records import Reproduced, name_in_part, tabulate_parts
+from headwise_lab.papers.reproduction import Reproduction
+from headwise_lab.papers.run import Plan
+from headwise_lab.results.evidence import read_evidence
+from headwise_lab.results.runs import COMPARISON, TEST
+from headwise_lab.tune import BestDraw
+
+
+def has_runs(path: Path) -> bool:
+    """Return whether the runs of a record are kept beside it."""
+    return path.with_suffix(ARCHIVE).exists()
+
+
+def find_record(paper: Path, identifier: str, scale: str, *, tuned: bool | None = None) -> Path:
+    """Return the record of a reproduction at a scale whose runs are kept, in the folder of a paper's notes.
+
+    Args:
+        paper: The folder.
+        identifier: The id of the reproduction.
+        scale: The scale.
+        tuned: Whether its arms were tuned; None for either.
+
+    Raises:
+        DataError: There is none, there are several, or a record is damaged.
+    """
+    records = read_records(paper)
+    found = [path for path, record in records.items() if (record.get("id"), record.get("scale")) == (identifier, scale)]
+    found = [path for path in found if tuned is None or bool(records[path].get("tuned")) == tuned]
+    kept = [path for path in found if has_runs(path)]
+    if len(kept) != 1:
+        names = ", ".join(path.name for path in kept or found) or "no record"
+        there = [f"{record.get('id')} at {record.get('scale')}" for path, record in records.items() if has_runs(path)]
+        reason = f"expected one of {', '.join(there)}" if there else "no record has its runs there"
+        if found:
+            reason = "expected one" if kept else f"none has its runs beside it in a {ARCHIVE} file"
+        raise DataError(f"{paper / FOLDER} holds {names} of {identifier} at scale {scale}; {reason}.")
+    return kept[0]
+
+
+def recompute(path: Path, place: Path) -> Reproduced:
+    """Return a reproduction from the runs kept with its record, judged by its claims as they are now.
+
+    Args:
+        path: The record.
+        place: An empty folder for its runs.
+
+    Raises:
+        DataError: The record or its archive is damaged, or its reproduction is not known.
+    """
+    record = read_json(path)
+    try:
+        tuned = {str(name): BestDraw.from_record(one) for name, one in record.get("tuned", {}).items()}
+        scale, corpora, left_out = str(record["scale"]), dict(record["parts"]), tuple(record["left_out"])
+        # records that do not say what was asked for have all of it
+        reproduction = _select(REPRODUCTIONS[record["id"]], scale, list(record.get("asked", corpora)), left_out)
+        kept = {part: record["tables"][part] for part in corpora}
+        begun = {name_in_part(run, part) for part, table in kept.items() for run in table["missing"]}
+        absent = tuple(str(run) for run in record["missing"] if run not in begun)
+        seeds = {part: [int(seed) for seed in table["seeds"]] for part, table in kept.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
+    arms = reproduction.arms_at(scale, named_task(reproduction.task).scales)
+    evidence, folders = {}, unpack_runs(path.with_suffix(ARCHIVE), place)
+    if len(folders) != len(corpora):
+        raise DataError(f"{path.with_suffix(ARCHIVE)} has {len(folders)} parts, its record {len(corpora)}; fetch both.")
+    for part, folder in zip(corpora, folders, strict=True):
+        found = read_evidence(folder, arms[part], seeds[part])
+        if found is not None:
+            evidence[part] = found
+    tables = tabulate_parts(reproduction, scale, evidence)
+    drawn = draw_pictures(reproduction, dict(zip(corpora, folders, strict=True)), evidence, tables)
+    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=tuned, absent=absent)
+
+
+def _select(reproduction: Reproduction, scale: str, parts: list[str], left_out: tuple[Any, ...]) -> Reproduction:
+    if left_out:
+        named = (str(one).removesuffix(")").partition(" (") for one in left_out)
+        reproduction = reproduction.without({name: why for name, _, why in named})
+    return reproduction if parts == [""] else reproduction.only(parts, scale)
+
+
+def list_runs(record: Path | None) -> dict[str, set[tuple[str, int]]]:
+    """Return the arm and the seed of each run that a record has, by its parts; nothing of no record.
+
+    Args:
+        record: The record, as `find_record` returns it, or None.
+
+    Raises:
+        DataError: The record is damaged.
+    """
+    if record is None:
+        return {}
+    try:
+        tables = read_json(record)["tables"].items()
+        return {
+            str(part): {(str(row["arm"]), int(seed)) for row in table["rows"] for seed in row["seeds"]}
+            for part, table in tables
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+
+
+def extend_seeds(
+    reproduction: Reproduction,
+    scale: str,
+    asked: Sequence[str],
+    seeds: int,
+    kept: Mapping[str, Collection[tuple[str, int]]],
+) -> dict[str, int]:
+    """Return how many seeds each part takes, so that a record loses no run.
+
+    Args:
+        reproduction: With the parts asked for and those of the record, as far as there is data.
+        scale: One of its scales.
+        asked: The parts asked for; none for all.
+        seeds: Number of seeds asked for.
+        kept: The runs that the record has of each of its parts, as of `list_runs`.
+
+    Raises:
+        SettingError: There is no data for a part of the record.
+    """
+    names = [part.name for part in reproduction.parts_at(scale)]
+    if lost := [name for name in kept if name not in names]:
+        raise SettingError(
+            f"the record has {', '.join(lost)}, for which --data holds nothing; expected the data of every part, or "
+            "another --record."
+        )
+    had = {name: 1 + max((seed for _, seed in runs), default=-1) for name, runs in kept.items()}
+    return {name: max(had.get(name, 0), seeds if not asked or name in asked else 0) for name in names}
+
+
+def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
+    """Put the runs kept with a record into the folders of a reproduction's comparisons; return how many.
+
+    A run that its comparison has is left as it is, and a part that the record lacks gets none. Weights and texts are in
+    no record: an analysis that a run lacks, and that reads them, fails.
+
+    Args:
+        record: The record, as `find_record` returns it.
+        plans: The comparisons, as `make_plans` returns them.
+
+    Raises:
+        DataError: The record or its archive is damaged, or the data cannot be read.
+        SettingError: A folder cannot be written or holds another comparison, or the record is of other sizes, data or
+            draws than the comparisons; nothing is copied then.
+    """
+    try:
+        found = read_json(record)
+        parts = list(found["parts"])
+        tuned = {str(name): BestDraw.from_record(draw).arm for name, draw in found.get("tuned", {}).items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+    with TemporaryDirectory() as place:
+        folders = dict(zip(parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
+        kept = [(folders[plan.part.name], plan) for plan in plans if plan.part.name in folders]
+        for source, plan in kept:
+            _require_same_runs(record, source, tuned, plan)
+        return sum(_restore(source, plan.comparison.out) for source, plan in kept)
+
+
+def _require_same_runs(record: Path, source: Path, tuned: Mapping[str, str], plan: Plan) -> None:
+    """Refuse a record whose runs are not those of a plan, or a folder that is not the plan's."""
+    kept, asked = read_json(source / COMPARISON), describe_fixed(plan.comparison)
+    drawn = {name: draw.arm for name, draw in plan.tuned.items()}
+    # a record has the draws of all its parts
+    of_part = {name: arm for name, arm in tuned.items() if name in drawn or not drawn}
+    old = {name: kept[name] for name in asked if name in kept} | {"tuned": of_part}
+    new = {name: asked[name] for name in asked if name in kept} | {"tuned": drawn}
+    if (difference := first_difference(old, parse_json(encode_json(new)))) is not None:
+        name, had, wanted = difference
+        raise SettingError(
+            f"the runs of {record} have {name} {had!r}, and {wanted!r} is asked for; expected the record's data, sizes "
+            "and --tuned, or no --resume."
+        )
+    if (plan.comparison.out / COMPARISON).exists():
+        there = read_json(plan.comparison.out / COMPARISON)
+        require_same(plan.comparison.out / COMPARISON, there | asked)
+
+
+def _restore(source: Path, out: Path) -> int:
+    """Copy the runs of a comparison that another has not."""
+    prepare_folder(out)
+    if not (out / COMPARISON).exists():
+        for name in (TEST, COMPARISON):
+            write_whole(out / name, read_whole(source / name))
+    runs = [path.parent for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]
+    missing = [run for run in runs if not (out / run.relative_to(source) / RESULT).exists()]
+    for run in missing:
+        target = out / run.relative_to(source)
+        prepare_folder(target.parent)
+        with new_folder(target, replaced=None) as whole:
+            shutil.copytree(run, whole, dirs_exist_ok=True)
+            settings = read_json(run / RESULT).get("settings")
+            if settings is not None:
+                # a run of other settings is refused then, as one that was done here is
+                write_json(whole / SETTINGS, settings)
+    return len(missing)

@@ -1,0 +1,453 @@
+"""Running a reproduction: its comparisons, their folders, and what is shown and recorded afterwards.
+
+`--out` has a folder for each task, size and data, shared by all reproductions, so that each run is done once; and a
+folder with the page of each reproduction.
+
+What reproductions there are and what running them takes, before anything is run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headwise.atomic import write_whole
+from headwise.errors import DataError, SettingError
+from headwise_lab.analyses.registry import identify_inputs
+from headwise_lab.compare import (
+    Comparison,
+    find_run_folder,
+    is_divided,
+    plan_runs,
+    publish_table,
+    read_train_seconds,
+    test_in_pairs,
+)
+from headwise_lab.experiment import run_folder as runs
+from headwise_lab.experiment.arm import escape_arm_name
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.run_folder import Failure, Job
+from headwise_lab.experiment.scale import ScaleOptions, with_options
+from headwise_lab.experiment.task import named_task
+from headwise_lab.jobs.pool import do_analyses, do_jobs
+from headwise_lab.papers.data import (
+    InitialRuns,
+    find_corpus_name,
+    find_data,
+    find_part_folder,
+    find_text,
+    name_data,
+    read_initial_runs,
+    require_initial_runs,
+)
+from headwise_lab.papers.figures import draw_pictures
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.pages import build_claims_grids, record_claims
+from headwise_lab.papers.records import (
+    Reproduced,
+    build_measures_grid,
+    build_published_grid,
+    build_summed_grid,
+    build_tuned_grid,
+    name_in_part,
+    tabulate_parts,
+    write_records,
+)
+from headwise_lab.papers.reproduction import Part, Reproduction, arm_names, resize_scale
+from headwise_lab.results.cells import NONE
+from headwise_lab.results.evidence import Evidence, read_evidence
+from headwise_lab.results.runs import COMPARISON, STEP_TIME
+from headwise_lab.tune import BestDraw, read_tuned
+
+# Prepared data, kept once for all comparisons below --out.
+CACHE = "data"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One part of a reproduction and its comparison.
+
+    Attributes:
+        part: The part.
+        comparison: Its runs; the folder may hold those of other reproductions too.
+        before: The parts of another reproduction whose runs its own begin with.
+        tuned: The best draw of each arm, by its name; empty for arms as they are.
+    """
+
+    part: Part
+    comparison: Comparison
+    before: tuple[Plan, ...] = ()
+    tuned: Mapping[str, BestDraw] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folder of each run."""
+        comparison = self.comparison
+        return [
+            find_run_folder(comparison.out, arm.folder, seed) for arm in comparison.arms for seed in comparison.seeds
+        ]
+
+    @property
+    def finished(self) -> list[Path]:
+        """The folders of the runs that are finished."""
+        return [folder for folder in self.folders if runs.is_finished(folder)]
+
+
+def choose_seeds(scale: str) -> int:
+    """Return how many seeds a reproduction takes unless told: five, which verdicts need; two for a look."""
+    return 2 if scale == "demo" else 5
+
+
+def make_plans(
+    reproduction: Reproduction,
+    scale: str,
+    *,
+    seeds: int | Mapping[str, int],
+    data: Path | None,
+    out: Path,
+    workers: int,
+    options: ScaleOptions | None = None,
+    tuned: Path | None = None,
+) -> tuple[Plan, ...]:
+    """Return the comparisons of a reproduction; nothing is written.
+
+    Args:
+        reproduction: What to run; `with_data` leaves out what there is no data for.
+        scale: One of its scales.
+        seeds: Number of runs per arm, or that of each part by its name.
+        data: Folder of the data, or with a folder for each corpus.
+        out: Folder that holds the comparisons' folders.
+        workers: Number of parallel runs.
+        options: Changes of the scale from the command line.
+        tuned: Folder of a tuning, of which every arm takes its best draw; None for arms as they are.
+
+    Raises:
+        DataError: The data or an arm's best draw cannot be found.
+        SettingError: An option is none of the task's, or the tuning is of other sizes.
+    """
+    task, before, text = named_task(reproduction.task), (), data
+    data, plans = find_data(reproduction, data), []
+    if reproduction.after and options is not None and options.pretrained is not None:
+        require_initial_runs(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
+    elif reproduction.after:
+        first = REPRODUCTIONS[reproduction.after]
+        options = options or ScaleOptions(scale)
+        # as many pre-trainings of each arm as the fine-tunings begin with
+        starts: Any = with_options(
+            resize_scale(reproduction.parts_at(scale)[0].sizes[scale], task.scales), options, task.name
+        )
+        before = make_plans(first, scale, seeds=starts.starts, data=find_text(text), out=out, workers=workers)
+        options = replace(options, pretrained=before[0].comparison.out)
+    for part in reproduction.parts_at(scale):
+        begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
+        if part.after and begun is None:
+            raise DataError(f"{part.name} begins with the runs of {part.after}, which is not among the parts to run.")
+        folder = find_part_folder(reproduction, data, part.sizes[scale].corpus, scale)
+        model = resize_scale(part.sizes[scale], task.scales)
+        if options is not None:
+            chosen = options if begun is None else replace(options, pretrained=begun)
+            model = with_options(model, chosen, reproduction.task)
+        inputs = (folder, *(getattr(model, name, None) for name in ("pipeline", "pretrained")))
+        words = [reproduction.task, model.name, *map(name_data, inputs)]
+        names = reproduction.arms_at(scale, task.scales)[part.name]
+        if changed := sorted({*arm_names(part.arms, model)}.symmetric_difference(names)):
+            raise SettingError(
+                f"at the sizes of --set the arms of {reproduction.id} are not those of scale {scale}: "
+                f"{', '.join(changed)}; expected sizes that leave its layers and heads as they are."
+            )
+        arms = tuple(parse_arm(text) for text in names)
+        best: dict[str, BestDraw] = {}
+        if tuned is not None:
+            arms, best = read_tuned(tuned, arms, reproduction.task, model)
+            words.append("tuned")
+        place = out / "-".join(word for word in words if word)
+        comparison = Comparison(
+            reproduction.task,
+            arms,
+            tuple(range(seeds if isinstance(seeds, int) else seeds[part.name])),
+            model,
+            place,
+            folder,
+            workers,
+            cache=out / CACHE,
+            options=options,
+            tuned=tuned,
+        )
+        plans.append(Plan(part, comparison, before, best))
+    return tuple(plans)
+
+
+def write_commands(reproduction: Reproduction, scale: str, plans: Sequence[Plan], options: str, more: str) -> str:
+    """Return the commands that make these plans, a line for each number of seeds.
+
+    Args:
+        reproduction: The reproduction with all of its parts.
+        scale: One of its scales.
+        plans: The plans of some or all of these parts.
+        options: The options that choose scale and sizes.
+        more: What else the command has, after its seeds and parts.
+    """
+    by_seeds: dict[int, list[str]] = {}
+    for plan in plans:
+        by_seeds.setdefault(len(plan.comparison.seeds), []).append(plan.part.name)
+    every = [part.name for part in reproduction.parts_at(scale)]
+    lines = []
+    for seeds, names in by_seeds.items():
+        named = "" if names == every else "".join(f" --part {shlex.quote(name)}" for name in names)
+        lines.append(f"headwise reproduce {reproduction.id} {options} --seeds {seeds}{named}{more}")
+    return "\n".join(lines)
+
+
+def require_analysable(reproduction: Reproduction, plans: Sequence[Plan]) -> None:
+    """Refuse plans whose analysis would be about something that is not there, before anything is trained.
+
+    Raises:
+        SettingError: The command does not name it.
+        DataError: It cannot be read.
+    """
+    if reproduction.analysis:
+        for plan in plans:
+            identify_inputs(reproduction.analysis, reproduction.task, plan.comparison.scale)
+
+
+def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
+    """Do every run of a reproduction that is not finished, in one pool, then the analyses of the finished ones.
+
+    Steps of each arm are timed with the first seed.
+
+    Returns:
+        The runs and analyses that failed.
+
+    Raises:
+        SettingError: A folder cannot be written, holds another comparison, or an arm does not fit its model.
+        DataError: The data cannot be read.
+        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
+    """
+    require_analysable(reproduction, plans)
+    first, second = ([plan for plan in plans if bool(plan.part.after) == later] for later in (False, True))
+    stages = [(reproduction, first), (reproduction, second)]
+    if plans[0].before:
+        stages.insert(0, (REPRODUCTIONS[reproduction.after], list(plans[0].before)))
+    failures: list[Failure] = []
+    for owner, members in stages:
+        # what begins with the runs of a stage cannot begin without them
+        if members and not failures:
+            failures += _do_stage(owner, members, console)
+    return failures
+
+
+def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
+    jobs = [_name_job(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
+    workers = plans[0].comparison.workers
+    left = runs.list_left(jobs)
+    failures = do_jobs(left, len(jobs) - len(left), workers, console)
+    # a run of several folds has several models, of which none is timed
+    timed = None if any(is_divided(job) for job in jobs) else STEP_TIME
+    for analysis in filter(None, (reproduction.analysis, timed)):
+        failures += do_analyses(analysis, jobs, workers, console)
+    return failures
+
+
+def report(
+    reproduction: Reproduction,
+    scale: str,
+    plans: Sequence[Plan],
+    out: Path,
+    paper: Path | None,
+    console: Console,
+    command: str,
+) -> Reproduced:
+    """Show tables, claims and the paper's numbers, and write the pages; with `paper`, also its record and RESULTS.md.
+
+    Raises:
+        DataError: No run is finished, or a folder is damaged.
+        NotFired: An arm did the same as plain.
+    """
+    evidence, data, absent = {}, {}, []
+    for plan in plans:
+        part = plan.part.name
+        found = _read_part_evidence(plan, console)
+        if found is None:
+            arms, seeds = plan.comparison.arms, plan.comparison.seeds
+            absent += [name_in_part(f"{arm.name} seed {seed}", part) for arm in arms for seed in seeds]
+        else:
+            evidence[part] = found
+            data[part] = find_corpus_name(found.results.data, plan.comparison.data, out / CACHE)
+    if not evidence:
+        raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
+    tables = tabulate_parts(reproduction, scale, evidence)
+    places = {plan.part.name: plan.comparison.out for plan in plans}
+    drawn = draw_pictures(reproduction, places, evidence, tables)
+    begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
+    tuned = {arm: draw for plan in plans for arm, draw in plan.tuned.items()}
+    reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun, tuned, tuple(absent))
+    place = find_page_folder(reproduced, out)
+    _write_pages(reproduction, plans, evidence, place, console)
+    show(reproduced, out, console, command)
+    if paper is not None:
+        console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
+    return reproduced
+
+
+def find_page_folder(found: Reproduced, out: Path) -> Path:
+    """Return the folder of a reproduction's pages."""
+    return out / f"{found.reproduction.id.partition('/')[0]}-{Path(found.file).stem}"
+
+
+def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> None:
+    """Show tables, claims and the paper's numbers of a reproduction, and write its page and pictures below `out`."""
+    place, reproduction = find_page_folder(reproduced, out), reproduced.reproduction
+    for part, table in reproduced.tables.items():
+        title = " ".join(filter(None, ("headwise reproduce", reproduction.id, part)))
+        publish_table(table, place / part.replace(" ", "-") if part else place, console, command, title)
+    for picture in reproduced.pictures:
+        runs.prepare_folder(place)
+        write_whole(place / f"{picture.name}.png", picture.png)
+        console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
+    builders = (build_tuned_grid, build_summed_grid, build_measures_grid, build_published_grid)
+    made = [build(reproduced) for build in builders]
+    for grid in filter(None, (*made, *build_claims_grids(record_claims(reproduced.judged)))):
+        console.print(grid)
+    if reproduction.lack:
+        console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
+
+
+def _find_initial_runs(plans: Sequence[Plan], cache: Path) -> InitialRuns:
+    first = next(plan for plan in plans if not plan.part.after)
+    data = first.before[0].comparison.data if first.before else None
+    scale: Any = first.comparison.scale
+    return read_initial_runs(Path(scale.pretrained), data, cache)
+
+
+def _write_pages(
+    reproduction: Reproduction, plans: Sequence[Plan], evidence: Mapping[str, Evidence], place: Path, console: Console
+) -> None:
+    if reproduction.pages is None:
+        return
+    for plan in plans:
+        part, comparison = plan.part.name, plan.comparison
+        if part not in evidence:
+            continue
+        folder = place / part.replace(" ", "-") if part else place
+        runs.prepare_folder(folder)
+        for path in reproduction.pages(folder, comparison.out, comparison.data, evidence[part]):
+            console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _read_part_evidence(plan: Plan, console: Console) -> Evidence | None:
+    if plan.finished:
+        test_in_pairs(plan.comparison.out, console)
+    return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
+
+
+def _name_job(job: Job, plan: Plan) -> Job:
+    return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job
+
+
+def show_list(out: Path, scale: str, console: Console) -> None:
+    """Show every reproduction in a line: its id, its runs at a scale, the hours if finished runs tell, its title."""
+    rows = [(one, *_count_runs(out, one, scale)) for one in REPRODUCTIONS.values()]
+    known = any(hours for _, _, hours in rows)
+    lines = [["id", "runs", *(["hours"] if known else []), "what it shows"]]
+    lines += [[one.id, arms or NONE, *([hours] if known else []), one.title] for one, arms, hours in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    console.print(f"reproductions at scale {scale}", style="bold", highlight=False, markup=False)
+    for place, line in enumerate(lines):
+        text = Text("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        # one line each: the end of a long title is left out
+        text.truncate(console.width, overflow="ellipsis")
+        console.print(text, style="" if place else "dim", highlight=False)
+    notes = "runs: arms x seeds."
+    notes += f" hours: training alone, one run after the other, as finished runs below {out} tell." if known else ""
+    notes += " `headwise reproduce ID --dry-run` lists the runs."
+    console.print(notes, style="dim", highlight=False, markup=False)
+
+
+def _count_runs(out: Path, reproduction: Reproduction, scale: str) -> tuple[str, str]:
+    """Return the arms x seeds of a reproduction at a scale, and the hours they take; "" for what is not known."""
+    if scale not in reproduction.scales:
+        return "", ""
+    scales, seeds = named_task(reproduction.task).scales, choose_seeds(scale)
+    arms = sum(len(names) for names in reproduction.arms_at(scale, scales).values())
+    seconds = _estimate_seconds(out, reproduction, scale)
+    return f"{arms} x {seeds}", "" if seconds is None else f"{seeds * seconds / 3600:.1f}"
+
+
+def show_plans(
+    reproduction: Reproduction,
+    plans: Sequence[Plan],
+    console: Console,
+    recorded: Mapping[str, Collection[tuple[str, int]]] | None = None,
+) -> None:
+    """Show the runs of a reproduction, which of them are finished and what the others may cost; nothing is done.
+
+    `recorded` are the runs, by part, that a record has: arm and seed of each. They count as finished.
+    """
+    shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
+    shown.add_column("folder", overflow="fold")
+    left, seconds = 0, []
+    for plan in (*plans[0].before, *plans):
+        comparison, open_runs = plan.comparison, 0
+        # a record has no runs of the reproduction before
+        kept = (recorded or {}).get(plan.part.name, ()) if plan in plans else ()
+        for arm in comparison.arms:
+            done = sum(
+                (arm.name, seed) in kept or runs.is_finished(find_run_folder(comparison.out, arm.folder, seed))
+                for seed in comparison.seeds
+            )
+            open_runs += len(comparison.seeds) - done
+            seeds = f"0 to {max(comparison.seeds)}" if len(comparison.seeds) > 1 else "0"
+            cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)
+            shown.add_row(*cells, Text(str(comparison.out / arm.folder)))
+        left += open_runs
+        seconds.append(_estimate_cost(plan.finished, open_runs))
+    console.print(shown)
+    total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
+    cost = "no run of each size has finished, so what they cost is not known"
+    if total is not None:
+        cost = f"about {total / 3600:.1f} hours of training, one run after the other"
+    console.print(f"{left} runs to do: {cost}.", highlight=False, markup=False)
+    if reproduction.lack:
+        console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
+
+
+def _estimate_cost(finished: Sequence[Path], left: int) -> float | None:
+    """Return the seconds of training that `left` runs take if they are as long as the finished ones."""
+    if left == 0:
+        return 0.0
+    past = [seconds for folder in finished if (seconds := read_train_seconds(folder)) is not None]
+    return left * statistics.fmean(past) if past else None
+
+
+def _estimate_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | None:
+    """Return the seconds that one seed of every arm took, as far as runs below `out` tell."""
+    scales, total = named_task(reproduction.task).scales, 0.0
+    for part in reproduction.parts_at(scale):
+        arms = reproduction.arms_at(scale, scales)[part.name]
+        stem = f"{reproduction.task}-{resize_scale(part.sizes[scale], scales).name}"
+        folders = [place for place in (out / stem, *out.glob(f"{stem}-*")) if (place / COMPARISON).exists()]
+        same = [place for place in folders if _find_scale(place) == resize_scale(part.sizes[scale], scales).name]
+        past = [
+            seconds
+            for place in same
+            for arm in arms
+            for folder in (place / escape_arm_name(arm)).glob("seed-*")
+            if (seconds := read_train_seconds(folder)) is not None
+        ]
+        if not past:
+            return None
+        total += len(arms) * statistics.fmean(past)
+    return total
+
+
+def _find_scale(comparison: Path) -> str | None:
+    record = runs.read_json(comparison / COMPARISON)
+    return record.get("scale") if isinstance(record, dict) else None

@@ -1,0 +1,231 @@
+"""The command `headwise probe`: encode sentences once, fit classifiers, print and write the results."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import joblib
+import numpy as np
+from rich.console import Console
+
+from headwise.atomic import hold, write_whole
+from headwise.errors import DataError, SettingError
+from headwise_lab.data.arrays import digest
+from headwise_lab.data.labeled_texts import PROBES
+from headwise_lab.data.progress import make_bars
+from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.task import Frozen, named_task
+from headwise_lab.frozen.vectors import encodings, fingerprint
+from headwise_lab.probing.figures import (
+    NOTE,
+    draw_heads,
+    draw_layers,
+    make_heads_grid,
+    make_layers_grid,
+    make_sets_grid,
+)
+from headwise_lab.probing.fit import FORM, Fitted
+from headwise_lab.probing.probe import (
+    Chosen,
+    ProbedTask,
+    Vectors,
+    choose_sentences,
+    judge_probes,
+    probe_vectors,
+)
+from headwise_lab.probing.request import CONFIG, NONE, ProbeRequest, choose_folder, choose_vectors
+from headwise_lab.results.runs import COMPARISON
+
+ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A task to be probed.
+
+    Attributes:
+        task: Name of its file.
+        data: Digest of what the file holds.
+        title: Its short name.
+        labels: Number of classes.
+        sentences: The sentences to encode.
+        chosen: Their places and classes by split.
+        said: Summary of the data.
+    """
+
+    task: str
+    data: str
+    title: str
+    labels: int
+    sentences: list[str]
+    chosen: Chosen
+    said: str
+
+
+def probe_model(
+    frozen: Frozen,
+    files: Sequence[tuple[str, Path]],
+    request: ProbeRequest,
+    out: Path | None,
+    cache: Path,
+    workers: int,
+    console: Console,
+    command: str,
+) -> list[ProbedTask]:
+    """Probe a model on each task whose result is not in `out` yet, then show all of them.
+
+    All checks are made before anything is written to `out`.
+
+    Args:
+        frozen: The model.
+        files: Name and file of each task.
+        request: What to probe and how.
+        out: Folder of results, figures and text; finished tasks are not repeated. None for `choose_folder`.
+        cache: Folder of encoded sentences.
+        workers: Number of classifiers fitted in parallel.
+        console: The console.
+        command: The command as typed.
+
+    Raises:
+        DataError: The model cannot be probed, or a file cannot be read or written.
+        SettingError: `out` holds a model, or results of other settings or sentences, or a layer or head does not exist.
+    """
+    out = choose_folder(frozen.name, request) if out is None else out
+    with hold(out):
+        return _probe_all(frozen, files, request, out, cache, workers, console, command)
+
+
+def _probe_all(
+    frozen: Frozen,
+    files: Sequence[tuple[str, Path]],
+    request: ProbeRequest,
+    out: Path,
+    cache: Path,
+    workers: int,
+    console: Console,
+    command: str,
+) -> list[ProbedTask]:
+    _require_free(out, cache)
+    model = fingerprint(frozen)
+    record = {"model": model, "form": FORM, **asdict(request)}
+    run_folder.require_same(out / run_folder.SETTINGS, record)
+    vectors = choose_vectors(frozen, request)
+    finished = {name: task for name, path in files if (task := _read_finished(out, name, path)) is not None}
+    left = [_prepare(name, path, request, cache) for name, path in files if name not in finished]
+    if frozen.note:
+        console.print(frozen.note, highlight=False, markup=False)
+    run_folder.claim(out, record)
+    for prepared in left:
+        task = _probe(frozen, model, prepared, vectors, request, cache, workers, console)
+        run_folder.write_json(out / f"{prepared.task}.json", task.record())
+        finished[prepared.task] = task
+    tasks = [finished[name] for name, _ in files]
+    _show(tasks, out, console, frozen.name, command)
+    return tasks
+
+
+def _require_free(out: Path, cache: Path) -> None:
+    """Refuse the cache, and a folder of a model or of runs."""
+    if out.resolve() == cache.resolve():
+        raise SettingError(f"{out} is the folder of --cache, which may be removed; choose another --out.")
+    settings = out / run_folder.SETTINGS
+    held = [out / name for name in (CONFIG, run_folder.WEIGHTS, COMPARISON) if (out / name).exists()]
+    if settings.exists() and "classifier" not in run_folder.read_json(settings):
+        held.append(settings)
+    if held:
+        raise SettingError(f"{out} holds a model or runs ({held[0].name}); choose another --out for the results.")
+
+
+def _read_finished(out: Path, name: str, path: Path) -> ProbedTask | None:
+    """Return the stored result of a task, or None; it must be of the same data."""
+    place = out / f"{name}.json"
+    if not place.exists():
+        return None
+    try:
+        task = ProbedTask.read(run_folder.read_json(place))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{place} is not the result of a probe ({error}); delete it and probe again.") from None
+    data = digest("", [path])
+    if task.data != data:
+        raise SettingError(
+            f"{place} is about other sentences (digest {task.data}) than those of {path} (digest {data}); choose "
+            "another --out, or name the data it was made from."
+        )
+    return task
+
+
+def _prepare(name: str, path: Path, request: ProbeRequest, cache: Path) -> Prepared:
+    task = named_task("probing")
+    data = task.load(path, task.scales["paper"], cache / WORDS)
+    numbers, chosen = choose_sentences(data, request.sentences, path)
+    title = PROBES[name].title if name in PROBES else name
+    sentences = [data.sentences[number] for number in numbers]
+    return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
+
+
+def _probe(
+    frozen: Frozen,
+    model: str,
+    task: Prepared,
+    vectors: Sequence[Vectors],
+    request: ProbeRequest,
+    cache: Path,
+    workers: int,
+    console: Console,
+) -> ProbedTask:
+    with make_bars(console=console) as bars:
+        bar = bars.add_task(f"{task.title}: encoding", total=len(task.sentences))
+        found = encodings(
+            frozen,
+            task.sentences,
+            cache / ENCODINGS,
+            model=model,
+            heads=request.heads != NONE,
+            advance=lambda done: bars.update(bar, advance=done),
+        )
+        bars.update(bar, completed=len(task.sentences))
+        bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
+        jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, request.classifier) for one in vectors)
+        fitted: list[tuple[Vectors, Fitted]] = []
+        results = cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
+        for one, result in zip(vectors, results, strict=True):
+            fitted.append((one, result))
+            bars.update(bar, advance=1)
+    most_frequent = np.bincount(task.chosen.labels["train"]).argmax()
+    majority = float(np.mean(task.chosen.labels["test"] == most_frequent))
+    return ProbedTask(
+        task=task.task,
+        data=task.data,
+        title=task.title,
+        labels=task.labels,
+        **{split: len(places) for split, places in task.chosen.places.items()},
+        majority=majority,
+        said=task.said,
+        # of a thousand classes the most frequent one may not occur in test at all
+        found=judge_probes(fitted, test=len(task.chosen.places["test"]), majority=max(majority, 1.0 / task.labels)),
+    )
+
+
+def _count_unconverged(task: ProbedTask) -> str:
+    """Return how many classifiers of a task did not converge, or ""."""
+    short = sum(not one.converged for one in task.found)
+    return f"{task.title}: {short} of {len(task.found)} classifiers ended at their limit of iterations." * (short > 0)
+
+
+def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, command: str) -> None:
+    lines = [f"# What {name} tells of sentences", "", "```console", f"$ {command}", "```", ""]
+    for grid in (make_layers_grid(tasks), make_heads_grid(tasks), make_sets_grid(tasks)):
+        if grid is not None:
+            console.print(grid)
+            lines += [grid.to_markdown(), ""]
+    for note in (NOTE, *filter(None, map(_count_unconverged, tasks))):
+        console.print(note, highlight=False, markup=False)
+        lines += [note, ""]
+    for picture in (draw_layers(tasks), draw_heads(tasks)):
+        if picture is not None:
+            write_whole(out / f"{picture.name}.png", picture.png)
+            lines += [f"![{picture.alt}]({picture.name}.png)", "", picture.caption, ""]
+    sizes = [f"{task.title}: {task.train:,} train, {task.dev:,} dev, {task.test:,} test. {task.said}" for task in tasks]
+    run_folder.write_text(out / TEXT, "\n".join([*lines, *(f"- {size}" for size in sizes), ""]))
+    console.print(f"written to {out / TEXT}, with figures", soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,339 @@
+"""Cells of text: how a number looks in a table, and grids of such cells in a terminal and in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from headwise_lab.results.statistics import Estimate
+
+NONE = "\N{EN DASH}"
+MINUS = "\N{MINUS SIGN}"
+# A terminal table of more columns than this has one space between them instead of two.
+CROWDED = 8
+# Words up to this length are not broken, nor texts up to that one between their words.
+LONGEST_WORD, LONGEST_TEXT = 16, 28
+MOST_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as a cell; `str` is how it is shown.
+
+    Attributes:
+        value: The number; None where only a range is shown.
+        low: Lower end of its interval or range; None for none.
+        high: Upper end.
+        digits: Digits behind the point; None for three significant digits.
+        factor: What it is multiplied by where it is shown, as 100 for percent.
+        signed: Whether it has a sign also above zero.
+        form: What stands around it, as in "{} %".
+        median: A median shown behind it; None for none.
+
+    Example:
+        >>> str(Number(0.1234, low=-0.01, high=0.2568, digits=1, factor=100, signed=True))
+        '+12.3 (−1.0 to +25.7)'
+    """
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    digits: int | None = None
+    factor: float = 1.0
+    signed: bool = False
+    form: str = "{}"
+    median: float | None = None
+
+    def __str__(self) -> str:
+        text = "" if self.value is None else self._format(self.value)
+        if self.low is not None and self.high is not None:
+            ends = " to ".join(dict.fromkeys((self._format(self.low), self._format(self.high))))
+            text = f"{text} ({ends})" if text else ends
+        return self.form.format(text if self.median is None else f"{text}, {self._format(self.median)}")
+
+    def _format(self, value: float) -> str:
+        value *= self.factor
+        if self.digits is None:
+            digits = ".2g" if 0 < abs(value) < 0.01 else ".3f" if abs(value) < 10 else ".1f"
+        else:
+            digits = f",.{self.digits}f"
+        text = f"{value:{'+' * self.signed}{digits}}"
+        # what rounds to zero has no sign
+        return (text if float(text.replace(",", "")) else text.lstrip("+-")).replace("-", MINUS)
+
+
+Cell = str | Number
+
+
+class Link(str):
+    """A text that leads somewhere; a Markdown table has it as a link.
+
+    Example:
+        >>> print(Grid("t", ("a",), ((Link("table 5", to="RESULTS.md#table-5"),),), "l").to_markdown().split()[-2])
+        5](RESULTS.md#table-5)
+    """
+
+    __slots__ = ("to",)
+    to: str
+
+    def __new__(cls, text: str, *, to: str) -> Self:
+        """Return the text with where it leads."""
+        made = super().__new__(cls, text)
+        made.to = to
+        return made
+
+
+@dataclass(frozen=True)
+class Line:
+    """Named values in a line; `str` is how it is shown.
+
+    Example:
+        >>> print(Line("parameters", {"plain": Number(1024, digits=0), "svgd": "not run"}))
+        parameters: plain 1,024, svgd not run
+    """
+
+    label: str
+    values: Mapping[str, Cell]
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label}: {', '.join(f'{name} {cell}' for name, cell in self.values.items())}{self.note}"
+
+    def to_record(self) -> dict[str, Any]:
+        """Return it as JSON data, in which numbers are numbers."""
+        return {**vars(self), "values": {name: _record_cell(cell) for name, cell in self.values.items()}}
+
+    @classmethod
+    def from_record(cls, found: Mapping[str, Any]) -> Line:
+        """Return the line that `to_record` wrote."""
+        values = {name: _read_cell(cell) for name, cell in found["values"].items()}
+        return cls(found["label"], values, found["note"])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells with a title; printing one to a rich console shows it.
+
+    Where the terminal is too narrow for all columns, they are shown in blocks below one another, each with the first
+    column: rich alone would cut numbers. Numbers are never broken, texts between words where that is possible.
+
+    Attributes:
+        title: What the grid shows.
+        header: One text per column.
+        rows: Rows of one cell per column.
+        align: One letter per column: l for text, r for numbers.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    align: str
+
+    @property
+    def text(self) -> tuple[tuple[str, ...], ...]:
+        """The rows as they are shown."""
+        return tuple(tuple(map(str, row)) for row in self.rows)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the grid as JSON data, in which numbers are numbers."""
+        rows = [list(map(_record_cell, row)) for row in self.rows]
+        return {"title": self.title, "header": list(self.header), "rows": rows, "align": self.align}
+
+    @classmethod
+    def from_record(cls, found: Mapping[str, Any]) -> Grid:
+        """Return the grid that `to_record` wrote."""
+        rows = tuple(tuple(map(_read_cell, row)) for row in found["rows"])
+        return cls(found["title"], tuple(found["header"]), rows, found["align"])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | RichTable]:
+        # above a narrow table its own title would be as narrow
+        yield Text(self.title, "bold")
+        block = [0]
+        for column in range(1, len(self.header)):
+            if len(block) > 1 and self._least_width([*block, column]) > options.max_width:
+                yield self._render(block, options.max_width)
+                block = [0]
+            block.append(column)
+        yield self._render(block, options.max_width)
+
+    def _lines(self, column: int, *, broken: bool = True) -> list[str]:
+        header = self.header[column]
+        if broken and self.align[column] == "r" and "\n" not in header:
+            header = "\n".join(header.split())
+        return [*header.split("\n"), *(row[column] for row in self.text)]
+
+    def _least_width(self, columns: Sequence[int]) -> int:
+        return _edges(columns) + sum(self._least(column) for column in columns)
+
+    def _least(self, column: int) -> int:
+        lines = self._lines(column)
+        if self.align[column] == "r":
+            return max(map(cell_len, lines))
+        # a short name is kept on one line; a long one is broken before a column moves to another block
+        if column == 0:
+            return min(max(map(cell_len, lines)), LONGEST_WORD)
+        words = max((cell_len(word) for line in lines for word in line.split()), default=0)
+        texts = max((cell_len(line) for line in lines if cell_len(line) <= LONGEST_TEXT), default=0)
+        return max(min(words, LONGEST_WORD), texts)
+
+    def _render(self, columns: Sequence[int], room: int) -> RichTable:
+        whole_width = sum(max(map(cell_len, self._lines(column, broken=False))) for column in columns)
+        broken = _edges(columns) + whole_width > room
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _padding(columns)), collapse_padding=True)
+        for column in columns:
+            lines, right = self._lines(column, broken=broken), self.align[column] == "r"
+            header = Text("\n".join(lines[: len(lines) - len(self.rows)]))
+            whole = right or (column == 0 and max(map(cell_len, lines)) <= LONGEST_WORD)
+            table.add_column(header, justify="right" if right else "left", overflow="fold", no_wrap=whole)
+        for row in self.text:
+            # an arm's name is text, not markup
+            table.add_row(*(Text(row[column]) for column in columns))
+        return table
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The header with each name on one line."""
+        return tuple(name.replace("-\n", "").replace("\n", " ") for name in self.header)
+
+    def to_markdown(self) -> str:
+        """Return the grid as a Markdown table under its title."""
+        rule = ["---" if letter == "l" else "--:" for letter in self.align]
+        lines = [
+            _join(map(_escape, self.words)),
+            _join(rule),
+            *(_join(map(_to_markdown, row)) for row in self.rows),
+        ]
+        return "\n".join([f"**{_escape(self.title)}**", "", *lines])
+
+
+def choose_digits(least: int, *values: float | None, factor: float = 1.0) -> int:
+    """Return how many decimals tell values, times a factor, apart: so many, or more where they are within two units.
+
+    A single value is told from zero.
+
+    >>> choose_digits(1, 97.8, 98.5), choose_digits(1, 0.01385, 0.01448, factor=100), choose_digits(2, 0.0153)
+    (1, 2, 3)
+    """
+    known = [factor * value for value in values if value is not None]
+    known += [0.0] if len(known) == 1 else []
+    width = max(known) - min(known) if known else 0.0
+    digits = least
+    while 0.0 < width < 2 * 10.0**-digits and digits < MOST_DIGITS:
+        digits += 1
+    return digits
+
+
+def show_percent(found: Estimate, *, interval: bool = True) -> Number:
+    """Return a score times 100, with its interval.
+
+    >>> print(show_percent(Estimate((0.978, 0.982, 0.983, 0.982), most=1.0)))
+    98.1 (97.8 to 98.5)
+    """
+    if found.is_one_number:
+        return Number(found.value, digits=1, factor=100)
+    digits = choose_digits(1, found.low, found.high, factor=100)
+    return Number(found.value, *((found.low, found.high) if interval else (None, None)), digits=digits, factor=100)
+
+
+def show_points(found: Estimate | None) -> Cell:
+    """Return a difference in percentage points with its sign and interval, or a dash.
+
+    >>> print(show_points(Estimate((-0.02, -0.01, -0.01, -0.02))))
+    −1.5 (−2.4 to −0.6)
+    """
+    if found is None:
+        return NONE
+    if found.is_one_number:
+        return Number(found.value, digits=1, factor=100, signed=True)
+    digits = choose_digits(1, found.low, found.high, factor=100)
+    return Number(found.value, found.low, found.high, digits=digits, factor=100, signed=True)
+
+
+def show_signed(value: float) -> Number:
+    """Return a number with one decimal and a sign; what rounds to zero has no sign.
+
+    >>> [str(show_signed(value)) for value in (1.26, -0.5, -0.04)]
+    ['+1.3', '−0.5', '0.0']
+    """
+    return Number(value, digits=1, signed=True)
+
+
+def show_p(value: float | None) -> Cell:
+    """Return a p-value with three decimals, or a dash.
+
+    >>> [str(show_p(value)) for value in (0.0421, 0.00012, None)]
+    ['0.042', '<0.001', '–']
+    """
+    if value is None:
+        return NONE
+    return "<0.001" if value < 0.001 else Number(value, digits=3)
+
+
+def show_p_range(values: Sequence[float]) -> Number:
+    """Return the range of p-values of different runs.
+
+    >>> print(show_p_range([0.2104, 0.00012, 0.034]))
+    0.00012 to 0.210
+    """
+    return Number(None, min(values), max(values))
+
+
+def show_number(value: float | None, digits: int | None = None, *, factor: float = 1.0) -> Cell:
+    """Return a number with three significant digits unless told, or a dash.
+
+    >>> [str(show_number(value)) for value in (0.98765, 12.345, 0.000123, -0.25, None)]
+    ['0.988', '12.3', '0.00012', '−0.250', '–']
+    """
+    return NONE if value is None else Number(value, digits=digits, factor=factor)
+
+
+def show_printed(text: str) -> Cell:
+    """Return a number of a paper with its digits, what is no number as it is, and a dash for nothing.
+
+    >>> show_printed("28.20").digits, show_printed("88M"), show_printed("")
+    (2, '88M', '–')
+    """
+    try:
+        return Number(float(text), digits=len(text.partition(".")[2]))
+    except ValueError:
+        return text or NONE
+
+
+def _record_cell(cell: Cell) -> str | dict[str, Any]:
+    if isinstance(cell, str):
+        return cell
+    defaults = {field.name: field.default for field in fields(Number)}
+    return {name: value for name, value in asdict(cell).items() if name == "value" or value != defaults[name]}
+
+
+def _read_cell(cell: str | Mapping[str, Any]) -> Cell:
+    return cell if isinstance(cell, str) else Number(**cell)
+
+
+def _edges(columns: Sequence[int]) -> int:
+    return 2 + (len(columns) - 1) * (1 + _padding(columns))
+
+
+def _padding(columns: Sequence[int]) -> int:
+    return 0 if len(columns) > CROWDED else 1
+
+
+def _join(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _to_markdown(cell: Cell) -> str:
+    text = _escape(str(cell))
+    return f"[{text}]({cell.to})" if isinstance(cell, Link) else text
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", " ".join(text.split()))

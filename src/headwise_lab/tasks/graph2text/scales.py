@@ -1,0 +1,84 @@
+"""The sizes of the graph-to-text task and their presets.
+
+`demo` and `cpu` were chosen on dev with plain attention: a model of a thousand texts repeats one clause unless
+`no_repeat` forbids it, and of several beams it prefers texts that are far too short.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headwise.errors import SettingError, require_integer
+from headwise_lab.experiment.scale import Count, Dropout, Natural, Positive, Real, Scale, presets
+
+
+@dataclass(frozen=True)
+class GraphScale(Scale):
+    """Sizes of the graph-to-text task; see `Scale` for the other attributes.
+
+    Attributes:
+        width: Width d of words, nodes and states; even.
+        layers: Number of blocks of the graph encoder.
+        heads: Attention heads of each block and of the decoder's attentions; must divide `width`.
+        tokens: Maximum words of a batch's texts, padding included.
+        optimizer: Adam, or SGD with momentum 0.9 as in the released code.
+        longest: Maximum words of a training text, which is truncated, and of a generated text.
+        no_repeat: Length of word sequences that may not occur twice in a generated text, at least 2; 0 for no limit.
+        released: Whether the model departs from the paper as the released code does; see `graph2text.model`.
+    """
+
+    name: str
+    width: Count
+    layers: Count
+    heads: Count
+    dropout: Dropout
+    learning_rate: Positive
+    tokens: Count
+    epochs: Count
+    warmup_steps: Natural
+    clip_norm: Positive = 1.0
+    optimizer: Literal["adam", "sgd"] = "adam"
+    min_count: Count = 2
+    longest: Count = 200
+    beams: Count = 4
+    length_penalty: Real = 1.0
+    no_repeat: int = 0
+    released: bool = False
+    train_examples: Count | None = None
+    dev_examples: Count | None = None
+    test_examples: Count | None = None
+    compile_routing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % 2 or self.width % self.heads:
+            raise SettingError(
+                f"width is {self.width} with {self.heads} heads; expected an even multiple of the number of heads."
+            )
+        if self.tokens <= self.longest:
+            raise SettingError(f"tokens is {self.tokens}; expected more than longest, {self.longest}, and its end.")
+        if self.no_repeat:
+            require_integer("no_repeat", self.no_repeat, low=2)
+
+
+# paper: Koncel-Kedziorski et al. 2019, as their code trains it; 3,200 words are about its 32, 16 or 8 texts per batch
+GRAPH_SCALES = presets(
+    GraphScale,
+    "demo cpu gpu paper",
+    width=[64, 64, 256, 500],
+    layers=[2, 6, 6, 6],
+    heads=4,
+    dropout=[0.1, 0.2, 0.3, 0.1],
+    learning_rate=[3e-3, 3e-3, 1e-3, 0.1],
+    tokens=[2_048, 2_048, 4_096, 3_200],
+    epochs=[8, 12, 40, 20],
+    warmup_steps=[50, 50, 200, 0],
+    optimizer=["adam", "adam", "adam", "sgd"],
+    min_count=[2, 3, 2, 5],
+    longest=[100, 120, 200, 400],
+    beams=[1, 1, 4, 4],
+    no_repeat=[3, 3, 0, 0],
+    train_examples=[400, None, None, None],
+    dev_examples=[50, 100, None, None],
+    test_examples=[100, None, None, None],
+    compile_routing=[False, False, False, True],
+)

@@ -1,0 +1,73 @@
+"""The sizes of the sentence task and their presets; `demo` and `cpu` were chosen on dev, with plain attention."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headwise_lab.data.tables import USUAL, Columns
+from headwise_lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, Share, presets
+
+
+@dataclass(frozen=True)
+class SentenceScale(Scale):
+    """Sizes of the sentence task; see `Scale` for the other attributes.
+
+    Attributes:
+        width: Width of a word's vector.
+        units: Units u of the LSTM in each direction; a head's output has 2u numbers.
+        attention: Hidden units of the attention.
+        heads: Number of attention heads r.
+        hidden: Hidden units of the classifier.
+        positive: Share of the texts that have label 1, of two labels 0 and 1; others with label 1 are left out by key.
+            None keeps all texts.
+        out_of_domain: File of other texts, for the uncertainty figures; None for none.
+    """
+
+    name: str
+    width: Count
+    units: Count
+    attention: Count
+    heads: Count
+    hidden: Count
+    dropout: Dropout
+    learning_rate: Positive
+    batch_size: Count
+    epochs: Count
+    warmup_steps: Natural
+    clip_norm: Positive = 1.0
+    max_words: Count = 100
+    min_count: Count = 2
+    train_examples: Count | None = None
+    positive: Share | None = None
+    embeddings: Path | None = field(default=None, metadata=UNRECORDED)
+    columns: Columns = field(default=USUAL, metadata=UNRECORDED)
+    out_of_domain: Path | None = field(default=None, metadata=UNRECORDED)
+    compile_routing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.columns.require(2)
+
+    @property
+    def layers(self) -> int:
+        """Number of attention layers: one."""
+        return 1
+
+
+SENTENCE_SCALES = presets(
+    SentenceScale,
+    "demo cpu paper",
+    width=[48, 100, 300],
+    units=[32, 64, 300],
+    attention=[32, 64, 350],
+    heads=[8, 30, 30],
+    hidden=[64, 256, 3_000],
+    dropout=0.3,
+    learning_rate=[3e-3, 2e-3, 5e-4],
+    batch_size=[32, 32, 128],
+    epochs=[3, 4, 30],
+    warmup_steps=[50, 100, 0],
+    clip_norm=[1.0, 1.0, 0.5],
+    max_words=[60, 100, 500],
+    min_count=[2, 2, 1],
+    train_examples=[3_000, None, None],
+)

@@ -1,0 +1,377 @@
+"""An arm on a model, which is what a run trains: the model's start, and the arm's methods attached to it.
+
+What some arms change in a model before its parameters are drawn: how heads attend, and how wide layers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.disagreement.penalty import Disagreement
+from headwise.errors import LayoutError, SettingError
+from headwise.gating.attach import Gating, gate_heads
+from headwise.heads.ablation import HeadDropping, drop_heads
+from headwise.heads.find import find_heads
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Heads
+from headwise.heads.mixing import mix_heads, pair_decoder_heads, reads_pairs
+from headwise.integrations.methods import Aggregate, Penalize, Repel
+from headwise.nn.difference import pair_heads
+from headwise.repulsion.repel import Repulsion
+from headwise.roles.guide import Guidance, guide
+from headwise.routing.modules import Gate, Residual, Routing, Setting
+from headwise_lab.experiment.arm import (
+    Arm,
+    DropHeads,
+    GateHeads,
+    Guided,
+    LengthenQueries,
+    OtherModel,
+    PairHeads,
+    Talk,
+    Widen,
+)
+from headwise_lab.experiment.scale import Scale
+from headwise_lab.experiment.seeding import derive_key, initialize_parameters
+from headwise_lab.experiment.task import Data, MaskMaker, Task
+from headwise_lab.role_masks.encoder import mask_encoder
+from headwise_lab.training import processes
+
+FEED_FORWARD = ("feed_forward", "mlp")
+
+
+def pair_all_heads(heads: Heads, *, second: bool) -> None:
+    """Pair the heads of each attention; find heads again afterwards.
+
+    Raises:
+        LayoutError: An attention cannot be paired.
+    """
+    for site in heads:
+        if reads_pairs(site):
+            pair_decoder_heads(site, site.layer + 1, second=second)
+            continue
+        if not isinstance(site.module, nn.MultiheadAttention):
+            raise LayoutError(
+                f"{site.label} is a {type(site.module).__name__}; the arms differential and paired change torch's "
+                "multi-head attention and the decoders of transformers, so leave them out of this task."
+            )
+        if site.prepare is not None:
+            site.prepare(site.model, site.module)
+        pair_heads(site.module, site.layer + 1, second=second)
+
+
+def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
+    """Give the feed-forward layer beside each attention further hidden units, with parameters that are not drawn yet.
+
+    It is the `feed_forward` or `mlp` of the module that holds the attention: Linears from the width to the hidden
+    units, and after them one back; a PReLU may have a slope for each unit. Attentions of one module share it.
+
+    Args:
+        heads: The attentions.
+        units: Number of further units; None for about as many parameters as gates on features have, (d + 1) d.
+
+    Raises:
+        SettingError: A layer has no such feed-forward layer.
+    """
+    holders: dict[int, Any] = {}
+    for site in heads:
+        holder: Any = site.model.get_submodule(site.name.rpartition(".")[0])
+        holders[id(holder)] = holder
+    for holder in holders.values():
+        layer = next((found for name in FEED_FORWARD if (found := getattr(holder, name, None)) is not None), None)
+        parts = [] if layer is None else list(layer.modules())
+        linears = [part for part in parts if isinstance(part, nn.Linear)]
+        sizes = [(part.in_features, part.out_features) for part in linears]
+        if len(sizes) < 2 or {*sizes[:-1]} != {sizes[-1][::-1]}:
+            raise SettingError(
+                f"{type(holder).__name__} has no feed_forward or mlp of Linears that the arm wider would widen; leave "
+                "that arm out of this task."
+            )
+        width, hidden = sizes[0]
+        slopes = [part for part in parts if isinstance(part, nn.PReLU) and part.num_parameters == hidden]
+        each = sum(width + (part.bias is not None) for part in linears[:-1]) + width + len(slopes)
+        new = hidden + (round((width + 1) * width / each) if units is None else units)
+        for part in linears[:-1]:
+            part.out_features = new
+        linears[-1].in_features = new
+        for part in linears:
+            part.weight = nn.Parameter(part.weight.new_empty(part.out_features, part.in_features))
+            if part.bias is not None:
+                part.bias = nn.Parameter(part.bias.new_empty(part.out_features))
+        for part in slopes:
+            part.num_parameters = new
+            part.weight = nn.Parameter(part.weight.new_empty(new))
+        config: Any = getattr(layer, "config", None)
+        if getattr(config, "intermediate_size", None) == hidden:
+            # transformers builds the model anew from it
+            config.intermediate_size = new
+
+
+def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, Methods]:
+    """Return a new model whose parameters are drawn, and the arm's methods on it.
+
+    Raises:
+        SettingError: As `build_model`, or the arm does not fit the model.
+        DataError: A role needs what the data does not have.
+    """
+    model, masks = build_model(task, arm, data, scale, seed=seed)
+    methods = Methods(
+        task.remaining_arm(arm, data),
+        model,
+        find_target(task, arm, model),
+        seed=seed,
+        compile_routing=scale.compile_routing,
+        masks=masks,
+        rule_layers=task.rule_layers(scale),
+    )
+    return model, methods
+
+
+def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MaskMaker | None]:
+    """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
+
+    Raises:
+        SettingError: The task has no such model, no words that roles could be made from, or no dropout to change.
+        DataError: A role needs what the data does not have.
+    """
+    other, guided = arm.find(OtherModel), arm.find(Guided)
+    dropout = task.remaining_arm(arm, data).dropout
+    if dropout is not None:
+        if not scale.sets_dropout:
+            raise SettingError(
+                f"arm {arm.name} sets dropout, and the model of task {task.name} has none or is that of a folder; "
+                "leave it out."
+            )
+        changed: Any = scale
+        scale = replace(changed, dropout=dropout)
+    if other is not None:
+        if other.model not in task.models:
+            raise SettingError(
+                f"task {task.name} has no model {other.model}; models besides its own: {task.models or 'none'}."
+            )
+        return task.other_model(other.model, data, scale), None
+    masks = None if guided is None else task.role_masks(guided, data, scale, seed)
+    return task.initial_model(arm, data, scale, seed), masks
+
+
+def find_target(task: Task, arm: Arm, model: nn.Module) -> nn.Module | None:
+    """Return the part of a model whose heads an arm acts on; None where it has no heads."""
+    return None if arm.find(OtherModel) is not None else task.target(model)
+
+
+class Methods:
+    """The methods of one arm, attached to one model whose parameters they draw.
+
+    What adds parameters is put in place before the parameters are drawn, the penalty after them, repulsion once there
+    is an optimizer.
+
+    Args:
+        arm: The arm.
+        model: The model; what the arm adds to it is put in place and every parameter is drawn anew.
+        part: The part of the model whose heads the arm acts on; None for a model without attention.
+        seed: Seed of the run; each use of it has its own stream.
+        compile_routing: Whether the arm's routing is compiled with `torch.compile`.
+        masks: Makes the role masks of a batch from the arguments of the model's forward; None where no head is guided.
+        rule_layers: Layers that the arm's rule acts on where the arm names none; None for all.
+    """
+
+    def __init__(
+        self,
+        arm: Arm,
+        model: nn.Module,
+        part: nn.Module | None,
+        *,
+        seed: int,
+        compile_routing: bool = False,
+        masks: MaskMaker | None = None,
+        rule_layers: tuple[int, ...] | None = None,
+    ) -> None:
+        self.arm, self.seed, self.masks, self.rule_layers = arm, seed, masks, rule_layers
+        self.penalty: Disagreement | None = None
+        self.penalize: Penalize | None = None
+        self.gating: Gating | None = None
+        self.drophead: HeadDropping | None = None
+        self.repulsion: Repulsion | None = None
+        self.heads: Heads | None = None
+        if part is None:
+            initialize_parameters(model, seed)
+            return
+        if (pairs := arm.find(PairHeads)) is not None:
+            pair_all_heads(find_heads(part), second=pairs.second)
+        self.heads = find_heads(part)
+        if (wider := arm.find(Widen)) is not None:
+            widen_feed_forward(self.heads, wider.units)
+        if (routing := arm.find(Aggregate)) is not None:
+            setting = _compile(routing.setting) if compile_routing else routing.setting
+            replace(routing, setting=setting).attach(self.heads)
+        if (talk := arm.find(Talk)) is not None:
+            mix_heads(self.heads, logits=talk.logits, weights=talk.weights)
+        if (gates := arm.find(GateHeads)) is not None:
+            self.gating = gate_heads(self.heads, gates.gate)
+        initialize_parameters(model, seed)
+        self._lengthen_queries()
+        if (penalize := arm.find(Penalize)) is not None:
+            self.penalty = penalize.attach(self.heads, across=processes.group())
+            self.penalize = penalize
+        drop = arm.find(DropHeads)
+        if drop is not None and (drop.rate or drop.start):
+            # several processes drop other heads; the first one those that one process alone would
+            own = [processes.rank()] if processes.rank() else []
+            self.drophead = drop_heads(self.heads, drop.rate, seed=derive_key(seed, "drophead", *own))
+        if masks is not None:
+            _guide(model, self.heads, masks)
+
+    def repel(self, optimizer: torch.optim.Optimizer) -> None:
+        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips.
+
+        Raises:
+            SettingError: The arm trains queries faster that are one parameter with keys or values.
+        """
+        longer = self.arm.find(LengthenQueries)
+        if longer is not None and longer.rate != 1.0:
+            _train_faster(optimizer, self._list_queries(), longer.rate)
+        method = self.arm.find(Repel)
+        if method is not None and self.heads is not None:
+            if method.layers is None:
+                method = replace(method, layers=self.rule_layers)
+            seed = derive_key(self.seed, "noise")
+            self.repulsion = method.attach(optimizer, self.heads, when="manual", seed=seed)
+
+    def _lengthen_queries(self) -> None:
+        longer = self.arm.find(LengthenQueries)
+        if longer is not None:
+            with torch.no_grad():
+                for part in self._list_queries():
+                    part.view(part.parameter).mul_(longer.drawn)
+
+    def _list_queries(self) -> list[HeadSlice]:
+        assert self.heads is not None  # an arm of another model has one method
+        return [part for head_slice in self.heads.projection("query").slices() for part in head_slice.parts]
+
+    def begin_step(self, step: int, steps: int, warmup: int) -> None:
+        """Set what depends on the step, counted from 0, of a training of `steps` steps of which `warmup` warm up."""
+        drop = self.arm.find(DropHeads)
+        if self.drophead is not None and drop is not None:
+            self.drophead.rate = drop.rate_at(step, steps, warmup)
+
+    def add_penalty(self, loss: Tensor) -> Tensor:
+        """Return the loss of training with the arm's penalty added, and the balance of a mixture of heads."""
+        total = loss
+        if self.gating is not None and getattr(self.gating.setting, "balance", 0.0) > 0.0:
+            total = self.gating.add_to(loss)
+        if self.penalty is None or self.penalize is None:
+            return total
+        return self.penalize.add(self.penalty, total, task=loss)
+
+    def apply_repulsion(self) -> Tensor | None:
+        """Apply the rule to the gradients and return its force ratio; without a rule, that of a measured penalty.
+
+        The norm of all repulsion over the norm of all driving terms: a group that the loss hardly moves, as queries and
+        keys are at the start, would dominate a mean of the groups' ratios. NaN where the loss moves no head, and
+        infinite where a rule without finite forces left a gradient as it was. For a penalty whose strength is measured
+        against the loss, the norm of its gradient over that of the loss's, as last measured; else None.
+        """
+        if self.repulsion is None:
+            return self._find_penalty_share()
+        self.repulsion.apply()
+        last = self.repulsion.last
+        driving = last.driving_norm.norm()
+        ratio = torch.where(driving == 0, torch.nan, last.repulsion_norm.norm() / driving)
+        return torch.where(last.finite.all(), ratio, torch.inf)
+
+    def _find_penalty_share(self) -> Tensor | None:
+        """Return the mean over attentions of |gradient of the penalty| / |gradient of the loss|, as last measured."""
+        if self.penalty is None or self.penalty.relative is None or not self.penalty.relative.shares:
+            return None
+        shares = list(self.penalty.relative.shares.values())
+        return torch.stack([share.to(shares[0].device) for share in shares]).mean()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Evaluation mode without gradients, nothing captured for the penalty, and the old mode afterwards."""
+        training = model.training
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.penalty is not None and self.penalty.taps is not None:
+                stack.enter_context(self.penalty.taps.paused())
+            model.eval()
+            try:
+                yield
+            finally:
+                model.train(training)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the methods draw from, for a checkpoint; called in all processes."""
+        state: dict[str, Any] = {}
+        if self.drophead is not None and self.drophead.generator is not None:
+            state["drophead"], *others = processes.gather(self.drophead.generator.get_state())
+            if others:
+                state["drophead_others"] = others
+        if self.repulsion is not None:
+            state["repulsion"] = self.repulsion.state_dict()
+        if self.penalty is not None and self.penalty.strength is not None:
+            state["penalty"] = self.penalty.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if self.drophead is not None and self.drophead.generator is not None:
+            known = [state["drophead"], *state.get("drophead_others", [])]
+            # a process that the checkpoint knows nothing of begins its own
+            if processes.rank() < len(known):
+                self.drophead.generator.set_state(known[processes.rank()])
+        if self.repulsion is not None:
+            self.repulsion.load_state_dict(state["repulsion"])
+        if self.penalty is not None and self.penalty.strength is not None:
+            self.penalty.load_state_dict(state["penalty"])
+
+
+def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadSlice], factor: float) -> None:
+    """Move queries to parameter groups of their own, whose learning rate is `factor` times as high."""
+    for part in queries:
+        if part.view(part.parameter).numel() != part.parameter.numel():
+            raise SettingError(
+                f"{part.name} holds more than queries, and one parameter has one learning rate; give the arm "
+                "rate=1, or a model whose queries are a parameter of their own."
+            )
+    found = {id(part.parameter) for part in queries}
+    for group in list(optimizer.param_groups):
+        moved = [one for one in group["params"] if id(one) in found]
+        if moved:
+            group["params"] = [one for one in group["params"] if id(one) not in found]
+            optimizer.add_param_group({**group, "params": moved, "lr": factor * group["lr"]})
+
+
+def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
+    """Give each forward of the model the masks of its batch; where the model encodes a source, those of the source."""
+    if hasattr(model, "get_encoder"):
+        mask_encoder(
+            model, lambda ids, real: masks({"input_ids": ids, "attention_mask": real}), sites=heads.kind("self")
+        )
+        return
+    model.register_forward_pre_hook(_make_hook(masks, guide(heads)), with_kwargs=True, prepend=True)
+
+
+def _make_hook(masks: MaskMaker, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def before(_model: nn.Module, _arguments: tuple[Any, ...], batch: dict[str, Any]) -> None:
+        guidance(masks(batch))
+
+    return before
+
+
+def _compile(setting: Setting) -> Setting:
+    if isinstance(setting, Gate):
+        return setting
+    if isinstance(setting, Residual):
+        return replace(setting, routing=_compile_routing(setting.routing))
+    return _compile_routing(setting)
+
+
+def _compile_routing(setting: Routing) -> Routing:
+    return replace(setting, chunks=replace(setting.chunks, compile=True))
