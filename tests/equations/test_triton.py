@@ -16,8 +16,10 @@ FOLDER = Path(__file__).parents[1] / "interpreted"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux alone")
 
 
-def test_the_programs_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(FOLDER)]
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_programs_in_the_interpreter(chosen: str):
+    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", chosen]
+    command = [sys.executable, "-m", "pytest", *options, str(FOLDER)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600, check=False
     )

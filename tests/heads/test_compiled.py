@@ -211,7 +211,9 @@ def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
 
 
 # docs/gotchas.md names these; whatever else breaks a graph is a fault
-@pytest.mark.parametrize(("method", "breaks"), [("penalty", 1), ("guide", 1), ("bias", 0)])
+@pytest.mark.parametrize(
+    ("method", "breaks"), [("penalty", 1), pytest.param("guide", 1, marks=pytest.mark.slow), ("bias", 0)]
+)
 def test_only_what_leaves_an_activation_checkpoint_breaks_a_graph(method: str, breaks: int):
     model = bert()
     checkpoint_activations(model, reentrant=False)

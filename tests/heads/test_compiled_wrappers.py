@@ -93,7 +93,13 @@ class Everything:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("transformers", way) for way in WAYS] + [("torch", "the model"), ("torch", "attention")]
+    ("name", "way"),
+    [
+        ("transformers", "the model in place"),
+        ("torch", "attention"),
+        pytest.param("torch", "the model", marks=pytest.mark.slow),
+        *(pytest.param("transformers", way, marks=pytest.mark.slow) for way in WAYS if way != "the model in place"),
+    ],
 )
 def test_every_method_acts_on_a_compiled_model_that_ran_before_as_on_the_model_itself(name: str, way: str):
     plain, inner = MODELS[name](), MODELS[name]()
@@ -110,7 +116,14 @@ def test_every_method_acts_on_a_compiled_model_that_ran_before_as_on_the_model_i
     found.repulsion.verify()
 
 
-@pytest.mark.parametrize(("name", "way"), [("transformers", way) for way in WAYS] + [("torch", "layers")])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("transformers", "layers"),
+        ("torch", "layers"),
+        *(pytest.param("transformers", way, marks=pytest.mark.slow) for way in WAYS if way != "layers"),
+    ],
+)
 def test_what_is_attached_to_one_layer_and_removed_again_acts_and_ends(name: str, way: str):
     plain, inner = MODELS[name](), MODELS[name]()
     inputs = inputs_of(plain)

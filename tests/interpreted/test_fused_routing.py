@@ -47,10 +47,15 @@ def everything(kernel: EMKernel | SimpleKernel | FusedKernel, votes: Tensor, *be
     return [capsules, into, *kernel.gradient(votes, grad, into, *betas)]
 
 
-@pytest.mark.parametrize("active", [True, False])
-@pytest.mark.parametrize(
-    ("heads", "capsules", "size", "iterations"), [(3, 6, 2, 3), (4, 10, 1, 4), (5, 7, 3, 1), (8, 8, 4, 2)]
-)
+# heads, capsules, size, iterations
+SHAPES = [
+    (3, 6, 2, 3),
+    *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((4, 10, 1, 4), (5, 7, 3, 1), (8, 8, 4, 2))),
+]
+
+
+@pytest.mark.parametrize("active", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("heads", "capsules", "size", "iterations"), SHAPES)
 @pytest.mark.usefixtures("undisturbed", "tiles")
 def test_it_equals_the_plain_form(heads, capsules, size, iterations, active):
     plain = EMKernel(em_schedule(iterations, 0.8, 2.9), FLOOR)
@@ -61,9 +66,7 @@ def test_it_equals_the_plain_form(heads, capsules, size, iterations, active):
 
 
 @pytest.mark.parametrize("over_capsules", [True, False])
-@pytest.mark.parametrize(
-    ("heads", "capsules", "size", "iterations"), [(3, 6, 2, 3), (4, 10, 1, 4), (5, 7, 3, 1), (8, 8, 4, 2)]
-)
+@pytest.mark.parametrize(("heads", "capsules", "size", "iterations"), SHAPES)
 @pytest.mark.usefixtures("undisturbed", "tiles")
 def test_simple_routing_equals_its_plain_form(heads, capsules, size, iterations, over_capsules):
     plain = SimpleKernel(iterations, over_capsules, 0.8)
@@ -90,7 +93,7 @@ def test_float64_is_routed_in_float64(plain):
         torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("over_capsules", [True, False])
+@pytest.mark.parametrize("over_capsules", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.usefixtures("undisturbed", "tiles")
 def test_simple_routing_in_half_precision_and_other_layouts(over_capsules):
     plain = SimpleKernel(3, over_capsules, FLOOR)

@@ -86,7 +86,7 @@ COMMANDS = {
     "tune": Command(("tune", "logic", "output", "--draws", "1", "--workers", "1", *OUT), whole=False),
 }
 # Every so many writes of some; every write of all is slow.
-QUICK = (("prune", 13), ("inspect", 5), ("prepare translation", 13))
+QUICK = (("inspect", 5), ("prepare translation", 13))
 SLOW = [pytest.param(name, 1, marks=pytest.mark.slow) for name in COMMANDS]
 
 

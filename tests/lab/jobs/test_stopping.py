@@ -78,7 +78,12 @@ class Running:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "runs"), [(signal.SIGINT, 130, 2), (signal.SIGHUP, 129, 1), (signal.SIGTERM, 143, 1)]
+    ("number", "code", "runs"),
+    [
+        (signal.SIGTERM, 143, 1),
+        pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
     running = Running(tmp_path, *("wait",) * runs)
@@ -87,6 +92,7 @@ def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
     assert all((tmp_path / str(one) / "saved").exists() for one in range(runs))
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     running = Running(tmp_path, "wait", "deaf")
     told = time.time()
