@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.integrations.methods import Aggregate
 from headwise.routing.modules import Chunks
-from headwise_lab.data.batching import batch_by_tokens
+from headwise.texts.batching import batch_by_tokens
 from headwise_lab.data.subwords import PADDING, START
 from headwise_lab.experiment.arm_text import parse_arms
 from headwise_lab.tasks.translation.decoding import DECODED_TOKENS

@@ -45,7 +45,7 @@ def write_side(path: Path, pairs: int, words_a_line: int, seed: int) -> None:
 
 def measure(folder: Path, vocabulary_size: int, once: bool) -> None:
     """Prepare the corpus in this process, read an epoch, and print time and memory."""
-    from headwise_lab.data.batching import TokenBatches
+    from headwise.texts.batching import TokenBatches
     from headwise_lab.tasks.translation.corpora import Cleaning
     from headwise_lab.tasks.translation.data import collate, load_translation
     from headwise_lab.tasks.translation.files import make_folder_corpus

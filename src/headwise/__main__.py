@@ -10,9 +10,9 @@ EXTRAS = {"spacy": "spacy", "ray": "ray", "submitit": "slurm"}
 
 
 def main() -> None:
-    """Run the command; see `headwise_lab.cli.main`."""
+    """Run the command; see `headwise.cli.main`."""
     try:
-        from headwise_lab.cli.main import main as run
+        from headwise.cli.main import main as run
 
         run()
     except SystemExit as ended:
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    from headwise_lab.stopping import end_children
+    from headwise.cli.stopping import end_children
 
     end_children()
     for stream in (sys.stdout, sys.stderr):

@@ -5,18 +5,25 @@ Whatever is slow to import is imported inside functions.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from headwise_lab.experiment.run_folder import Failure
+
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from headwise_lab.experiment.scale import ScaleOptions, with_options
 from headwise_lab.experiment.task import TASKS, named_task
 
 if TYPE_CHECKING:
     from headwise_lab.experiment.scale import Scale
+from headwise.cli.options import require_known
 
 TaskName = Annotated[str, typer.Argument(help=f"The task: {', '.join(TASKS)}.")]
 ScaleName = Annotated[
@@ -59,25 +66,9 @@ Lora = Annotated[
     str | None,
     typer.Option("--lora", metavar="r=RANK[,alpha=ALPHA]", help="Train adapters of a pretrained model (lm) only."),
 ]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run Python files and kernels that a Hugging Face folder names; without it such a folder is refused.",
-    ),
-]
 OutOfDomain = Annotated[
     Path | None,
     typer.Option("--out-of-domain", help="File of out-of-domain texts, for the figures of uncertainty."),
-]
-TextColumn = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text-column",
-        metavar="NAME",
-        help="Column of the texts in a table, or key in JSON Lines, where data.body is a key inside another; twice for "
-        "pairs.",
-    ),
 ]
 LabelColumn = Annotated[
     str | None, typer.Option("--label-column", metavar="NAME", help="Column of the labels, likewise.")
@@ -97,16 +88,6 @@ TunedFolder = Annotated[
 Workers = Annotated[
     int | None, typer.Option("--workers", help="Number of parallel workers, one thread each (default: CPU count).")
 ]
-
-
-def require_known(kind: str, name: str, known: Iterable[str]) -> None:
-    """Refuse an unknown name, and suggest similar ones."""
-    names = list(known)
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else "choose"
-    raise typer.BadParameter(f"there is no {kind} {name!r}; {hint} (all: {', '.join(names)}).")
 
 
 def require_task(name: str) -> None:
@@ -161,3 +142,12 @@ def choose_scale(task: str, options: ScaleOptions | str) -> Scale:
     scales = named_task(task).scales
     require_known("scale", options.scale, scales)
     return with_options(scales[options.scale], options, task)
+
+
+def end_with(failures: Sequence[Failure]) -> None:
+    """Print which runs failed, after all other output, and exit with the code for it."""
+    if not failures:
+        return
+    for failure in failures:
+        typer.echo(f"headwise: {failure}", err=True)
+    raise typer.Exit(2 if all(failure.refused for failure in failures) else 1)

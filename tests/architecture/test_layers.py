@@ -24,19 +24,22 @@ LAYERS = """
     plots testing
     api
     __init__
+    texts
+    cli
     lab/__init__
     lab/models lab/data
     lab/experiment
     lab/role_masks lab/results lab/packed_text
     lab/training
     lab/analyses lab/frozen
-    lab/importing lab/options lab/output lab/streams lab/stopping
+    lab/importing lab/options lab/streams
     lab/tasks/*
     lab/jobs lab/probing
     lab/compare
     lab/tune
     lab/papers
     lab/cli
+    lab/extension
     __main__
 """
 MOST_FILES, FEWEST_LINES = 12, 80

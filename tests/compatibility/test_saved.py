@@ -22,7 +22,7 @@ from torch import nn
 from transformers import BertModel
 
 import headwise as hw
-from headwise_lab.cli.main import main
+from headwise.cli.main import main
 from headwise_lab.data.arrays import read_arrays
 from headwise_lab.training.train import HeadTrainer
 from lab.inline import do_inline

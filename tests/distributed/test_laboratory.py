@@ -173,7 +173,7 @@ import dataclasses, os, sys
 
 if __name__ == "__main__":
     os.write(2, b"one of %s\n" % os.environ["WORLD_SIZE"].encode())
-    from headwise_lab.cli.main import main
+    from headwise.cli.main import main
     from headwise_lab.tasks.logic.scales import LOGIC_SCALES as scales
 
     scales["demo"] = dataclasses.replace(

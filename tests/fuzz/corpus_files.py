@@ -10,7 +10,7 @@ from fuzz.made_files import Reader, lines, mutate_packed, packed, unsealed, writ
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_json_lines, mutate_text
 from headwise.input_files import name_in_errors
 from headwise.roles.spacy import Parse, ParseCache
-from headwise_lab.data.batching import read_sentences
+from headwise.texts.batching import read_sentences
 from headwise_lab.data.documents import find_files, read_pieces
 from headwise_lab.data.subwords import read_subwords
 from headwise_lab.experiment.arm_text import parse_arm

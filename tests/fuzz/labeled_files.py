@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fuzz.made_files import Reader, lines, mutate_packed, packed
 from fuzz.mutate import mutate_json_lines, mutate_text
-from headwise_lab.data.labeled_texts import Layout, drop_repeats, read_labeled, read_probing, read_texts
+from headwise.texts.labeled_texts import Layout, read_labeled, read_texts
+from headwise_lab.data.probing_files import drop_repeats, read_probing
 from headwise_lab.data.word_vectors import pack_vectors
 from headwise_lab.tasks.classification.data import load_data
 from headwise_lab.tasks.classification.probing_data import load_probing

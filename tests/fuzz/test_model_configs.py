@@ -14,7 +14,7 @@ from heads.families import FAMILIES
 from heads.family import Family
 from headwise.errors import DataError
 from headwise.stock_folders import open_within
-from headwise_lab.models.pretrained import quietly
+from headwise.texts.pretrained import quietly
 
 SLOW = pytest.param(INPUTS // 50, marks=pytest.mark.slow)
 

@@ -11,10 +11,10 @@ import typer
 
 from fuzz.mutate import INPUTS, Mutation, fuzz, mutate_bytes, mutate_json, mutate_text
 from headwise.errors import SettingError
+from headwise.texts.transformer import open_folder
 from headwise_lab.cli.comparing import format_config, merge_sizes, read_config
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.frozen.open import open_folder
 from headwise_lab.probing.figures import make_heads_grid, make_layers_grid, make_sets_grid
 from headwise_lab.probing.run import _read_finished
 from headwise_lab.results.runs import read_head_drops

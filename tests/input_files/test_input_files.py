@@ -15,10 +15,11 @@ import headwise as hw
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError
 from headwise.input_files import describe_place, is_file, open_input, read_numbered_lines, read_whole
+from headwise.texts.batching import read_sentences
+from headwise.texts.labeled_texts import find_layout, read_texts
 from headwise_lab.data.arrays import digest, find_plain_or_gz, require_files
-from headwise_lab.data.batching import read_sentences
 from headwise_lab.data.documents import find_files, read_pieces
-from headwise_lab.data.labeled_texts import find_layout, find_probing_file, read_probing, read_texts
+from headwise_lab.data.probing_files import find_probing_file, read_probing
 from headwise_lab.data.subwords import read_tokenizer
 from headwise_lab.data.word_vectors import read_word_vectors
 from headwise_lab.experiment.run_folder import read_json

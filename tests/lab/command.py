@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise_lab.cli import main
+from headwise.cli import main
 
 
 def call(*arguments: str) -> int:

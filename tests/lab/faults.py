@@ -21,12 +21,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-import headwise_lab.cli.head_reports
-import headwise_lab.cli.shrink_run
 import headwise_lab.probing.run
 import headwise_lab.training.train
 import headwise_lab.tune  # noqa: F401  imported once, and not by each process
-from headwise_lab.cli import main, roles
+from headwise.cli import main, roles
 from headwise_lab.data.downloads import Download
 from headwise_lab.jobs import pool
 from headwise_lab.jobs.serving import attempt

@@ -22,7 +22,7 @@ DEAF = """
 from pathlib import Path
 import torch
 from headwise.atomic import new_folder
-from headwise_lab.stopping import Stopped, stoppable
+from headwise.cli.stopping import Stopped, stoppable
 
 with stoppable("stopped; nothing was written.", [Path("deep/out")]), new_folder(Path("deep/out")) as temporary:
     (temporary / "half").write_text("half")

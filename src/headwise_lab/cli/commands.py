@@ -11,7 +11,11 @@ from typing import Annotated
 import typer
 
 from headwise.atomic import hold
-from headwise_lab.data.tables import Columns
+from headwise.cli.commands import RUNS
+from headwise.cli.options import TextColumn, TrustRemoteCode, require_known
+from headwise.cli.output import print_record, printing_record, say, standard_console
+from headwise.cli.stopping import stoppable
+from headwise.texts.tables import Columns
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.experiment.task import named_task
 from headwise_lab.options import (
@@ -26,19 +30,13 @@ from headwise_lab.options import (
     ScaleName,
     Sizes,
     TaskName,
-    TextColumn,
-    TrustRemoteCode,
     TunedFolder,
     Workers,
     choose_scale,
+    end_with,
     parse_lora,
-    require_known,
     require_task,
 )
-from headwise_lab.output import end_with, print_file, print_record, printing_record, say, standard_console
-from headwise_lab.stopping import stoppable
-
-RUNS = Path("runs")
 
 
 @printing_record
@@ -237,71 +235,6 @@ def reproduce(
     end_with(failures)
 
 
-def roles(
-    sentence: Annotated[str, typer.Argument(help="A sentence.")],
-    pipeline: Annotated[str, typer.Option(help="spaCy pipeline with a parser: a folder or an installed package.")],
-    corpus: Annotated[
-        Path | None, typer.Option(help="Training text, one text per line, to count rare words in.")
-    ] = None,
-    idf: Annotated[Path | None, typer.Option("--idf", help="Counts written by IDF.save, instead of --corpus.")] = None,
-    released: Annotated[bool, typer.Option("--released", help="Use the roles of the paper's released code.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for picture and page (default: runs/roles/...).")] = None,
-) -> None:
-    """Show where each role lets the words of a sentence attend: in the terminal, as a picture and as a page."""
-    from headwise_lab.cli.roles import show
-
-    options = {"--corpus": corpus, "--idf": idf, "--out": out}
-    command = shlex.join(
-        ["headwise", "roles", sentence, "--pipeline", pipeline]
-        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
-        + (["--released"] if released else [])
-    )
-    with stoppable("stopped.", [out or RUNS]):
-        show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
-
-
-@printing_record
-def inspect(
-    model: Annotated[Path, typer.Argument(help="A folder of save_pretrained(), or a finished run of any task.")],
-    text: Annotated[
-        Path, typer.Option(help="File, one sentence per line (logic: formula, graph2text: graph), or a table.")
-    ],
-    against: Annotated[Path | None, typer.Option(help="Another model of the same shape to compare with.")] = None,
-    pipeline: Annotated[
-        str | None, typer.Option(help="spaCy pipeline with a parser; also finds the roles of each head.")
-    ] = None,
-    text_column: TextColumn = None,
-    shown: Annotated[int, typer.Option("--shown", help="Number of sentences on the page.", min=0)] = 12,
-    trust_remote_code: TrustRemoteCode = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for report and page (default: runs/inspect/...).")] = None,
-) -> None:
-    """Show what the heads of a model do on a text and what each contributes: in the terminal and as a page."""
-    from headwise_lab.cli.head_reports import inspect_models
-
-    columns = Columns(tuple(text_column or ()))
-    options = {"--text": text, "--against": against, "--pipeline": pipeline, "--shown": shown, "--out": out}
-    command = shlex.join(
-        ["headwise", "inspect", str(model)]
-        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
-        + columns.words()
-        + (["--trust-remote-code"] if trust_remote_code else [])
-    )
-    with stoppable("stopped; nothing was written.", [out or RUNS]):
-        report = inspect_models(
-            model,
-            text,
-            columns,
-            against,
-            pipeline,
-            shown,
-            out,
-            standard_console(),
-            command,
-            trust_remote_code=trust_remote_code,
-        )
-    print_file(report)
-
-
 @printing_record
 def probe(
     model: Annotated[
@@ -331,7 +264,7 @@ def probe(
 ) -> None:
     """Probe the layers and heads of a frozen model for properties of sentences (SentEval)."""
     from headwise.errors import require_integer
-    from headwise_lab.data.labeled_texts import PROBES
+    from headwise_lab.data.probing_files import PROBES
     from headwise_lab.frozen.open import open_frozen
     from headwise_lab.jobs.pool import count_workers
     from headwise_lab.probing.fit import Classifier
@@ -398,4 +331,4 @@ def prepare(
     say(f"{out}: {written / 2**20:.1f} MiB, for {words}")
 
 
-COMMANDS = (tune, data, reproduce, roles, inspect, probe, prepare)
+COMMANDS = (tune, data, reproduce, probe, prepare)

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headwise.atomic import hold
+from headwise.cli.options import TextColumn, TrustRemoteCode
+from headwise.cli.output import asked_output, print_file, print_record, printing_record, say, standard_console, warn
+from headwise.cli.stopping import stoppable
 from headwise.errors import DataError
 from headwise.input_files import encode_json, read_whole
-from headwise_lab.data.tables import Columns
+from headwise.texts.tables import Columns
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.importing import importing
 from headwise_lab.options import (
@@ -29,26 +32,14 @@ from headwise_lab.options import (
     ScaleName,
     Sizes,
     TaskName,
-    TextColumn,
-    TrustRemoteCode,
     TunedFolder,
     Workers,
     choose_scale,
+    end_with,
     parse_launch_options,
     parse_lora,
     require_task,
 )
-from headwise_lab.output import (
-    asked_output,
-    end_with,
-    print_file,
-    print_record,
-    printing_record,
-    say,
-    standard_console,
-    warn,
-)
-from headwise_lab.stopping import stoppable
 
 if TYPE_CHECKING:
     from headwise_lab.compare import Comparison

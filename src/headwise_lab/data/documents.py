@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headwise.errors import DataError
 from headwise.input_files import is_file, open_input, parse_json, read_numbered_lines, require_text
-from headwise_lab.data.tables import flatten
+from headwise.texts.tables import flatten
 
 FORMS = (
     "a file or a folder of files: .txt with a blank line between documents, or .jsonl with an object a line whose "

@@ -21,7 +21,7 @@ from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColu
 
 from headwise.atomic import PARTIAL, new_file, put
 from headwise.errors import DataError, SettingError, require_integer
-from headwise_lab.data.progress import make_bars
+from headwise.texts.progress import make_bars
 
 CHUNK = 1 << 20
 SILENCE = 60.0  # timeout of a transfer in seconds without data

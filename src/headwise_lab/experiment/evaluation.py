@@ -20,7 +20,7 @@ from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads, Site
 from headwise.heads.taps import Taps
 from headwise.report.measure import group_readable
-from headwise_lab.data.batching import batch_by_length
+from headwise.texts.batching import batch_by_length
 
 ORDERS = 4
 # What a set of GLUE is scored by.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from headwise.errors import SettingError, require_choice, require_integer, require_positive, require_range
-from headwise_lab.data.tables import USUAL, Columns
+from headwise.texts.tables import USUAL, Columns
 
 # Metadata of a field that holds a path: records leave it out, the digest of the data covers what the path holds.
 UNRECORDED: Mapping[str, bool] = {"recorded": False}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise_lab.data.batching import Encoded, Row, collate_rows
+from headwise.texts.batching import Encoded, Row, collate_rows
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import Arm, OtherModel
 from headwise_lab.training.trained import read_arm

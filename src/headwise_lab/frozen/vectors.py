@@ -15,9 +15,9 @@ from headwise.errors import DataError
 from headwise.heads.capture import Capture
 from headwise.heads.taps import Taps
 from headwise.input_files import encode_json, parse_json, read_whole
+from headwise.texts.batching import Encoded
+from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import digest
-from headwise_lab.data.batching import Encoded
-from headwise_lab.experiment.task import Frozen
 
 PROBED = (
     "expected a folder of Hugging Face, or a run of translation, classification, probing, sentence, pretraining, lm or "

@@ -10,8 +10,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from headwise.cli.output import asked_output
 from headwise_lab.experiment.run_folder import LOG, Failure, Job, Watch, read_progress
-from headwise_lab.output import asked_output
 
 # Share of a run that must be done before its pace counts.
 LEAST_SHARE = 0.02

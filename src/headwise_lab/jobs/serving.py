@@ -17,10 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from headwise.cli.stopping import BY_SIGNAL
 from headwise.errors import HeadwiseError
 from headwise_lab.experiment.run_folder import LOG, Failure, Heartbeat, Job
 from headwise_lab.importing import importing
-from headwise_lab.stopping import BY_SIGNAL
 
 # Seconds to save the state in after the parent has ended.
 LEAVING_SECONDS = 2.0

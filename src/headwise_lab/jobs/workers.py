@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from headwise.cli.stopping import BY_SIGNAL, ignoring_stops
 from headwise_lab.analyses.registry import AnalysisSettings, analyze
 from headwise_lab.experiment.run_folder import Failure, Heartbeat, Job, Watch
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.importing import importing
 from headwise_lab.jobs.serving import Target, serve
-from headwise_lab.stopping import BY_SIGNAL, ignoring_stops
 from headwise_lab.training import processes
 from headwise_lab.training.baseline import BaselineSettings, run_baseline
 from headwise_lab.training.cross_validation import gather_parts

@@ -16,9 +16,9 @@ from rich.progress import Progress
 
 from headwise.atomic import hold, is_sealed, name_write_errors, new_file, put, require_unchanged, seal, sweep
 from headwise.errors import DataError
+from headwise.texts.progress import make_bars
 from headwise_lab.data.arrays import digest, read_arrays, stable_key
 from headwise_lab.data.documents import KEY, Piece, read_pieces
-from headwise_lab.data.progress import make_bars
 from headwise_lab.data.subwords import TextEncoder, describe_tokenizer
 from headwise_lab.experiment import run_folder
 

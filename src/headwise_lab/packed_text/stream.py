@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from headwise.errors import require_integer
-from headwise_lab.data.batching import ResumableBatches
+from headwise.texts.batching import ResumableBatches
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.packed_text.shards import TOGETHER
 

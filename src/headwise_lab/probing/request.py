@@ -6,10 +6,10 @@ from pathlib import Path
 
 from headwise.errors import DataError, SettingError
 from headwise.input_files import is_file
+from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import digest
-from headwise_lab.data.labeled_texts import FORMS, PROBES, find_probing_file
+from headwise_lab.data.probing_files import FORMS, PROBES, find_probing_file
 from headwise_lab.experiment import run_folder
-from headwise_lab.experiment.task import Frozen
 from headwise_lab.frozen.vectors import find_shape
 from headwise_lab.probing.fit import Classifier
 from headwise_lab.probing.probe import EMBEDDINGS, Vectors

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from headwise.atomic import hold, write_whole
 from headwise.errors import DataError, SettingError
+from headwise.texts.frozen import Frozen
+from headwise.texts.progress import make_bars
 from headwise_lab.data.arrays import digest
-from headwise_lab.data.labeled_texts import PROBES
-from headwise_lab.data.progress import make_bars
+from headwise_lab.data.probing_files import PROBES
 from headwise_lab.experiment import run_folder
-from headwise_lab.experiment.task import Frozen, named_task
+from headwise_lab.experiment.task import named_task
 from headwise_lab.frozen.vectors import encodings, fingerprint
 from headwise_lab.probing.figures import (
     NOTE,

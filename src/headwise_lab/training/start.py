@@ -7,28 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.routing.save import load
 from headwise.stock_folders import RECORD, open_within
+from headwise.texts.pretrained import CONFIG, MODEL, quietly, require_whole
 from headwise_lab.data.arrays import digest
-from headwise_lab.data.subwords import require_bounded, require_small_numbers
 from headwise_lab.experiment.arm import Arm, PairHeads, Widen, escape_arm_name
 from headwise_lab.experiment.run_folder import RESULT, is_finished, read_json, require_intact, require_intact_export
 from headwise_lab.models.electra import DEVIATION, decayed_apart, draw_normal
-from headwise_lab.models.pretrained import quietly, require_vocabulary, require_whole
 
 FORMS = (
     "a folder of Hugging Face, a finished run of pretraining, or the --out folder of a comparison of pretraining or of "
     "glue, where each arm begins with its own run"
 )
 # Folders of finished runs that a model begins with: of pre-training, and of fine-tuning.
-DISCRIMINATOR, MODEL = "discriminator", "model"
-COMPARISON, CONFIG = "comparison.json", "config.json"
+DISCRIMINATOR = "discriminator"
+COMPARISON = "comparison.json"
 LAYER = re.compile(r"\.(?:layer|layers|h|block|blocks)\.(\d+)\.")
 
 
@@ -235,32 +233,6 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.dim() == 1:
         return (logits - labels.to(logits.dtype) / 5.0) ** 2
     return nn.functional.cross_entropy(logits, labels.long(), reduction="none")
-
-
-def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer in a model's folder; code that the folder names runs if `trust_remote_code`.
-
-    Raises:
-        DataError: There is none that transformers can load.
-    """
-    options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    require_small_numbers(folder)
-    kind: Any = PreTrainedTokenizerFast if (folder / RECORD).is_file() else AutoTokenizer
-    try:
-        with open_within(folder, trusted=trust_remote_code):
-            tokenizer: Any = kind.from_pretrained(str(folder), **options)
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{folder} holds no tokenizer that transformers can load ({reason}).") from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if isinstance(backend, Tokenizer):
-        require_bounded(folder, backend)
-    require_vocabulary(folder, tokenizer)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return tokenizer
 
 
 def require_positions(folder: Path, length: int, *, trust_remote_code: bool = False) -> None:

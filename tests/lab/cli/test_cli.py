@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise_lab.cli import main
+from headwise.cli import main
 from headwise_lab.experiment.run_folder import Failure
 from headwise_lab.jobs import pool
 from headwise_lab.papers.index import REPRODUCTIONS
@@ -205,7 +205,7 @@ def test_help_imports_neither_torch_nor_transformers(asked: list[str]):
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "headwise_lab.cli.main" in imported
+    assert "headwise.cli.main" in imported
     assert not imported & slow
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise_lab.stopping import stoppable
+from headwise.cli.stopping import stoppable
 from headwise_lab.tasks.translation.corpora import CORPORA
 from lab.command import call, refused
 
@@ -55,7 +55,7 @@ def test_without_the_laboratory_the_command_says_what_to_install(tmp_path, block
 
 
 def test_a_module_of_headwise_that_is_missing_is_a_defect(tmp_path):
-    script = BLOCKED.format(blocked="headwise_lab.cli.main", arguments=[]).replace('name.partition(".")[0]', "name")
+    script = BLOCKED.format(blocked="headwise.cli.main", arguments=[]).replace('name.partition(".")[0]', "name")
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -64,7 +64,7 @@ def test_a_module_of_headwise_that_is_missing_is_a_defect(tmp_path):
         text=True,
         check=False,
     )
-    assert done.stderr.endswith("ModuleNotFoundError: No module named 'headwise_lab.cli.main'\n")
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'headwise.cli.main'\n")
 
 
 def write_bad_pairs(folder: Path) -> None:

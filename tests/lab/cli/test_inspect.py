@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
 
 import headwise as hw
-from headwise_lab.cli.main import main
+from headwise.cli.main import main
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "old", "man", "bought", "a", "red", "car", ".", "<b>"]
 PIPELINE = Path(os.environ.get("HEADWISE_DATA", "none")).parent / "models" / "en_ewt_parser"
@@ -90,7 +90,7 @@ def test_the_report_of_another_model_stays_and_an_old_comparison_does_not(folder
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
 
-    from headwise_lab.cli.head_reports import _encode, _read_weights
+    from headwise.cli.inspection import _encode, _read_weights
 
     inspected, _ = _encode(folders / "bert-0", folders / "text.txt", None)
     found, repeated = _read_weights(inspected, 3)

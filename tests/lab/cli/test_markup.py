@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from architecture.source import FILES, SOURCE
-from headwise_lab.data.progress import make_bars
+from headwise.texts.progress import make_bars
 from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.jobs.progress import Bars
 from lab.command import call, refused

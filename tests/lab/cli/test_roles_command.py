@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import headwise as hw
-from headwise_lab.cli import main
-from headwise_lab.cli.roles import choose_roles, find_cells, name_folder, show_roles
+from headwise.cli import main
+from headwise.cli.roles import choose_roles, find_cells, name_folder, show_roles
 
 TABLE = hw.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
 COUNTS = hw.idf([["old", "men", "."], ["men", "."], ["wait", "."]])

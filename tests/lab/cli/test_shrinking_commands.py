@@ -23,8 +23,8 @@ from transformers import (
 
 import headwise as hw
 from fuzz.mutate import BYTES, limit_memory
-from headwise_lab.cli.shrink_subject import open_subject
-from headwise_lab.cli.shrink_ways import rank_unlike, score_without, weigh_heads
+from headwise.cli.shrink_subject import open_subject
+from headwise.cli.shrink_ways import rank_unlike, score_without, weigh_heads
 from lab.cli.tiny_models import SIZES, WORDS, write_models
 from lab.command import call, refused
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from headwise.errors import DataError, SettingError
-from headwise_lab.data.batching import TokenBatches, batch_by_tokens
+from headwise.texts.batching import TokenBatches, batch_by_tokens
 
 LENGTHS = np.random.default_rng(3).lognormal(3.0, 0.5, size=(2_003, 2)).astype(int) + 1
 TOKENS = 400

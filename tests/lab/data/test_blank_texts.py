@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headwise_lab.data.batching import read_sentences
-from headwise_lab.data.labeled_texts import describe_blank
+from headwise.texts.batching import read_sentences
+from headwise.texts.labeled_texts import describe_blank
 from headwise_lab.tasks.classification.data import load_data
 from headwise_lab.tasks.classification.probing_data import load_probing
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES

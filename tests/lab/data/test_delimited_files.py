@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise_lab.data.batching import read_sentences
-from headwise_lab.data.labeled_texts import Layout, read_labeled, read_probing
-from headwise_lab.data.tables import Columns
+from headwise.texts.batching import read_sentences
+from headwise.texts.labeled_texts import Layout, read_labeled
+from headwise.texts.tables import Columns
+from headwise_lab.data.probing_files import read_probing
 from headwise_lab.tasks.glue.files import read_split
 from headwise_lab.tasks.sentence.files import read_set
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise_lab.data.labeled_texts import Layout, find_layout, read_labeled
+from headwise.texts.labeled_texts import Layout, find_layout, read_labeled
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
 needs_published_data = pytest.mark.skipif(

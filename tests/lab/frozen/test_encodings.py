@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, LayoutError
-from headwise_lab.experiment.task import Frozen
+from headwise.texts.frozen import Frozen
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.frozen.vectors import Shape, encodings, find_shape
 from lab.tasks.classification.probing_toy import write_bert, write_gpt2

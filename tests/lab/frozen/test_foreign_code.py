@@ -17,8 +17,9 @@ import pytest
 from architecture.source import FILES, SOURCE
 from headwise.errors import DataError
 from headwise.stock_folders import refuse_foreign_code
+from headwise.texts.pretrained import open_tokenizer
 from headwise_lab.frozen.open import open_frozen
-from headwise_lab.training.start import Classifier, open_tokenizer, require_positions
+from headwise_lab.training.start import Classifier, require_positions
 from lab.command import call, refused
 from lab.tasks.classification.probing_toy import write_bert
 from lab.tasks.glue.glue_toy import write_glue

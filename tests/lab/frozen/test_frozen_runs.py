@@ -16,11 +16,11 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import DataError
-from headwise_lab.data.batching import Encoded
+from headwise.texts.batching import Encoded
+from headwise.texts.frozen import Agreement, Fidelity
 from headwise_lab.data.subwords import END, read_subwords
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import Agreement, Fidelity
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.frozen.vectors import encodings
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES

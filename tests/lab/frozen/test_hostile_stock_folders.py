@@ -16,7 +16,7 @@ from transformers import BertModel
 
 from fuzz.mutate import BYTES, limit_memory, ran_out, read_in_time
 from headwise.errors import DataError
-from headwise_lab.frozen.open import open_folder
+from headwise.texts.transformer import open_folder
 from lab.command import refused
 from lab.tasks.classification.probing_toy import WORDS, write_bert
 from routing.hostile import Large, pack

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headwise_lab import output
+from headwise.cli import output
 from headwise_lab.experiment.run_folder import PROGRESS, Job, write_json
 from headwise_lab.jobs.progress import Clock, Lines
 

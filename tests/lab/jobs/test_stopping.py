@@ -25,7 +25,7 @@ sys.path.insert(0, {tests!r})
 from headwise_lab.experiment.run_folder import Watch
 from headwise_lab.jobs import workers
 from headwise_lab.jobs.workers import run_jobs
-from headwise_lab.stopping import Stopped, ignore_stops, stoppable
+from headwise.cli.stopping import Stopped, ignore_stops, stoppable
 from lab.jobs.pool_target import jobs, work
 
 if __name__ == "__main__":

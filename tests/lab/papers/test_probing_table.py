@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise_lab.data.labeled_texts import CATEGORIES, PROBES
+from headwise_lab.data.probing_files import CATEGORIES, PROBES
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.papers import run
 from headwise_lab.papers.data import with_data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from headwise_lab.data.batching import LengthBatches
+from headwise.texts.batching import LengthBatches
 from headwise_lab.training import train
 from headwise_lab.training.callback import RunCallback
 

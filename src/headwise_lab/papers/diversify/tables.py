@@ -4,7 +4,7 @@ Disagreement of the paper's later tables is output on all three kinds of attenti
 first two layers of the encoder.
 """
 
-from headwise_lab.data.labeled_texts import CATEGORIES, PROBES
+from headwise_lab.data.probing_files import CATEGORIES, PROBES
 from headwise_lab.papers.claims import Claim, Contrast, Numbers, claim_control, compare_arms
 from headwise_lab.papers.diversify.ablations import ABLATIONS
 from headwise_lab.papers.reproduction import (

@@ -16,10 +16,11 @@ from headwise.masks.head_mask import HeadMask
 from headwise.roles.guide import Guidance, guide
 from headwise.roles.idf import IDF
 from headwise.roles.word_table import WordTable
+from headwise.texts.batching import Encoded, Row, Span, collate_rows
+from headwise.texts.frozen import Frozen, read_states
 from headwise_lab.data.arrays import stable_key
-from headwise_lab.data.batching import Encoded, Row, Span, collate_rows
 from headwise_lab.experiment.arm import Guided
-from headwise_lab.experiment.task import Frozen, Task, name_run, read_states
+from headwise_lab.experiment.task import Task, name_run
 from headwise_lab.frozen.runs import list_files, read_attending_arm, read_words, run_encoder
 from headwise_lab.models.text_classifiers import SentenceTransformer, WordVectors
 from headwise_lab.role_masks.sentences import RoleMasks

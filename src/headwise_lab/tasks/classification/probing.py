@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from headwise.errors import DataError, SettingError
-from headwise_lab.data.labeled_texts import find_probing_file
+from headwise_lab.data.probing_files import find_probing_file
 from headwise_lab.experiment.task import Answers
 from headwise_lab.models.text_classifiers import EncoderSizes, SentenceTransformer, WordVectors
 from headwise_lab.tasks.classification.data import ClassificationData

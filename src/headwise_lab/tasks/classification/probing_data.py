@@ -6,15 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from headwise.errors import DataError
-from headwise_lab.data.labeled_texts import (
-    DEV,
-    TEST,
-    TRAIN,
-    choose_layout,
-    drop_repeats,
-    find_probing_file,
-    read_probing,
-)
+from headwise.texts.labeled_texts import DEV, TEST, TRAIN
+from headwise_lab.data.probing_files import choose_layout, drop_repeats, find_probing_file, read_probing
 from headwise_lab.tasks.classification.data import ClassificationData, encode_splits
 from headwise_lab.tasks.classification.scales import ClassificationScale
 from headwise_lab.tasks.classification.texts import prepare_texts

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
-from headwise_lab.data.tables import USUAL, Columns
+from headwise.texts.tables import USUAL, Columns
 from headwise_lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, presets
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from headwise.errors import DataError
 from headwise.input_files import encode_json
 from headwise.roles.idf import idf
-from headwise_lab.data.labeled_texts import find_layout
+from headwise.texts.frozen import Frozen
+from headwise.texts.labeled_texts import find_layout
 from headwise_lab.experiment.arm import Guided, require_parses
 from headwise_lab.experiment.evaluation import Accuracy, round_to_bins
 from headwise_lab.experiment.seeding import derive_key
-from headwise_lab.experiment.task import Answers, ClassifierTask, Frozen, MaskMaker
+from headwise_lab.experiment.task import Answers, ClassifierTask, MaskMaker
 from headwise_lab.models.text_classifiers import (
     DRAWN,
     SentenceClassifier,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from headwise.errors import DataError
 from headwise.roles.word_table import WordTable
+from headwise.texts.labeled_texts import LabeledText, Layout, find_layout, read_labeled
 from headwise_lab.data.arrays import Ragged, cache_arrays, digest, pack_words, stable_key, unpack_words
-from headwise_lab.data.labeled_texts import LabeledText, Layout, find_layout, read_labeled
 from headwise_lab.data.word_vectors import pack_vectors, unpack_vectors
 from headwise_lab.role_masks.stored import list_pipeline_files
 from headwise_lab.tasks.classification.scales import ClassificationScale

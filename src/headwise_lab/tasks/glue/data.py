@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError
+from headwise.texts.pretrained import open_tokenizer
 from headwise_lab.data.arrays import Ragged, digest, stable_key
 from headwise_lab.tasks.glue.files import (
     GlueExample,
@@ -27,7 +28,7 @@ from headwise_lab.tasks.glue.files import (
     read_split,
 )
 from headwise_lab.tasks.glue.scales import GlueScale
-from headwise_lab.training.start import Start, find_start, open_tokenizer, require_positions
+from headwise_lab.training.start import Start, find_start, require_positions
 
 FORMAT = "glue-2"  # bump this when the training data changes
 DEV_SHARE, DEV_MOST = 0.1, 1_000

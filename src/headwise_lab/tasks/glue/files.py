@@ -6,8 +6,8 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import describe_place
+from headwise.texts.tables import read_table
 from headwise_lab.data.arrays import find_plain_or_gz
-from headwise_lab.data.tables import read_table
 from headwise_lab.experiment.evaluation import ACCURACY, MATTHEWS, SPEARMAN
 
 NOT = ("entailment", "not_entailment")

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from headwise.atomic import new_folder
 from headwise.errors import DataError, SettingError
 from headwise.routing.save import find_aggregators, save
-from headwise_lab.data.batching import LengthBatches, batch_by_length, to_device
+from headwise.texts.batching import LengthBatches, batch_by_length, to_device
+from headwise.texts.frozen import Frozen
+from headwise.texts.pretrained import MODEL, holds_added, quietly
 from headwise_lab.experiment.arm import Arm
 from headwise_lab.experiment.evaluation import (
     ACCURACY,
@@ -25,12 +27,11 @@ from headwise_lab.experiment.evaluation import (
 )
 from headwise_lab.experiment.run_folder import write_text
 from headwise_lab.experiment.scale import was_set
-from headwise_lab.experiment.task import Answers, Frozen, Task
-from headwise_lab.models.pretrained import holds_added, quietly
+from headwise_lab.experiment.task import Answers, Task
 from headwise_lab.tasks.glue.data import EncodedText, GlueData, GlueSplit, load_glue, make_collator, require_set
 from headwise_lab.tasks.glue.files import GLUE, find_missing_file, format_submission
 from headwise_lab.tasks.glue.scales import GLUE_SCALES, GlueScale
-from headwise_lab.training.start import MODEL, Classifier, losses, require_kept
+from headwise_lab.training.start import Classifier, losses, require_kept
 
 SUBMISSION = "submission"
 BATCH, PROBED = 64, 128

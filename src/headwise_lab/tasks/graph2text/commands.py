@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from headwise.cli.output import say, standard_console
+from headwise.cli.stopping import stoppable
 from headwise_lab.options import Beams, LengthPenalty
-from headwise_lab.output import say, standard_console
-from headwise_lab.stopping import stoppable
 from headwise_lab.streams import STANDARD_INPUT, choose_window, standard_streams
 
 # Graphs per window: sorting by size inside it is faster, and the first text does not wait long.

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.input_files import name_in_errors
+from headwise.texts.batching import pad
 from headwise_lab.data.arrays import digest
-from headwise_lab.data.batching import pad
 from headwise_lab.data.splits import drop_shared, split_by_hash
 from headwise_lab.tasks.graph2text.coder import PADDING, START, EncodedGraph, GraphCoder, learn_coder
 from headwise_lab.tasks.graph2text.files import Graph, read_graphs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headwise_lab.data.batching import batch_by_length, to_device
+from headwise.texts.batching import batch_by_length, to_device
 from headwise_lab.tasks.graph2text.coder import END, START, EncodedGraph
 from headwise_lab.tasks.graph2text.data import Graphs, collate
 from headwise_lab.tasks.graph2text.files import spell_out

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.input_files import encode_json
+from headwise.texts.batching import TokenBatches, batch_by_tokens, to_device
+from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import stable_key
-from headwise_lab.data.batching import TokenBatches, batch_by_tokens, to_device
 from headwise_lab.experiment.evaluation import Bleu, count_ngrams, round_to_bins, spread_evenly
 from headwise_lab.experiment.run_folder import VOCABULARY
-from headwise_lab.experiment.task import Answers, Frozen, Task
+from headwise_lab.experiment.task import Answers, Task
 from headwise_lab.tasks.graph2text.coder import EncodedGraph
 from headwise_lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
 from headwise_lab.tasks.graph2text.decoding import generate_texts

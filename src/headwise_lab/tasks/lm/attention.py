@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.heads.find import find_heads
 from headwise.heads.taps import Taps
-from headwise_lab.data.batching import to_device
+from headwise.texts.batching import to_device
 from headwise_lab.experiment.evaluation import select_with_weights, spread_evenly
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.tasks.lm.data import Rows, TextRow

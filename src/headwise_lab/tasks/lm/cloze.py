@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headwise_lab.data.batching import to_device
+from headwise.texts.batching import to_device
 from headwise_lab.experiment.evaluation import spread_evenly
 from headwise_lab.tasks.lm.data import Rows
 from headwise_lab.tasks.lm.tokens import TextTokens

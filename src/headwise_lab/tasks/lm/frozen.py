@@ -17,17 +17,17 @@ from headwise.atomic import new_folder
 from headwise.errors import DataError, HeadwiseError
 from headwise.routing.save import find_aggregators, save
 from headwise.stock_folders import open_within
+from headwise.texts.frozen import Frozen
+from headwise.texts.pretrained import CONFIG, MODEL, holds_added, open_tokenizer, quietly
+from headwise.texts.transformer import read_transformer
 from headwise_lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json, write_text
-from headwise_lab.experiment.task import Frozen, Task, name_run
+from headwise_lab.experiment.task import Task, name_run
 from headwise_lab.frozen.runs import read_attending_arm
-from headwise_lab.frozen.transformer import read_transformer
-from headwise_lab.models.pretrained import holds_added, quietly
 from headwise_lab.packed_text.prepare import TOKENIZER
 from headwise_lab.tasks.lm.data import LmData
 from headwise_lab.tasks.lm.model import CausalModel, build_model
 from headwise_lab.tasks.lm.scales import LmScale
 from headwise_lab.tasks.lm.tokens import TextTokens, read_tokens
-from headwise_lab.training.start import CONFIG, MODEL, open_tokenizer
 from headwise_lab.training.trained import build_run_model, read_scale, restore_run
 
 # What a fine-tuned model began with, where its own folder cannot be written.

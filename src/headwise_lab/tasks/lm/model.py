@@ -17,8 +17,8 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
 from headwise.routing.save import load
 from headwise.stock_folders import RECORD, open_within
+from headwise.texts.pretrained import quietly, require_whole
 from headwise_lab.models.electra import decayed_apart, draw_normal
-from headwise_lab.models.pretrained import quietly, require_whole
 from headwise_lab.tasks.lm.scales import LmScale
 from headwise_lab.tasks.lm.tokens import TextTokens
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from headwise.errors import SettingError, require_integer
+from headwise.texts.tables import USUAL, Columns
 from headwise_lab.data.documents import KEY
-from headwise_lab.data.tables import USUAL, Columns
 from headwise_lab.experiment.scale import (
     UNRECORDED,
     Count,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwise_lab.data.batching import to_device
+from headwise.texts.batching import to_device
 from headwise_lab.experiment.evaluation import Likelihood, Measure
 from headwise_lab.experiment.task import Answers
 from headwise_lab.tasks.lm.data import Rows, TextRow

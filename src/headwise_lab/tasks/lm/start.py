@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from headwise.errors import DataError
+from headwise.texts.pretrained import open_tokenizer
 from headwise_lab.tasks.lm.scales import LmScale
 from headwise_lab.tasks.lm.tokens import TextTokens, read_tokens
-from headwise_lab.training.start import Start, find_start, open_tokenizer, require_positions
+from headwise_lab.training.start import Start, find_start, require_positions
 
 EXPECTED = "the folder of a causal model with its tokenizer, or a finished run of lm, as OUT/ARM/seed-0"
 

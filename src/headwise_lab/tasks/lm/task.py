@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from headwise.errors import SettingError
 from headwise.integrations.methods import Aggregate
-from headwise_lab.data.batching import to_device
+from headwise.texts.batching import to_device
+from headwise.texts.frozen import Frozen
+from headwise.texts.pretrained import MODEL
 from headwise_lab.experiment.arm import Arm
 from headwise_lab.experiment.evaluation import Likelihood, round_to_bins, spread_evenly
-from headwise_lab.experiment.task import Answers, Frozen, Task
+from headwise_lab.experiment.task import Answers, Task
 from headwise_lab.packed_text.folder import find_packed, require_text, write_packed
 from headwise_lab.packed_text.prepare import TOKENIZER
 from headwise_lab.packed_text.stream import StreamBatches
@@ -26,7 +28,7 @@ from headwise_lab.tasks.lm.scales import LM_SCALES, LmScale
 from headwise_lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams
 from headwise_lab.tasks.lm.start import find_model, require_tokenizer
 from headwise_lab.training.processes import IGNORED
-from headwise_lab.training.start import MODEL, require_kept
+from headwise_lab.training.start import require_kept
 
 PROBED, PROBED_TOKENS = 64, 2_048
 # The last number of documents of each bin of test rows.

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import DataError, SettingError
+from headwise.texts.batching import pad
 from headwise_lab.data.arrays import Ragged, cache_arrays, digest, require_files, stable_key
-from headwise_lab.data.batching import pad
 from headwise_lab.experiment.scale import was_set
 from headwise_lab.tasks.logic.files import read_pairs
 from headwise_lab.tasks.logic.formulas import RELATIONS, Pair

@@ -7,8 +7,9 @@ from typing import Any
 from headwise.errors import DataError
 from headwise.heads.find import find_heads
 from headwise.input_files import read_numbered_lines
-from headwise_lab.data.batching import Row
-from headwise_lab.experiment.task import Frozen, Task, name_run
+from headwise.texts.batching import Row
+from headwise.texts.frozen import Frozen
+from headwise_lab.experiment.task import Task, name_run
 from headwise_lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words, run_encoder
 from headwise_lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise_lab.tasks.logic.model import PairClassifier

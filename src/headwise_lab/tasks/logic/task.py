@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.input_files import encode_json
+from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.evaluation import Accuracy, scores_by_bin
-from headwise_lab.experiment.task import Answers, ClassifierTask, Frozen
+from headwise_lab.experiment.task import Answers, ClassifierTask
 from headwise_lab.tasks.logic.data import Example, LogicData, collate, find_files, load_logic
 from headwise_lab.tasks.logic.frozen import open_logic
 from headwise_lab.tasks.logic.model import PairClassifier

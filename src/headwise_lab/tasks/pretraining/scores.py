@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwise_lab.data.batching import to_device
+from headwise.texts.batching import to_device
 from headwise_lab.experiment.evaluation import Measure
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.task import Answers

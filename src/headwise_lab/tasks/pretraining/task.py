@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.atomic import new_folder
-from headwise_lab.data.batching import to_device
+from headwise.texts.batching import to_device
+from headwise.texts.pretrained import holds_added, quietly
 from headwise_lab.experiment.evaluation import Auc, spread_evenly
 from headwise_lab.experiment.run_folder import write_text
 from headwise_lab.experiment.task import Answers, Task
 from headwise_lab.models.electra import ElectraPretraining
-from headwise_lab.models.pretrained import holds_added, quietly
 from headwise_lab.packed_text.folder import find_packed, require_text, write_packed
 from headwise_lab.packed_text.prepare import TOKENIZER
 from headwise_lab.packed_text.stream import StreamBatches

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from headwise.errors import DataError
-from headwise_lab.data.batching import batch_by_length
+from headwise.texts.batching import batch_by_length
 from headwise_lab.experiment.evaluation import spread_evenly
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.sentence.data import SentenceData

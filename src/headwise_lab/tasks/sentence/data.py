@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from headwise.errors import DataError
 from headwise.input_files import name_in_errors
+from headwise.texts.batching import pad
 from headwise_lab.data.arrays import Ragged
-from headwise_lab.data.batching import pad
 from headwise_lab.data.splits import complete_splits, order_by_hash, split_by_hash
 from headwise_lab.data.word_vectors import select_vectors
 from headwise_lab.tasks.sentence.scales import SentenceScale

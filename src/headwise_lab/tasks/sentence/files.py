@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 
 from headwise.errors import DataError
 from headwise.input_files import is_file, open_input, parse_json, read_numbered_lines
-from headwise_lab.data.labeled_texts import (
+from headwise.texts.labeled_texts import (
     LABEL_NAMES,
     LabeledText,
     Layout,
@@ -26,7 +26,7 @@ from headwise_lab.data.labeled_texts import (
     has_splits,
     read_labeled,
 )
-from headwise_lab.data.tables import USUAL, Columns, Table, read_table
+from headwise.texts.tables import USUAL, Columns, Table, read_table
 
 TRUTH = "truth.txt"
 BETWEEN = ":::"

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.heads.find import find_heads
-from headwise_lab.data.batching import Encoded, Row
-from headwise_lab.experiment.task import Agreement, Fidelity, Frozen, Task, name_run
+from headwise.texts.batching import Encoded, Row
+from headwise.texts.frozen import Agreement, Fidelity, Frozen
+from headwise_lab.experiment.task import Task, name_run
 from headwise_lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words
 from headwise_lab.models.text_classifiers import WordVectors
 from headwise_lab.tasks.sentence.data import UNKNOWN, encode

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headwise_lab.data.tables import USUAL, Columns
+from headwise.texts.tables import USUAL, Columns
 from headwise_lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, Share, presets
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from headwise.errors import DataError
 from headwise.input_files import encode_json
 from headwise.metrics.calibration import reliability_of
-from headwise_lab.data.batching import batch_by_length
+from headwise.texts.batching import batch_by_length
+from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.evaluation import Accuracy, Measure, round_to_bins
-from headwise_lab.experiment.task import Answers, ClassifierTask, Frozen
+from headwise_lab.experiment.task import Answers, ClassifierTask
 from headwise_lab.models.text_classifiers import (
     SentenceClassifier,
     SentenceCNN,

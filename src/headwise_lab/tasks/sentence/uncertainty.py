@@ -8,8 +8,8 @@ import torch
 
 from headwise.errors import DataError, SettingError
 from headwise.metrics.calibration import Reliability, predictive_entropy, reliability_of
+from headwise.texts.labeled_texts import read_texts
 from headwise_lab.data.arrays import Ragged, digest
-from headwise_lab.data.labeled_texts import read_texts
 from headwise_lab.experiment.evaluation import spread_evenly
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.models.text_classifiers import TextClassifier

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from headwise.atomic import hold
-from headwise_lab.options import Beams, LengthPenalty, require_known
-from headwise_lab.output import say
-from headwise_lab.stopping import stoppable
+from headwise.cli.options import require_known
+from headwise.cli.output import say
+from headwise.cli.stopping import stoppable
+from headwise_lab.options import Beams, LengthPenalty
 from headwise_lab.streams import choose_window, standard_streams
 
 # Batches per window: sorting by length inside it is faster, and the first line does not wait long.

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 from headwise.atomic import hold, is_sealed, require_no_others, require_unchanged
 from headwise.errors import DataError, require_choice
 from headwise.input_files import read_numbered_lines
+from headwise.texts.batching import pad
 from headwise_lab.data.arrays import Ragged, open_ragged
-from headwise_lab.data.batching import pad
 from headwise_lab.data.subwords import PADDING, Subwords, read_subwords
 from headwise_lab.experiment.run_folder import read_json
 from headwise_lab.tasks.translation.corpora import Cleaning, Corpus, find_files

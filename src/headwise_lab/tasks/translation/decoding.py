@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from headwise.texts.batching import batch_by_tokens, to_device
 from headwise_lab.data.arrays import Ragged
-from headwise_lab.data.batching import batch_by_tokens, to_device
 from headwise_lab.data.subwords import END, PADDING, START, Subwords
 from headwise_lab.tasks.translation.data import TranslationExample, TranslationSplit, collate
 from headwise_lab.tasks.translation.model import IGNORED

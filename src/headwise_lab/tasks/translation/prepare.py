@@ -13,8 +13,8 @@ from rich.progress import Progress
 
 from headwise.atomic import hold, name_write_errors, new_folder, seal
 from headwise.errors import DataError, require_integer
+from headwise.texts.progress import make_bars
 from headwise_lab.data.arrays import RaggedWriter, digest, stable_key
-from headwise_lab.data.progress import make_bars
 from headwise_lab.data.subwords import END, Subwords, describe_tokenizer, learn_subwords, read_subwords
 from headwise_lab.experiment.run_folder import as_record, write_json
 from headwise_lab.tasks.translation.corpora import Cleaning, Corpus, Files, Layout, Sieve

@@ -10,8 +10,8 @@ from headwise.errors import DataError
 from headwise.masks.head_mask import HeadMask
 from headwise.roles.idf import IDF, idf
 from headwise.roles.word_table import WordTable
+from headwise.texts.batching import Pieces, make_pieces
 from headwise_lab.data.arrays import Ragged, stable_key
-from headwise_lab.data.batching import Pieces, make_pieces
 from headwise_lab.data.subwords import Subwords
 from headwise_lab.experiment.arm import Guided
 from headwise_lab.experiment.seeding import derive_key

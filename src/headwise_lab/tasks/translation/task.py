@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.errors import DataError
+from headwise.texts.batching import TokenBatches, batch_by_tokens, to_device
+from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import stable_key
-from headwise_lab.data.batching import TokenBatches, batch_by_tokens, to_device
 from headwise_lab.data.subwords import PADDING
 from headwise_lab.experiment.arm import Guided, require_parses
 from headwise_lab.experiment.evaluation import Bleu, Measure, count_ngrams, spread_evenly
-from headwise_lab.experiment.task import Answers, Frozen, MaskMaker, Task
+from headwise_lab.experiment.task import Answers, MaskMaker, Task
 from headwise_lab.role_masks.stored import hash_pipeline
 from headwise_lab.tasks.translation.corpora import find_files
 from headwise_lab.tasks.translation.data import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError
-from headwise_lab.data.labeled_texts import (
+from headwise_lab.data.probing_files import (
     CATEGORIES,
     PROBES,
     choose_layout,

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from headwise.errors import DataError, SettingError
+from headwise.texts.pretrained import require_whole
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.frozen.open import open_frozen
-from headwise_lab.models.pretrained import require_whole
 from headwise_lab.training.start import Classifier, require_positions
 from headwise_lab.training.train import train_run
 from lab.tasks.glue.glue_toy import TASK, sentence, settings, toy, toy_words

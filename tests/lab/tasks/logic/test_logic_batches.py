@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from headwise.errors import DataError, SettingError, ShapeError
+from headwise.texts.batching import LengthBatches, batch_by_length
 from headwise_lab.data.arrays import Ragged
-from headwise_lab.data.batching import LengthBatches, batch_by_length
 
 LENGTHS = np.random.default_rng(3).integers(1, 60, size=1_003)
 

@@ -14,8 +14,8 @@ import pytest
 import headwise as hw
 from headwise.errors import DataError
 from headwise.roles import spacy as bridge
+from headwise.texts.frozen import Fidelity
 from headwise_lab.experiment.run_folder import read_json
-from headwise_lab.experiment.task import Fidelity
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.tasks.translation import decoding
 from headwise_lab.tasks.translation.model import build_model

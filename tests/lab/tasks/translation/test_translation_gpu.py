@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise_lab.cli import main
+from headwise.cli import main
 from headwise_lab.compare import require_fits
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms

@@ -23,7 +23,7 @@ ARMS = {
 # the command itself, whose demo is a toy: batches are accumulated, epochs averaged
 COMMAND = """
 import dataclasses, sys
-from headwise_lab.cli.main import main
+from headwise.cli.main import main
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES as scales
 
 scales["demo"] = dataclasses.replace(

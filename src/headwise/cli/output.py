@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headwise_lab.experiment.run_folder import Failure
 
 C = TypeVar("C", bound=Callable[..., None])
-
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; files are written as usual.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print each epoch, and tracebacks of refusals.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; text goes to standard error.")]
@@ -115,12 +113,3 @@ def print_file(path: Path) -> None:
     """Print a file of JSON that a command wrote, if that was asked for and the file is there."""
     if asked_output().as_json and path.exists():
         typer.echo(path.read_text(encoding="utf-8").rstrip())
-
-
-def end_with(failures: Sequence[Failure]) -> None:
-    """Print which runs failed, after all other output, and exit with the code for it."""
-    if not failures:
-        return
-    for failure in failures:
-        typer.echo(f"headwise: {failure}", err=True)
-    raise typer.Exit(2 if all(failure.refused for failure in failures) else 1)

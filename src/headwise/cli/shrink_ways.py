@@ -8,11 +8,11 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from headwise.cli.shrink_subject import Subject
 from headwise.heads.ablation import ablate, importance
 from headwise.heads.heads import Heads
 from headwise.report.measure import measure
 from headwise.shrinking.prune import choose_heads
-from headwise_lab.cli.shrink_subject import Subject
 
 EXACT, FIRST, REDUNDANCY, RANDOM = "removed one by one", "first order", "redundancy", "random"
 # What --by takes.

@@ -20,8 +20,8 @@ from torch.utils.data import Sampler
 
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.roles.word_table import WordTable
-from headwise_lab.data.labeled_texts import Texts, read_texts
-from headwise_lab.data.tables import USUAL, Columns
+from headwise.texts.labeled_texts import Texts, read_texts
+from headwise.texts.tables import USUAL, Columns
 
 # The shorter sides in a batch differ by less than this where there is a choice: less pads them less, more mixes more.
 BUCKET = 4

@@ -14,19 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.cli.extensions import find_stock_folder
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.routing.save import load
 from headwise.stock_folders import RECORD, open_within
-from headwise_lab.data.batching import Encoded
-from headwise_lab.data.labeled_texts import describe_blank
-from headwise_lab.data.tables import USUAL, Columns
-from headwise_lab.experiment.run_folder import SETTINGS
-from headwise_lab.experiment.task import Fidelity
-from headwise_lab.frozen.open import open_folder
-from headwise_lab.models.pretrained import quietly, require_whole
-from headwise_lab.training.start import find_model_folder, open_tokenizer
+from headwise.texts.batching import Encoded
+from headwise.texts.frozen import Fidelity
+from headwise.texts.labeled_texts import describe_blank
+from headwise.texts.pretrained import open_tokenizer, quietly, require_whole
+from headwise.texts.tables import USUAL, Columns
+from headwise.texts.transformer import open_folder
 
 # Of every so many lines one is held out, for the scores.
 HELD_OUT = 5
@@ -210,7 +209,7 @@ def open_subject(
     Raises:
         DataError: The folder holds no such model, or the text has too few lines.
     """
-    folder = _find_folder(folder)
+    folder = find_stock_folder(folder)
     frozen = open_folder(folder, trust_remote_code=trust_remote_code)
     tokenizer = open_tokenizer(folder, trust_remote_code=trust_remote_code)
     model: Any = _open_whole(folder, frozen.model, trust_remote_code=trust_remote_code)
@@ -244,19 +243,6 @@ def open_subject(
         with torch.no_grad():
             subject = replace(subject, states={batch.number: subject.run(model, batch) for batch in subject.held_out})
     return subject
-
-
-def _find_folder(place: Path) -> Path:
-    """Return the folder of Hugging Face that was named, or that a finished run keeps."""
-    if not (place / SETTINGS).is_file():
-        return place
-    kept = find_model_folder(place)
-    if kept is None:
-        raise DataError(
-            f"{place} is a run that keeps no model in the format of Hugging Face, which this command reads; in a "
-            "script, hw.prune and hw.merge take any model."
-        )
-    return kept
 
 
 def _trim(batches: Any, *, causal: bool) -> Iterator[Encoded]:

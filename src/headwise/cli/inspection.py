@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from headwise.atomic import new_folder
+from headwise.cli.extensions import open_model
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.report.inspection import Sentence, make_inspection_page
 from headwise.report.measure import group_readable, measure
 from headwise.report.report import Report, require_same_shape
-from headwise_lab.data.batching import Encoded
-from headwise_lab.data.labeled_texts import describe_blank
-from headwise_lab.data.progress import make_bars
-from headwise_lab.data.tables import USUAL, Columns
-from headwise_lab.experiment.task import Frozen
-from headwise_lab.frozen.open import open_frozen
+from headwise.texts.batching import Encoded
+from headwise.texts.frozen import Frozen
+from headwise.texts.labeled_texts import describe_blank
+from headwise.texts.progress import make_bars
+from headwise.texts.tables import USUAL, Columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +120,7 @@ class Inspected:
 def _encode(
     folder: Path, text: Path, pipeline: str | None, columns: Columns = USUAL, *, trust_remote_code: bool = False
 ) -> tuple[Inspected, Sequence[Any]]:
-    frozen = open_frozen(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
+    frozen = open_model(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
     lines = frozen.read_text(text, columns)
     return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
 
@@ -151,9 +151,9 @@ def _describe_cut(inspected: Inspected) -> str:
 
 def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
     """Return a function that makes masks of the paper's five roles; rare words are counted in the text itself."""
+    from headwise.cli.roles import load_parser
     from headwise.roles.build import Roles
     from headwise.roles.idf import idf
-    from headwise_lab.cli.roles import load_parser
 
     wordless = next((one for one in models if any(batch.encoding is None for batch in one.batches)), None)
     if wordless is not None:

@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from headwise.errors import DataError
+from headwise.errors import DataError, HeadwiseError
 from headwise.gating.attach import NAME as GATES
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.mixing import CHILD as MIXER
+from headwise.stock_folders import RECORD, open_within
+from headwise.texts.tokenizer_bounds import require_bounded, require_small_numbers
 
 # Many folders lack the pooler, which the head in use may not read.
 UNREAD = "pooler"
@@ -99,3 +103,32 @@ def quietly() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+MODEL, CONFIG = "model", "config.json"
+
+
+def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer in a model's folder; code that the folder names runs if `trust_remote_code`.
+
+    Raises:
+        DataError: There is none that transformers can load.
+    """
+    options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    require_small_numbers(folder)
+    kind: Any = PreTrainedTokenizerFast if (folder / RECORD).is_file() else AutoTokenizer
+    try:
+        with open_within(folder, trusted=trust_remote_code):
+            tokenizer: Any = kind.from_pretrained(str(folder), **options)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{folder} holds no tokenizer that transformers can load ({reason}).") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        require_bounded(folder, backend)
+    require_vocabulary(folder, tokenizer)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer

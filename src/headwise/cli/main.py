@@ -4,20 +4,20 @@ Exit codes: 0 done, 1 a run failed, 2 bad input, 129 the terminal was closed, 13
 any more, 143 asked to end.
 """
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, NoReturn
 
 import typer
 
+from headwise.cli.commands import COMMANDS
+from headwise.cli.extensions import find_extensions
+from headwise.cli.output import asked_output, forget_output, warn, with_output_options
+from headwise.cli.stopping import Stopped, ignore_stops
 from headwise.input_files import refuse_panics
-from headwise_lab.cli import commands, comparing, shrinking
-from headwise_lab.experiment.task import find_commands
-from headwise_lab.output import asked_output, forget_output, warn, with_output_options
-from headwise_lab.stopping import Stopped, ignore_stops
 
 # How typer begins the message of a `BadParameter` that names no parameter, as those of our commands.
 OURS = "Invalid value: "
@@ -43,24 +43,16 @@ def headwise(
         typer.echo(context.get_help())
 
 
-for command in (*comparing.COMMANDS, *commands.COMMANDS, *shrinking.COMMANDS, *find_commands()):
+for command in (*COMMANDS, *(one for extension in find_extensions() for one in extension.list_commands())):
     app.command()(with_output_options(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; every refusal is one sentence on stderr and an exit code.
-
-    Of several processes that torchrun or `accelerate launch` started, the first runs it and the others train with it.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        from headwise_lab.jobs import torchrun
-
-        if int(os.environ["RANK"]) > 0:
-            torchrun.follow()
-            return
-        with torchrun.leading():
-            _run(arguments)
-    _run(arguments)
+    """Run the command; every refusal is one sentence on stderr and an exit code."""
+    command = partial(_run, arguments)
+    for extension in find_extensions():
+        command = partial(extension.run, command)
+    command()
 
 
 def _run(arguments: Sequence[str] | None) -> NoReturn:

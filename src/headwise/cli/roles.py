@@ -25,7 +25,7 @@ from headwise.roles.build import Roles
 from headwise.roles.idf import IDF, idf
 from headwise.roles.roles import Rare
 from headwise.roles.word_table import WordTable
-from headwise_lab.data.batching import read_sentences
+from headwise.texts.batching import read_sentences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,4 @@
-"""Reading labeled texts: tables with a label and a text in each row.
-
-Probing files: SentEval's, and those of others in its form (Conneau et al. 2018; X-Probe).
-"""
+"""Reading labeled texts: tables with a label and a text in each row."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import LONGEST_LINE, is_file
-from headwise_lab.data.tables import SUFFIXES, USUAL, Columns, Table, count_fields, read_table
+from headwise.texts.tables import SUFFIXES, USUAL, Columns, Table, count_fields, read_table
 
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
 TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "content", "question"}
@@ -253,147 +250,4 @@ def _fits_some(folder: Path) -> bool:
     return any(all(_find_forms(folder, name) for name in layout.names) for layout in LAYOUTS)
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One of the ten tasks: the name of its file, what Li et al. 2021 call it, and of which kind it is."""
-
-    file: str
-    title: str
-    category: str
-
-
-PROBES: Mapping[str, Probe] = {
-    probe.file: probe
-    for probe in (
-        Probe("sentence_length", "SeLen", "Surface"),
-        Probe("word_content", "WC", "Surface"),
-        Probe("tree_depth", "TrDep", "Syntactic"),
-        Probe("top_constituents", "ToCo", "Syntactic"),
-        Probe("bigram_shift", "BShif", "Syntactic"),
-        Probe("past_present", "Tense", "Semantic"),
-        Probe("subj_number", "SubNm", "Semantic"),
-        Probe("obj_number", "ObjNm", "Semantic"),
-        Probe("odd_man_out", "SOMO", "Semantic"),
-        Probe("coordination_inversion", "CoIn", "Semantic"),
-    )
-}
-CATEGORIES: Mapping[str, tuple[str, ...]] = {
-    category: tuple(probe.title for probe in PROBES.values() if probe.category == category)
-    for category in ("Surface", "Syntactic", "Semantic")
-}
 TRAIN, DEV, TEST = "tr", "va", "te"
-PARTITIONS = (TRAIN, DEV, TEST)
-FORMS = ("", ".txt", ".txt.gz")
-
-
-@dataclass(frozen=True)
-class Distinct:
-    """The lines of a file without repeated and contradictory ones.
-
-    Attributes:
-        lines: What is left of each partition.
-        repeated: Lines left out because their text is repeated in a later partition or in their own.
-        contradicted: Lines left out because their text occurs with two labels.
-        blank: Lines left out because they have no text.
-    """
-
-    lines: Mapping[str, list[LabeledText]]
-    repeated: int
-    contradicted: int
-    blank: int
-
-
-def find_probing_file(place: Path) -> Path:
-    """Return the file of a task: the place itself, or with `.txt` or `.txt.gz` appended.
-
-    Raises:
-        DataError: There is no such file, there are two, or the place is a folder.
-    """
-    if place.is_dir():
-        found = [name for name in PROBES if any(is_file(place / f"{name}{form}") for form in FORMS)]
-        files = f"name one of its files, as {place / found[0]}" if found else "expected files as past_present.txt in it"
-        raise DataError(f"{place} is a folder; probing takes the file of one task: {files}.")
-    found = [path for path in (place.with_name(place.name + form) for form in FORMS) if is_file(path)]
-    if len(found) > 1:
-        raise DataError(f"there are {' and '.join(str(path) for path in found)}; take one away or name one in full.")
-    if not found:
-        raise DataError(f"{place} does not exist; expected the file of a probing task, plain or with .txt or .txt.gz.")
-    return found[0]
-
-
-def read_probing(path: Path) -> dict[str, list[LabeledText]]:
-    """Return the lines of each partition of a file, in the order "tr", "va", "te".
-
-    A row is partition, label, ..., sentence, in the published files separated by tabs; fields between label and
-    sentence are ignored. Blank sentences are kept as "".
-
-    Raises:
-        DataError: A row has fewer than three fields, another partition, or an empty label, or there is one label alone.
-            The message names the file and the line.
-    """
-    found: dict[str, list[LabeledText]] = {name: [] for name in PARTITIONS}
-    for number, fields in read_table(path, lambda _fields: False, fewest=3, even=False).rows:
-        if len(fields) < 3:
-            raise DataError(
-                f"{path}, line {number}: {count_fields(len(fields))}; expected at least 3: partition (tr, va or te), "
-                "label and, last, the sentence, separated by tabs."
-            )
-        partition, label, text = fields[0].strip(), fields[1].strip(), " ".join(fields[-1].split())
-        if partition not in found:
-            raise DataError(f"{path}, line {number}: the partition is {partition!r:.60}; expected tr, va or te.")
-        if text and not label:
-            raise DataError(f"{path}, line {number}: the label is empty; fill it in or drop the line.")
-        found[partition].append(LabeledText(label, text, number))
-    labels = {one.label for lines in found.values() for one in lines if one.text}
-    if len(labels) < 2:
-        raise DataError(f"{path} has {len(labels)} labels in its lines; expected at least two different ones.")
-    return {name: lines for name, lines in found.items() if lines}
-
-
-def choose_layout(partitions: Sequence[str]) -> Layout:
-    """Return which partition is which split; what is missing is cut from the others.
-
-    Without `tr`, `va` is what is trained on. Without `te`, and where there is one partition alone, all of them are one
-    pool, "all".
-
-    >>> choose_layout(["va", "te"]), choose_layout(["va"]).names
-    (Layout(train='va', dev=None, test='te'), ('all',))
-    """
-    if TEST not in partitions or len(partitions) == 1:
-        return Layout("all")
-    if TRAIN not in partitions:
-        return Layout(DEV, test=TEST)
-    return Layout(TRAIN, DEV if DEV in partitions else None, TEST)
-
-
-def drop_repeats(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
-    """Return the lines with a text, without texts that occur with two labels, and with every other text once.
-
-    Texts that differ in capitals alone are equal. A text of several partitions is kept in the last of them, so that a
-    test set stays as published except for its own repeats.
-
-    >>> one, two = LabeledText("I", "a b", 1), LabeledText("I", "A b", 2)
-    >>> found = drop_repeats({"tr": [one, LabeledText("O", "c", 3)], "te": [two, two]})
-    >>> [one.text for one in found.lines["tr"]], len(found.lines["te"]), found.repeated
-    (['c'], 1, 2)
-    """
-    every = sum(len(lines) for lines in read.values())
-    read = {name: [one for one in lines if one.text] for name, lines in read.items()}
-    labels: dict[str, set[str]] = {}
-    for lines in read.values():
-        for one in lines:
-            labels.setdefault(one.text.lower(), set()).add(one.label)
-    kept: dict[str, list[LabeledText]] = {}
-    seen: set[str] = set()
-    contradicted = 0
-    for name, lines in reversed(list(read.items())):
-        kept[name] = []
-        for one in lines:
-            text = one.text.lower()
-            if len(labels[text]) > 1:
-                contradicted += 1
-            elif text not in seen:
-                seen.add(text)
-                kept[name].append(one)
-    left, written = (sum(map(len, lines.values())) for lines in (kept, read))
-    return Distinct({name: kept[name] for name in read}, written - left - contradicted, contradicted, every - written)

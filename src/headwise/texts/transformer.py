@@ -1,20 +1,26 @@
-"""A model of transformers with its tokenizer, frozen: a folder of Hugging Face, or the network of a run."""
+"""A model of transformers with its tokenizer, frozen, and its folder opened."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from headwise.errors import DataError, LayoutError
+from headwise.atomic import require_folder_unchanged
+from headwise.errors import DataError, HeadwiseError, LayoutError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.input_files import refuse_panics
-from headwise_lab.data.batching import BATCH, Encoded, batch_by_length
-from headwise_lab.data.subwords import REMEDY
-from headwise_lab.experiment.task import Frozen
+from headwise.input_files import is_file, refuse_panics
+from headwise.routing.save import load
+from headwise.stock_folders import RECORD, open_within
+from headwise.texts.batching import BATCH, Encoded, batch_by_length
+from headwise.texts.frozen import Frozen
+from headwise.texts.pretrained import CONFIG, MODEL, open_tokenizer, quietly, require_whole
+from headwise.texts.tokenizer_bounds import REMEDY
 
 # Maximum number of tokens of a sentence.
 LONGEST = 256
@@ -119,3 +125,71 @@ def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str)
         known = encoding if getattr(encoding, "encodings", None) else None
         places, cut = tuple(map(int, chosen)), int((whole[chosen] > longest).sum())
         yield Encoded(number, places, inputs, keep.to(device), tokens, known, cut=cut)
+
+
+# Files in a folder that states do not depend on.
+IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
+
+
+def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False) -> Frozen:
+    """Return the model of a folder of Hugging Face; of an encoder-decoder, the encoder.
+
+    Args:
+        folder: The folder.
+        name: Name of the model; by default that of the folder, or of its parent for "model".
+        trust_remote_code: Whether code that the folder names may run.
+
+    Raises:
+        DataError: The folder holds no model or no tokenizer that transformers can load.
+        LayoutError: The heads of the model cannot be found.
+    """
+    if not is_file(folder / CONFIG):
+        raise DataError(
+            f"{folder} holds no config.json; expected a folder that save_pretrained() wrote, with model and tokenizer, "
+            "or a finished run of the laboratory."
+        )
+    require_folder_unchanged(folder)
+    model, tokenizer = _load(folder, trust_remote_code=trust_remote_code)
+    note = ""
+    if _has_encoder(model):
+        model, note = model.get_encoder(), "Of this encoder-decoder the encoder was looked at."
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    found = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in IGNORED)
+    files = tuple(sorted(found))
+    return read_transformer(name or _find_name(folder.resolve()), model, tokenizer, folder, files, note)
+
+
+def _find_name(folder: Path) -> str:
+    return folder.parent.name if folder.name == MODEL and folder.parent.name else folder.name
+
+
+def _has_encoder(model: Any) -> bool:
+    """Return whether a model is an encoder-decoder, or the separately saved encoder of one."""
+    alone = any(name.endswith("EncoderModel") for name in model.config.architectures or ())
+    return bool(getattr(model.config, "is_encoder_decoder", False)) or alone
+
+
+def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    from transformers import AutoModel
+
+    read_tokenizer = partial(open_tokenizer, folder, trust_remote_code=trust_remote_code)
+    try:
+        if (folder / RECORD).is_file():
+            # transformers refuses a folder with aggregators and its tokenizer
+            with quietly():
+                whole: Any = load(folder, trust_remote_code=trust_remote_code)
+            return whole.base_model, read_tokenizer()
+        with quietly(), open_within(folder, trusted=trust_remote_code):
+            model, information = AutoModel.from_pretrained(
+                str(folder),
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        require_whole(folder, model, information, unread=("decoder.",) if _has_encoder(model) else ())
+        return model, read_tokenizer()
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # whatever transformers raises for a file that is missing or not as it expects
+        raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from headwise.atomic import name_write_errors, new_folder, seal_folder
+from headwise.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
+from headwise.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.errors import SettingError
 from headwise.input_files import encode_json
 from headwise.plots.style import to_png
@@ -22,11 +24,9 @@ from headwise.report.html import Page
 from headwise.routing.save import save
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
-from headwise_lab.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
-from headwise_lab.cli.shrink_ways import WAYS, draw_curves, weigh_heads
-from headwise_lab.data.progress import make_bars
-from headwise_lab.data.tables import USUAL, Columns
-from headwise_lab.models.pretrained import quietly
+from headwise.texts.pretrained import quietly
+from headwise.texts.progress import make_bars
+from headwise.texts.tables import USUAL, Columns
 
 if TYPE_CHECKING:
     from rich.console import Console

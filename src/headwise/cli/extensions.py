@@ -1,0 +1,84 @@
+"""What installed packages add to the command: more commands, and more kinds of folders that hold a model.
+
+A package names its extension under the entry points of the group `headwise.extensions`; the laboratory does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from headwise.errors import DataError
+from headwise.input_files import describe_place
+
+if TYPE_CHECKING:
+    from headwise.texts.frozen import Frozen
+
+GROUP = "headwise.extensions"
+
+
+class Extension(Protocol):
+    """What a package adds; a module with these functions is one."""
+
+    def list_commands(self) -> Sequence[Callable[..., None]]:
+        """Return functions that typer makes commands of."""
+        ...
+
+    def run(self, command: Callable[[], None]) -> None:
+        """Run a command, or have this process do another part of it."""
+        ...
+
+    def open_model(self, folder: Path, pipeline: Path | None, *, trust_remote_code: bool) -> Frozen | None:
+        """Return the model of a folder, or None where the folder is of no kind that the package knows."""
+        ...
+
+    def find_stock_folder(self, folder: Path) -> Path | None:
+        """Return where such a folder keeps its model in the format of Hugging Face, or None where it is not known.
+
+        Raises:
+            DataError: The folder is known, and keeps none.
+        """
+        ...
+
+
+@cache
+def find_extensions() -> tuple[Extension, ...]:
+    """Return the extensions of all installed packages."""
+    return tuple(found.load() for found in entry_points(group=GROUP))
+
+
+def open_model(folder: Path, pipeline: Path | None = None, *, trust_remote_code: bool = False) -> Frozen:
+    """Return the model of a folder of Hugging Face, or of a kind that an extension knows.
+
+    Args:
+        folder: The folder.
+        pipeline: The spaCy pipeline that parses texts for heads with roles; None for the model's own.
+        trust_remote_code: Whether code that a folder of Hugging Face names may run.
+
+    Raises:
+        DataError: The folder holds no such model, or it cannot be read.
+        LayoutError: The heads of the model cannot be found.
+    """
+    from headwise.texts.transformer import open_folder
+
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} {describe_place(folder)}; expected a folder of save_pretrained(), or a finished run."
+        )
+    for extension in find_extensions():
+        if (found := extension.open_model(folder, pipeline, trust_remote_code=trust_remote_code)) is not None:
+            return found
+    return open_folder(folder, trust_remote_code=trust_remote_code)
+
+
+def find_stock_folder(folder: Path) -> Path:
+    """Return the folder of Hugging Face that is meant: the one named, or one that an extension finds in it.
+
+    Raises:
+        DataError: An extension knows the folder, and it keeps no such model.
+    """
+    known = (extension.find_stock_folder(folder) for extension in find_extensions())
+    return next((found for found in known if found is not None), folder)

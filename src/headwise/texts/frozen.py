@@ -1,0 +1,130 @@
+"""A trained model that is only read: lines of a text go in, states come out; and how much its output moves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import SettingError
+from headwise.heads.heads import Heads
+from headwise.texts.batching import Encoded, read_sentences
+from headwise.texts.tables import USUAL, Columns
+
+
+class _Moved(ABC):
+    """How little an output moves without a head; it is compared with the first output of the same batch.
+
+    `measure` computes that of the whole model first, whose own score is 1.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._whole = -1, torch.empty(0)
+
+    def __call__(self, output: Tensor, batch: Encoded) -> Tensor:
+        """Return one number per text, [B]."""
+        if batch.number != self._number:
+            self._number, self._whole = batch.number, output
+        return self._compare(output.double(), self._whole.double(), batch)
+
+    @abstractmethod
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor: ...
+
+
+class Fidelity(_Moved):
+    """How little vectors move: mean_t cos(h_t, h'_t), h' without a head, over the tokens of a text.
+
+    Outputs are [B, n, d], or [B, d] where a text has one vector.
+    """
+
+    name = "fidelity"
+
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:
+        cosines = nn.functional.cosine_similarity(output, whole, dim=-1)
+        return cosines if cosines.dim() == 1 else (cosines * batch.keep).sum(1) / batch.keep.sum(1)
+
+
+class Agreement(_Moved):
+    """How little a classifier's answer moves: sum_c min(p_c, p'_c) over classes, p' without a head.
+
+    It is 1 less the total variation distance of both answers. Outputs are logits, [B, C].
+    """
+
+    name = "agreement"
+
+    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:  # noqa: ARG002  a text has one answer
+        return torch.minimum(output.softmax(-1), whole.softmax(-1)).sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """A model that is only read.
+
+    Attributes:
+        name: What it is called, after its folder.
+        model: The model, or the part of it that is read, in evaluation mode.
+        heads: Its heads.
+        read: Returns lines as it takes them, in batches.
+        run: Runs the model on a batch and returns what it puts out, one forward of `model`.
+        states: Returns the states [B, n, d] before its first layer and after each layer; the last are those it puts
+            out. None where lines are no sentences, or tokens have no state in each layer.
+        files: Everything its states follow from.
+        lines: Returns the lines of a text file.
+        score: Makes the measure of how little its output changes.
+        note: What a reader should know of what was left out; "" for nothing.
+        longest: How much of a line is read, such as "256 tokens"; "" for all of it.
+    """
+
+    name: str
+    model: nn.Module
+    heads: Heads
+    read: Callable[[Sequence[Any]], Iterable[Encoded]]
+    run: Callable[[Encoded], Tensor]
+    states: Callable[[Encoded], Sequence[Tensor]] | None
+    files: tuple[Path, ...]
+    lines: Callable[[Path], Sequence[Any]] = read_sentences
+    score: Callable[[], Fidelity | Agreement] = Fidelity
+    note: str = ""
+    longest: str = ""
+
+    def read_text(self, path: Path, columns: Columns = USUAL) -> Sequence[Any]:
+        """Return the lines of a file, or the sentences in the columns of a table.
+
+        Raises:
+            DataError: The file cannot be read.
+            SettingError: Columns are named, and its lines are not sentences.
+        """
+        columns.require(1)
+        if columns.names and not self.reads_sentences:
+            raise SettingError(f"the lines of {self.name} are no sentences in columns; omit --text-column.")
+        return read_sentences(path, columns) if self.reads_sentences else self.lines(path)
+
+    @property
+    def reads_sentences(self) -> bool:
+        """Whether its lines are sentences, and not formulas or graphs."""
+        return self.lines is read_sentences
+
+
+def read_states(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the input of the first layer, the outputs of all but the last, and what the call returns."""
+    seen: list[Tensor] = []
+    stack = list(layers)
+
+    def after(_layer: nn.Module, _given: tuple[Any, ...], output: Tensor) -> None:
+        seen.append(output)
+
+    def before(_layer: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.append(given[0])
+
+    handles = [layer.register_forward_hook(after) for layer in stack] + [stack[0].register_forward_pre_hook(before)]
+    try:
+        final = call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*seen[:-1], final]
