@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import PROGRESS
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.settings import RunSettings, load_data
-from headwise_lab.experiment.task import named_task
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.train import train_run

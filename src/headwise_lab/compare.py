@@ -20,10 +20,11 @@ from headwise.errors import DataError, HeadwiseError, SettingError, require_choi
 from headwise.integrations.methods import Repel
 from headwise_lab.experiment import run_folder as runs
 from headwise_lab.experiment.arm import Arm, Orthogonalize
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.experiment.scale import Scale, ScaleOptions
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import Data, Task, named_task
+from headwise_lab.experiment.task import Data, Task
 from headwise_lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise_lab.jobs.pool import do_analyses, do_jobs
 from headwise_lab.results.comparison_page import make_page

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.errors import DataError
-from headwise_lab.experiment.run_folder import SETTINGS, require_intact_export
 
 if TYPE_CHECKING:
     from headwise.texts.frozen import Frozen
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 def list_commands() -> Sequence[Callable[..., None]]:
     """Return the commands of the laboratory and of its tasks."""
     from headwise_lab.cli import commands, comparing
-    from headwise_lab.experiment.task import find_commands
+    from headwise_lab.experiment.registry import find_commands
 
     return (*comparing.COMMANDS, *commands.COMMANDS, *find_commands())
 
@@ -38,6 +37,8 @@ def run(command: Callable[[], None]) -> None:
 
 def open_model(folder: Path, pipeline: Path | None, *, trust_remote_code: bool) -> Frozen | None:
     """Return the model of a run's folder, or None for any other folder."""
+    from headwise_lab.experiment.run_folder import SETTINGS, require_intact_export
+
     if not (folder / SETTINGS).is_file():
         require_intact_export(folder)
         return None
@@ -52,6 +53,8 @@ def find_stock_folder(folder: Path) -> Path | None:
     Raises:
         DataError: The run keeps none.
     """
+    from headwise_lab.experiment.run_folder import SETTINGS
+
     if not (folder / SETTINGS).is_file():
         return None
     from headwise_lab.training.start import find_model_folder

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from headwise_lab.experiment.registry import TASKS, named_task
 from headwise_lab.experiment.scale import ScaleOptions, with_options
-from headwise_lab.experiment.task import TASKS, named_task
 
 if TYPE_CHECKING:
     from headwise_lab.experiment.scale import Scale

@@ -18,11 +18,11 @@ from headwise_lab.compare import CACHE, TUNING, require_fits
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import Arm, named_arms
 from headwise_lab.experiment.arm_text import list_settings, parse_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.experiment.scale import Scale
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import named_task
 from headwise_lab.jobs.pool import do_jobs
 from headwise_lab.training.cross_validation import list_scales
 

@@ -17,8 +17,8 @@ from headwise.integrations.methods import Repel
 from headwise_lab.compare import Comparison, plan_runs
 from headwise_lab.experiment.arm import named_arms
 from headwise_lab.experiment.arm_text import list_settings, parse_arm, restore_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Failure
-from headwise_lab.experiment.task import named_task
 from headwise_lab.jobs import pool
 from headwise_lab.results.runs import read_results
 from headwise_lab.results.tabulate import read_table

@@ -9,8 +9,9 @@ from typing import Any
 from headwise.atomic import seal
 from headwise.errors import require_choice
 from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import Analysis, named_task
+from headwise_lab.experiment.task import Analysis
 from headwise_lab.results.runs import REDUNDANCY, STEP_TIME
 
 HEAD_VECTORS = "head-vectors"

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from headwise_lab.experiment.arm import Arm, Orthogonalize
 from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.settings import RunSettings, load_data
-from headwise_lab.experiment.task import Data, Task, named_task
+from headwise_lab.experiment.task import Data, Task
 from headwise_lab.results.runs import STEP_RATIO
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.optimizer import build_optimizer

@@ -16,8 +16,8 @@ from headwise.cli.options import TextColumn, TrustRemoteCode, require_known
 from headwise.cli.output import print_record, printing_record, say, standard_console
 from headwise.cli.stopping import stoppable
 from headwise.texts.tables import Columns
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.scale import ScaleOptions
-from headwise_lab.experiment.task import named_task
 from headwise_lab.options import (
     DataFolder,
     Embeddings,

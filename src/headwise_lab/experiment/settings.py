@@ -10,9 +10,9 @@ from headwise import __version__
 from headwise.errors import DataError
 from headwise_lab.experiment.arm import Arm
 from headwise_lab.experiment.arm_text import record_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import as_record
 from headwise_lab.experiment.scale import Scale
-from headwise_lab.experiment.task import named_task
 
 # Time between two checkpoints inside an epoch; one is written after each epoch anyway.
 SAVE_SECONDS = 60.0

@@ -1,7 +1,5 @@
 """`Task`, the interface that training, comparing and tuning are written against, and the values it works with.
 
-The tasks by name; each is imported when it is first used.
-
 Tasks whose model classifies: predictions and cross entropies on a whole split, in batches of similar length.
 """
 
@@ -10,10 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from headwise.errors import DataError, SettingError, require_choice
+from headwise.errors import DataError, SettingError
 from headwise.masks.head_mask import HeadMask
 from headwise.texts.batching import LengthBatches, batch_by_length, to_device
 from headwise.texts.frozen import Frozen
@@ -281,40 +276,6 @@ class Task(ABC):
             f"{folder} has no folder {self.exported!r} with a model and its tokenizer: one with gates, talking heads "
             "or differential attention is not written; of any other arm, train it again."
         )
-
-
-# A new task is a folder in lab/tasks and a line here: its name on the command line, and "module:class".
-TASKS: Mapping[str, str] = {
-    "logic": "headwise_lab.tasks.logic.task:LogicTask",
-    "translation": "headwise_lab.tasks.translation.task:TranslationTask",
-    "classification": "headwise_lab.tasks.classification.task:ClassificationTask",
-    "sentence": "headwise_lab.tasks.sentence.task:SentenceTask",
-    "pretraining": "headwise_lab.tasks.pretraining.task:PretrainingTask",
-    "lm": "headwise_lab.tasks.lm.task:LmTask",
-    "glue": "headwise_lab.tasks.glue.task:GlueTask",
-    "graph2text": "headwise_lab.tasks.graph2text.task:Graph2TextTask",
-    "probing": "headwise_lab.tasks.classification.probing:ProbingTask",
-}
-
-
-def named_task(name: str) -> Task:
-    """Return the task of that name.
-
-    Raises:
-        SettingError: There is no such task.
-    """
-    require_choice("task", name, TASKS)
-    return resolve_name(TASKS[name])()
-
-
-def find_commands() -> list[Callable[..., Any]]:
-    """Return the commands that tasks add to the command line: `COMMANDS` of a task's `commands.py`.
-
-    The tasks themselves are not imported.
-    """
-    packages = dict.fromkeys(place.partition(":")[0].rpartition(".")[0] for place in TASKS.values())
-    modules = [f"{package}.commands" for package in packages]
-    return [command for module in modules if find_spec(module) for command in import_module(module).COMMANDS]
 
 
 # Evaluation batch size.

@@ -9,8 +9,9 @@ from headwise.texts.frozen import Frozen
 from headwise.texts.pretrained import CONFIG
 from headwise.texts.transformer import open_folder
 from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.registry import TASKS, named_task
 from headwise_lab.experiment.run_folder import require_intact, require_intact_export
-from headwise_lab.experiment.task import TASKS, name_run, named_task
+from headwise_lab.experiment.task import name_run
 from headwise_lab.training.trained import read_finished
 
 

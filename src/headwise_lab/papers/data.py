@@ -16,8 +16,9 @@ from typing import Any
 from headwise.atomic import FILES, OWN, seal, write_whole
 from headwise.errors import DataError
 from headwise.input_files import encode_json
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import ANALYSIS, EPOCHS, PREDICTIONS, RESULT, VOCABULARY, read_json
-from headwise_lab.experiment.task import Task, named_task
+from headwise_lab.experiment.task import Task
 from headwise_lab.papers.reproduction import Reproduction
 from headwise_lab.results.runs import COMPARISON, TEST
 

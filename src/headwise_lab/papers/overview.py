@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headwise_lab.experiment.task import named_task
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import EFFICACY, MANIPULATION
 from headwise_lab.papers.diversity.doses import DOSES
 from headwise_lab.papers.index import REPRODUCTIONS

@@ -15,6 +15,7 @@ from headwise.atomic import new_folder, write_whole
 from headwise.errors import DataError, SettingError
 from headwise.input_files import encode_json, parse_json, read_whole
 from headwise_lab.compare import describe_fixed
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import (
     RESULT,
     SETTINGS,
@@ -24,7 +25,6 @@ from headwise_lab.experiment.run_folder import (
     require_same,
     write_json,
 )
-from headwise_lab.experiment.task import named_task
 from headwise_lab.papers.data import ARCHIVE, unpack_runs
 from headwise_lab.papers.figures import draw_pictures
 from headwise_lab.papers.index import REPRODUCTIONS

@@ -16,8 +16,8 @@ import numpy as np
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import VOCABULARY, prepare_folder, read_json, write_json, write_text
-from headwise_lab.experiment.task import named_task
 from headwise_lab.papers.claims import Judged, judge, map_judgements
 from headwise_lab.papers.data import ARCHIVE, InitialRuns, pack_runs
 from headwise_lab.papers.pages import FOLDER, FORMAT, PAGE, record_claims, render

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from headwise.errors import SettingError, require_choice
 from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.scale import ScaleOptions, with_options
-from headwise_lab.experiment.task import named_task
 from headwise_lab.papers.claims import EFFICACY, Claim, Contrast, Judged
 from headwise_lab.results.cells import Grid
 from headwise_lab.results.evidence import Evidence

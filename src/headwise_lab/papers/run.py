@@ -34,9 +34,9 @@ from headwise_lab.compare import (
 from headwise_lab.experiment import run_folder as runs
 from headwise_lab.experiment.arm import escape_arm_name
 from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.experiment.scale import ScaleOptions, with_options
-from headwise_lab.experiment.task import named_task
 from headwise_lab.jobs.pool import do_analyses, do_jobs
 from headwise_lab.papers.data import (
     InitialRuns,

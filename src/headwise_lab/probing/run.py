@@ -16,7 +16,7 @@ from headwise.texts.progress import make_bars
 from headwise_lab.data.arrays import digest
 from headwise_lab.data.probing_files import PROBES
 from headwise_lab.experiment import run_folder
-from headwise_lab.experiment.task import named_task
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.frozen.vectors import encodings, fingerprint
 from headwise_lab.probing.figures import (
     NOTE,

@@ -8,10 +8,10 @@ from typing import Any
 from headwise.errors import require_choice
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.evaluation import METRICS, scores_by_bin
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import write_result
 from headwise_lab.experiment.scale import Scale
 from headwise_lab.experiment.settings import Whole, load_data, read_versions
-from headwise_lab.experiment.task import named_task
 from headwise_lab.results.runs import MEASURES
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from headwise_lab.data.arrays import read_arrays
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.evaluation import METRICS, scores_by_bin
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Job, require_intact, write_result
 from headwise_lab.experiment.settings import RunSettings, Whole
-from headwise_lab.experiment.task import Task, named_task
+from headwise_lab.experiment.task import Task
 from headwise_lab.results.runs import MEASURES, TEST
 from headwise_lab.training.baseline import BaselineSettings
 

@@ -23,10 +23,11 @@ from headwise.stock_folders import require_tensors_alone
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import Orthogonalize
 from headwise_lab.experiment.evaluation import METRICS, diversity, scores_by_bin
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Heartbeat, write_result
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.settings import RunSettings, load_data, read_versions
-from headwise_lab.experiment.task import Data, Task, named_task
+from headwise_lab.experiment.task import Data, Task
 from headwise_lab.training import processes
 from headwise_lab.training.attach import Methods, attach_arm
 from headwise_lab.training.callback import RunCallback, flatten_numbers

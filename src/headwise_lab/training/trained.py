@@ -20,9 +20,10 @@ from headwise.stock_folders import Model, TooLarge, build_within
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import LASTING, Arm, OtherModel
 from headwise_lab.experiment.arm_text import KEYS, WHOLE, restore_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import require_intact
 from headwise_lab.experiment.settings import RunSettings, load_data
-from headwise_lab.experiment.task import MaskMaker, Task, named_task
+from headwise_lab.experiment.task import MaskMaker, Task
 from headwise_lab.results.runs import COMPARISON
 from headwise_lab.training.attach import Methods, build_model, find_target
 

@@ -14,9 +14,9 @@ from headwise_lab.analyses import step_time
 from headwise_lab.analyses.step_time import BATCHES, ROUNDS, measure_step_time
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import analysis_file, read_json, write_json
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import named_task
 from headwise_lab.papers.claims import StepTimes
 from headwise_lab.results.evidence import read_evidence
 from headwise_lab.results.runs import STEP_RATIO, STEP_TIME

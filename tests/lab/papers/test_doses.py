@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from headwise_lab.experiment.task import named_task
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import Claim, follow_doses, judge
 from headwise_lab.papers.diversity.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
 from headwise_lab.results.evidence import Evidence

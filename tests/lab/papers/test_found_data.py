@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import DataError
-from headwise_lab.experiment.task import TASKS, named_task
+from headwise_lab.experiment.registry import TASKS, named_task
 from lab.command import call, refused
 from lab.sentences import write_sentences
 from lab.tasks.classification.probing_toy import write_probing

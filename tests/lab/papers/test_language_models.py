@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.experiment.task import named_task
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.index import REPRODUCTIONS
 from headwise_lab.papers.run import make_plans
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.scale import ScaleOptions
-from headwise_lab.experiment.task import named_task
 from headwise_lab.papers.claims import judge
 from headwise_lab.papers.diversity.shrinking import (
     DIFFERENT,

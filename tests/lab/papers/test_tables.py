@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.experiment.task import named_task
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import MEASURED, Claim, Contrast
 from headwise_lab.papers.diversify.tables import DIVERSIFY
 from headwise_lab.papers.index import REPRODUCTIONS

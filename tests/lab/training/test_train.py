@@ -19,8 +19,8 @@ from headwise.gating.gates import SigmoidGate
 from headwise.heads.find import find_heads
 from headwise.heads.mixing import mix_heads
 from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import named_task
 from headwise_lab.tasks.logic.data import load_logic
 from headwise_lab.tasks.logic.model import PairClassifier
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from headwise.plots.style import GRAY, MARKERS, assign_styles, drawing, to_png
-from headwise_lab.experiment.task import named_task
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import Claim, follow_doses
 from headwise_lab.papers.reproduction import OWN, Part, Reproduction, Size, Sizes
 from headwise_lab.results.evidence import Evidence

@@ -21,7 +21,8 @@ from headwise.texts.frozen import Frozen
 from headwise_lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import OtherModel
-from headwise_lab.experiment.task import name_run, named_task
+from headwise_lab.experiment.registry import named_task
+from headwise_lab.experiment.task import name_run
 from headwise_lab.frozen.runs import list_files, read_attending_arm
 from headwise_lab.tasks.graph2text.coder import SPECIAL, GraphCoder
 from headwise_lab.tasks.graph2text.data import Graphs, collate

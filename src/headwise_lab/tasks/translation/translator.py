@@ -20,7 +20,8 @@ from headwise_lab.data.line_streams import LONGEST_LINE, TextLine, answer_lines
 from headwise_lab.data.subwords import END, SPECIAL, Subwords, read_subwords
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import Guided
-from headwise_lab.experiment.task import name_run, named_task
+from headwise_lab.experiment.registry import named_task
+from headwise_lab.experiment.task import name_run
 from headwise_lab.role_masks.stored import RARITY, ROLES
 from headwise_lab.tasks.translation.decoding import decode_sources, find_max_source_length
 from headwise_lab.tasks.translation.model import build_model

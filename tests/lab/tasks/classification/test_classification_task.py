@@ -17,8 +17,8 @@ from headwise.errors import SettingError
 from headwise_lab import compare as compare_module
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms
+from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import named_task
 from headwise_lab.jobs.workers import do_job
 from headwise_lab.tasks.classification.data import load_data
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES, ClassificationScale
