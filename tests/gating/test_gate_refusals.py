@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -244,3 +245,15 @@ def test_attentions_whose_output_projection_gets_other_tokens_are_refused_when_g
     refused(build_prophet(), hw.LayoutError, rf"decoder\.layers\.0\.self_attn .*several streams .*\(ngram=2\){tokens}")
     refused(build_hiera(), hw.LayoutError, rf"stages\.1\..*pools its queries \(query_stride=4\){tokens}")
     refused(canine, hw.LayoutError, rf"initial_char_encoder\..*one chunk .* after another \(local=True\){tokens}")
+
+
+@pytest.mark.parametrize(
+    "attach", [lambda heads: hw.gate_heads(heads, hw.SigmoidGate()), lambda heads: hw.aggregate(heads, hw.EMRouting())]
+)
+def test_a_copy_that_kept_what_was_attached_is_told_so_and_the_remedy_works(attach):
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    handle = attach(hw.find_heads(model))
+    with pytest.raises(hw.LayoutError, match=r"A copy keeps .*: remove\(\) them before it is copied"):
+        attach(hw.find_heads(copy.deepcopy(model)))
+    handle.remove()
+    attach(hw.find_heads(copy.deepcopy(model)))

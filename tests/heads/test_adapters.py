@@ -52,6 +52,21 @@ def assert_read(heads: hw.Heads) -> None:
         torch.testing.assert_close(found, torch.stack(rows))
 
 
+@pytest.mark.parametrize(
+    "attach", [lambda heads: hw.Taps(heads, values=True), lambda heads: hw.Disagreement(heads, hw.Subspace())]
+)
+def test_values_are_not_read_from_the_base_of_an_adapter_that_came_later(attach):
+    attention = SeparateAttention().double()
+    handle = attach(hw.find_heads(attention))
+    model = adapted(attention)
+    with pytest.raises(hw.NotFired, match="what projects its values is now a Linear, set after this was attached"):
+        model(X)
+    handle.remove()
+    handle = attach(hw.find_heads(model))
+    model(X)
+    handle.remove()
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}])
 def test_heads_are_those_of_the_effective_weight(settings):
     attention = SeparateAttention(key_value_heads=2)

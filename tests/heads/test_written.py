@@ -108,6 +108,57 @@ def test_a_row_that_cannot_be_tried_goes_by_names_and_has_places_to_fill_in():
     assert hw.verify(heads, (torch.randn(2, 5, WIDTH), torch.arange(5).expand(2, 5))).sites == ("",)
 
 
+class Channels(nn.Module):
+    """Features of a head attend to one another; a token's value changes what this token gets alone."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.num_heads, self.names = HEADS, names
+        for name in names:
+            setattr(self, name, nn.Linear(WIDTH, 3 * WIDTH // len(names)))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([getattr(self, name)(x) for name in self.names], -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).permute(0, 2, 3, 1) for part in joined.chunk(3, -1))
+        return self.proj(((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
+def test_no_row_is_printed_that_takes_the_values_of_channels_for_queries(names: tuple[str, ...]):
+    assert "No row was found" in (printed := refuse(Channels(*names).eval()))
+    assert "    hw.find_heads(" not in printed
+
+
+def test_a_row_of_heads_that_are_not_seen_to_attend_says_so():
+    class Recurrent(Core):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (
+                part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.left, self.middle, self.right)
+            )
+            return ((q @ k.mT).tril() @ v).transpose(1, 2).flatten(2)
+
+    assert "though its heads were not seen to attend" in refuse(Recurrent().eval())
+
+
+def test_a_row_that_goes_by_names_is_one_that_is_taken():
+    class GatedAttention(nn.Module):
+        """No attention, and made for nine tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = HEADS
+            self.first, self.second, self.tokens = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(9, 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = self.first(x).chunk(2, -1)
+            return self.second(left * self.tokens(right.mT).mT)
+
+    printed = refuse(GatedAttention().eval())
+    assert "No row can be tried" in printed
+    assert "    hw.find_heads(" not in printed
+
+
 def test_heads_that_are_not_projected_are_told_apart_all_the_same():
     model = Core().eval()
     (call,) = re.findall(r"^ +(hw\.find_heads\(.*)$", refuse(model), re.MULTILINE)

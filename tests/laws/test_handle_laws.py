@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -202,6 +203,16 @@ class WrittenOut(SeparateAttention):
         return self.o_proj(self.join((query @ key.mT / 2).softmax(-1) @ value))
 
 
+class WrittenAndCalled(WrittenOut):
+    """Its softmax is written out, and another function attends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.split(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if x.dim() < 3:
+            return super().forward(x)
+        return self.o_proj(self.join(F.scaled_dot_product_attention(query, key, value)))
+
+
 def alone(make: Callable[[], nn.Module], width: int) -> Any:
     def draw(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
@@ -219,6 +230,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "GPT-2 with a cache": (Decoding, draw_prompt),
     "called": alone(CallingAttention, 12),
     "written out": alone(WrittenOut, 12),
+    "written and called": alone(WrittenAndCalled, 12),
     "WavLM": of_family("WavLM"),
 }
 
@@ -315,6 +327,65 @@ def test_what_changes_a_layer_is_refused_when_it_is_attached_or_runs(family: Fam
             continue
         model.train(attachment.trains)
         serve(model, handle, family.inputs(), attachment)
+
+
+def overtake(works: list[Callable[[], list[Tensor]]], place: int) -> list[Any]:
+    """What two threads return or raise, where the first ends while the second is in its call of module `place`."""
+    found: list[Any] = [None, None]
+    both, ended = threading.Barrier(2), threading.Event()
+    calls: Counter[str] = Counter()
+
+    def wait(*_: Any) -> None:
+        name = threading.current_thread().name
+        calls[name] += 1
+        if calls[name] == place + 1:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(timeout=20)
+            if name == "1":
+                ended.wait(timeout=20)
+
+    def work(index: int) -> None:
+        try:
+            found[index] = works[index]()
+        except Exception as error:
+            found[index] = error
+        finally:
+            both.abort()
+            if index == 0:
+                ended.set()
+
+    hook = register_module_forward_pre_hook(wait)
+    threads = [threading.Thread(target=work, args=(index,), name=str(index)) for index in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ["written out", "written and called"])
+@pytest.mark.parametrize("what", [what for what, attachment in ATTACHMENTS.items() if not attachment.trains])
+def test_a_first_forward_that_ends_inside_another_leaves_it_alone(what: str, name: str):
+    build, draw = MODELS[name]
+    inputs, attachment = [draw(1), draw(2)], ATTACHMENTS[what]
+
+    def prepare() -> list[Callable[[], list[Tensor]]]:
+        torch.manual_seed(7)
+        model = build().eval()
+        handle = attachment.attach(hw.find_heads(model))
+        return [partial(serve, model, handle, one, attachment) for one in inputs]
+
+    try:
+        expected = [work() for work in prepare()]
+    except hw.LayoutError:
+        return
+    for place in range(len([*build().modules()])):
+        for own, other in zip(expected, overtake(prepare(), place), strict=True):
+            assert not isinstance(other, Exception), (place, other)
+            assert equal(own, other)
 
 
 def describe(owner: Any) -> dict[str, Any]:

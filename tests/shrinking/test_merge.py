@@ -228,6 +228,23 @@ def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
         hw.merge(heads_of(), **{"groups": 2, **settings})
 
 
+@pytest.mark.parametrize("tied", ["weight", "module", "numbers"])
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
+def test_weights_that_an_attention_left_out_has_too_are_refused_and_left_as_they_are(name: str, tied: str):
+    model = build("Llama", HEADS)
+    first, second = (getattr(layer.self_attn, name) for layer in model.model.layers)
+    if tied == "module":
+        setattr(model.model.layers[1].self_attn, name, first)
+    else:
+        second.weight = first.weight if tied == "weight" else nn.Parameter(first.weight.data)
+    before = logits(model)
+    rest = hw.find_heads(model, exclude=("model.layers.0.self_attn",))
+    shown = rf"layers\.1\.self_attn\.{name}\.weight is model\.layers\.0\.self_attn\.{name}\.weight too"
+    with pytest.raises(hw.LayoutError, match=shown):
+        hw.merge(rest, 2, batches=[tokens(0)])
+    assert torch.equal(logits(model), before)
+
+
 def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 1)
     with pytest.raises(hw.LayoutError, match="its code takes no fewer; merging is for attentions with grouped queries"):
@@ -237,7 +254,7 @@ def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
     tied = heads_of()
     layers = tied.model.model.layers  # pyright: ignore[reportAttributeAccessIssue]
     layers[1].self_attn.v_proj.weight = layers[0].self_attn.v_proj.weight
-    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is another attention's too"):
+    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is model\.layers\.1\.self_attn\.v_proj\.weight too"):
         hw.merge(hw.find_heads(tied.model), 2)
     import peft
 

@@ -356,7 +356,8 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool, 
     """
     if hasattr(site.module, NAME):
         raise LayoutError(
-            f"{site.label} already has {NAME}; call remove() on the handle of the first gate_heads() before a second."
+            f"{site.label} already has {NAME}; call remove() on the handle of the first gate_heads() before a second. "
+            "A copy keeps the gates of its model: remove() them before it is copied."
         )
     if site.kind == "pooling":
         raise LayoutError(

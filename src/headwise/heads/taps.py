@@ -33,7 +33,7 @@ from headwise.heads.capture import (
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.layouts.functional import is_handing
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument
+from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, unwrap_compiled
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
 from headwise.similarity.alignment import FEWEST_TOKENS, effective_number, form_metric, multiply_features
@@ -314,10 +314,12 @@ class Taps(Handle):
         self, record: _SiteCalls, queries: PerThread[_QueryPadding] | None
     ) -> Callable[[nn.Module, tuple, dict], None]:
         names = list_parameters(record.site.module)
+        require_values = _make_value_check(record.site) if self.values else _never
 
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self._is_silent():
                 return
+            require_values()
             accumulates, forward, here = self._accumulates(), self._forward.own, record.here.own
             if accumulates and forward.transient:
                 # what an evaluation left unread must not enter the next penalty
@@ -400,6 +402,29 @@ class Taps(Handle):
                 capture.mean_weights = attended.mean_weights
 
         return see
+
+
+def _make_value_check(site: Site) -> Callable[[], object]:
+    """Return what raises `NotFired` where another module has taken the place of one that projects values."""
+    read = {id(module) for module in site.value_modules}
+    places = [
+        (owner, name, part)
+        for owner in site.module.modules()
+        for name, part in owner._modules.items()
+        if part is not None and id(part) in read
+    ]
+
+    def require() -> None:
+        for owner, name, part in places:
+            held = getattr(owner, name, None)
+            if held is not part and (held is None or unwrap_compiled(held) is not part):
+                raise NotFired(
+                    f"{site.label}: what projects its values is now a {type(held).__name__}, set after this was "
+                    "attached, and the values of another module would be read; call remove(), find heads again, and "
+                    "attach again."
+                )
+
+    return require
 
 
 def _never() -> bool:

@@ -226,7 +226,8 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
             if isinstance(called, Aggregator):
                 raise LayoutError(
                     f"{site.label} already has {type(called).__name__} as its output; "
-                    "call remove() on the handle of the first aggregate() before a second one."
+                    "call remove() on the handle of the first aggregate() before a second one. A copy keeps the "
+                    "aggregators of its model: remove() them before it is copied."
                 )
             if (id(output_projection.owner), output_projection.attribute) in places:
                 raise LayoutError(

@@ -7,7 +7,6 @@ The least-squares refit of W_O to what an attention gave before its heads were m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,7 +92,7 @@ def require_mergeable(heads: Heads, groups: int, *, moves: bool) -> None:
                 'its query heads must stay where they are; use grouping="order".'
             )
         group_in_order(site.key_value_heads, groups)
-        _require_own(heads.found, site)
+        _require_own(heads.model, site)
 
 
 def require_unread(heads: Heads, batch: Batch) -> None:
@@ -171,18 +170,29 @@ def _find_beside(site: Site, *, moves: bool) -> str | None:
     )
 
 
-def _require_own(found: Sequence[Site], site: Site) -> None:
-    """Raise `LayoutError` where a weight is another attention's too."""
-    held = Counter(
-        id(parameter)
-        for other in found
-        for parameter in {id(part.parameter): part.parameter for part in _list_parts(other)}.values()
-    )
-    shared = next((part.name for part in _list_parts(site) if held[id(part.parameter)] > 1), None)
-    if shared is not None:
-        raise LayoutError(
-            f"{shared} is another attention's too, and what merges heads in one is not right in the other; {_LEAVE}."
-        )
+def _require_own(model: nn.Module, site: Site) -> None:
+    """Raise `LayoutError` where something else in the model has a weight that is written, found or left out."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(_locate(parameter), []).append(name)
+    own = [name for name, module in model.named_modules(remove_duplicate=False) if module is site.module]
+    written = [(part.name, one) for part in _list_parts(site) for one in (part.parameter, part.bias_parameter)]
+    written += [(f"{site.label}.{name}", one) for name, one, _, _ in list_beside(site, proved=True)]
+    for name, parameter in written:
+        held = [] if parameter is None else names.get(_locate(parameter), [])
+        outside = [other for other in held if not any(other.startswith(f"{place}.".lstrip(".")) for place in own)]
+        # W_O may be beside the attention
+        if len(outside) > (len(own) if len(outside) == len(held) else 0):
+            other = next((other for other in outside if other != name), outside[0])
+            raise LayoutError(
+                f"{name if parameter is None or name in held else held[0]} is {other} too, and what merges heads in "
+                f"one is not right in the other; {_LEAVE}."
+            )
+
+
+def _locate(parameter: Tensor) -> int:
+    # two parameters may have the same numbers
+    return id(parameter) if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
 
 
 def _list_parts(site: Site):

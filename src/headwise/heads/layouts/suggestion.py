@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headwise.errors import HeadwiseError
-from headwise.heads.experiments.arrangement import TOKENS, is_known, list_arguments
+from headwise.heads.experiments.arrangement import TOKENS, is_known, list_arguments, require_arranged
 from headwise.heads.experiments.replay import RecordedCall
 from headwise.heads.experiments.verify import draw_zeros, verify_site
 from headwise.heads.head_slice import Projection, check_head_slices, is_sharded, read_projection
@@ -69,12 +69,17 @@ def suggest_row(model: nn.Module, name: str, module: nn.Module) -> Suggestion:
             if isinstance(found, SeparateLinears) and not found.output:
                 found = _find_outside(model, name, found) or found
             if found is not None:
-                return Suggestion(write_row(found), f"This row reads {label}, as it shows when called with tokens:")
+                unseen = "" if trial.attends else ", though its heads were not seen to attend"
+                told = f"This row reads {label}, as it shows when called with tokens{unseen}:"
+                return Suggestion(write_row(found), told)
             return Suggestion(None, f"No row was found for {label}: {trial.explain()}.")
     except _NotCalled as error:
-        row = _guess(module)
-        if row is None:
+        guessed = _guess(module)
+        if guessed is None or not _is_taken(model, name, module, *guessed):
             return Suggestion(None, f"No row can be tried on {label}: {error}.")
+        kind, given = guessed
+        written = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in given.items())
+        row = f"hw.{kind.__name__}('mine', {written})"
         fill_in = (
             "; put the number of query heads, which no attribute tells, in the place of ..." if "..." in row else ""
         )
@@ -141,6 +146,7 @@ class _Trial:
         before: What each of them gets, [tokens, features], and under "" what the module returns.
         place: Path from the copy to the attention; empty where they are the same.
         refusals: What was said of rows that were disproved.
+        attends: Whether the heads of the latest row that was proved were seen to attend.
     """
 
     module: nn.Module = field(repr=False)
@@ -149,6 +155,7 @@ class _Trial:
     before: Mapping[str, Tensor]
     place: str = ""
     refusals: list[str] = field(default_factory=list)
+    attends: bool = False
 
     @staticmethod
     def start(module: nn.Module, place: str = "") -> _Trial:
@@ -339,16 +346,20 @@ class _Trial:
         except HeadwiseError:
             return False
         try:
-            self._prove(site)
+            self.attends = self._prove(site)
         except HeadwiseError as error:
             self.refusals.append(str(error).partition(". Pass a layout row")[0])
             return False
-        return True
+        if self.attends or not _is_named_otherwise(row):
+            return True
+        self.refusals.append(f"the heads of {write_row(row)} are not seen to attend, and its names say otherwise")
+        return False
 
-    def _prove(self, site: Site) -> None:
+    def _prove(self, site: Site) -> bool:
+        """Return whether the heads of a site were seen to attend; raise where they are not apart."""
         held = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         try:
-            verify_site(site, RecordedCall(self.module, self.args, {}))
+            return verify_site(site, RecordedCall(self.module, self.args, {}))
         finally:
             self.module.double().load_state_dict(held)
 
@@ -369,6 +380,19 @@ class _Trial:
         if not any(roles.values()):
             return "no projection of it acts on what another one gets, or on what it returns, as queries do"
         return "its projections do not act as queries, keys and values of heads on any that may be W_O"
+
+
+def _is_named_otherwise(row: Layout) -> bool:
+    """Return whether a row calls a projection query, key or value that has the name, or the usual place, of another.
+
+    Between channels a value acts as a query does between tokens.
+    """
+    order = getattr(row, "order", PROJECTIONS)
+    if {"query", "value"} <= {*order} and order.index("value") < order.index("query"):
+        return True
+    paths = {kind: getattr(row, kind, ()) for kind in PROJECTIONS}
+    named = [(kind, find_letters(path.replace(".", "_"))) for kind, own in paths.items() for path in own]
+    return any(letters and kind[0] not in letters for kind, letters in named)
 
 
 def _name_kind(tokens: int, changed: Sequence[int]) -> str:
@@ -446,8 +470,24 @@ def name_count(module: nn.Module, heads: int) -> Iterator[dict[str, Any]]:
     yield {"num_heads": heads}
 
 
-def _guess(module: nn.Module) -> str | None:
-    """Return a row that goes by the names of projections and by their order, as it is written; None without any."""
+def _is_taken(model: nn.Module, name: str, module: nn.Module, kind: type[Layout], given: Mapping[str, Any]) -> bool:
+    """Return whether `find_heads` takes a row that was not tried, where no number is to be filled in."""
+    if ... in given.values():
+        return True
+    row: Any = kind
+    try:
+        site = row("mine", **given).site(model, name, module)
+        if site is None:
+            return False
+        check_head_slices(site.slices)
+        require_arranged(model, [site], lambda *_: "")
+    except HeadwiseError:
+        return False
+    return True
+
+
+def _guess(module: nn.Module) -> tuple[type[SeparateLinears | FusedLinear], dict[str, Any]] | None:
+    """Return the kind and settings of a row that goes by the names of projections and by their order."""
     held = list_projections(module)
     letters = {path: find_letters(path.replace(".", "_")) for path in held}
     plain = [path for path, own in letters.items() if not own]
@@ -473,5 +513,4 @@ def _guess(module: nn.Module) -> str | None:
         given = {"fused": (pair,), **given, "order": PROJECTIONS[1:], "query": (alone[0],)}
     else:
         return None
-    written = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in given.items())
-    return f"hw.{'SeparateLinears' if all(alone) else 'FusedLinear'}('mine', {written})"
+    return SeparateLinears if all(alone) else FusedLinear, given

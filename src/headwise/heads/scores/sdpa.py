@@ -423,15 +423,16 @@ def _normalize(
     running.softmaxes += 1
     if running.softmaxes > 1 or running.calls:
         return func(*args, **kwargs)
+    causal = forward.causal
     if forward.listeners.biases and not torch.compiler.is_compiling():
-        forward.causal = hides_later_keys(arranged)
+        causal = forward.causal = hides_later_keys(arranged)
     call = ScoreCall(
         *arranged.shape,
         first=running.cached or 0,
         cached=running.cached is not None,
         dtype=scores.dtype,
         device=scores.device,
-        causal=forward.causal,
+        causal=causal,
     )
     answer = _resolve_request(forward, call)
     mixer: Any = find_mixer(forward.module)

@@ -152,9 +152,10 @@ def watch(site: Site) -> Iterator[Witness]:
         if threading.get_ident() == thread and witness.values is None:
             witness.values = parts.take(index, output)
 
-    def take_outputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def take_outputs(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        # to another thread, while this one comes or goes, torch gives no keywords
         if threading.get_ident() == thread and witness.outputs is None:
-            witness.outputs = split_heads(read_first_argument(module, args, kwargs), site)
+            witness.outputs = split_heads(read_first_argument(module, args, kwargs or {}), site)
 
     handles = [
         module.register_forward_hook(lambda _module, _args, output, index=index: take_values(index, output))
