@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import pytest
 import torch
@@ -254,7 +255,7 @@ def test_an_attention_that_was_not_called_leaves_the_others_controllers_to_go_on
 
 
 def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headwise.repulsion.repel.NEWEST", 2)
+    monkeypatch.setattr(import_module("headwise.repulsion.repel"), "NEWEST", 2)
     found = []
     for skipped in (0, 3):
         model = make(layers=1)
