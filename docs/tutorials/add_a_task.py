@@ -3,7 +3,7 @@
 #
 # A task of the laboratory says what its data are, how its model is built and how it is scored. Training, arms,
 # resuming, tables and verdicts are written against that. In the repository a task is a folder in `headwise_lab/tasks`
-# and a line in `headwise/headwise_lab/experiment/task.py`; here it is a class on this page. The task: which of five
+# and a line in `headwise_lab/experiment/registry.py`; here it is a class on this page. The task: which of five
 # symbols occurs most often in a sequence?
 
 # %%
