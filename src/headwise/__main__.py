@@ -1,12 +1,18 @@
-"""The `headwise` command, also as `python -m headwise`; it says what to install where the laboratory is missing."""
+"""The `headwise` command, also as `python -m headwise`; it says what to install where a package is missing."""
 
 import os
 import sys
 from contextlib import suppress
 from typing import NoReturn
 
-# What the extra `lab` does not install.
-EXTRAS = {"spacy": "spacy", "ray": "ray", "submitit": "slurm"}
+# What is to be installed for a package; all others come with the laboratory.
+CLI = "'headwise[cli]'"
+SOURCES = {
+    **dict.fromkeys(("matplotlib", "numpy", "rich", "tokenizers", "tqdm", "transformers", "typer"), CLI),
+    "spacy": "'headwise[spacy]'",
+    "ray": "'headwise-lab[ray]'",
+    "submitit": "'headwise-lab[slurm]'",
+}
 
 
 def main() -> None:
@@ -24,10 +30,7 @@ def main() -> None:
         name = (error.name or "").partition(".")[0]
         if name in ("", "headwise", "headwise_lab"):
             raise
-        extra = EXTRAS.get(name, "lab")
-        _end(
-            f"{name} is not installed, and the command needs it; install the extra: pip install 'headwise[{extra}]'.", 2
-        )
+        _end(f"{name} is not installed, and the command needs it: pip install {SOURCES.get(name, 'headwise-lab')}.", 2)
     except KeyboardInterrupt:
         # while modules are imported
         sys.stderr.write("headwise: stopped; nothing was done.\n")

@@ -6,7 +6,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from architecture.source import FILES, SOURCE, module_name
+from architecture.source import FILES, module_name, read_source
 
 # A folder, or a file that stands alone, imports only from lines above its own; lines of several never import one
 # another. Every task is a folder on the line "lab/tasks/*".
@@ -65,7 +65,7 @@ def rank(name: str) -> int:
 def imports(path: str) -> set[str]:
     """Return the source files that a file imports anywhere in it, in functions and under TYPE_CHECKING too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((SOURCE / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(read_source(path))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -113,7 +113,7 @@ def test_no_folder_is_crowded_and_no_small_file_serves_one_other():
     crowded = {folder: count for folder, count in counts.items() if count > MOST_FILES}
     assert not crowded, f"{crowded}: more than {MOST_FILES} files; divide the folder by ideas."
     used = Counter(other for path in FILES if not path.endswith("__init__.py") for other in imports(path) - {path})
-    lines = {path: len((SOURCE / path).read_text(encoding="utf-8").splitlines()) for path in used}
+    lines = {path: len(read_source(path).splitlines()) for path in used}
     small = [
         path
         for path, count in used.items()

@@ -40,10 +40,13 @@ hw.plots.overview(report).savefig("heads.png")
 """
 
 
-def test_the_version_is_in_one_place():
+def test_both_packages_have_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
     assert project["tool"]["hatch"]["version"]["path"] == "src/headwise/__init__.py"
+    laboratory = tomllib.loads((ROOT / "laboratory" / "pyproject.toml").read_text())["project"]
+    assert laboratory["version"] == headwise.__version__
+    assert f"headwise[cli]=={headwise.__version__}" in laboratory["dependencies"]
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited is not None
     assert cited[1] == headwise.__version__

@@ -47,7 +47,8 @@ def main() -> None:
     python = str(PLACE / "bin" / "python")
     lowest = find_lowest()
     limits = ["-c", str(ROOT / "constraints.txt")]
-    run(python, "-m", "pip", "install", "--quiet", *limits, "-e", str(ROOT), *lowest)
+    both = ["-e", str(ROOT), "-e", str(ROOT / "laboratory")]
+    run(python, "-m", "pip", "install", "--quiet", *limits, *both, *lowest)
     run(python, "-W", "error", "-c", IMPORTS)
     run(python, "-W", "error", "-m", "headwise", "--help")
     with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +59,13 @@ def main() -> None:
 
 
 def find_lowest() -> list[str]:
-    """Return the lowest version of each package of the laboratory, as pip names it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [Requirement(line) for extra in ("lab", "plots") for line in project["optional-dependencies"][extra]]
+    """Return the lowest version of each package of the command and the laboratory, as pip names it."""
+    library, laboratory = (
+        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for folder in (ROOT, ROOT / "laboratory")
+    )
+    extras = library["optional-dependencies"]
+    declared = [Requirement(line) for line in (*extras["cli"], *extras["plots"], *laboratory["dependencies"])]
     bounds = {one.name: [it.version for it in one.specifier if it.operator == ">="] for one in declared}
     # of itself headwise declares no version
     return [f"{name}=={version}" for name, versions in bounds.items() for version in versions]

@@ -91,6 +91,8 @@ def _describe_usage(message: str, context: typer.Context | None) -> str:
     """Return a usage error in the form of all others; where the parser found it, with the place of more."""
     if message.startswith(OURS):
         return message.removeprefix(OURS)
+    if message.startswith("No such command") and not find_extensions():
+        return f"{message[:1].lower()}{message[1:].rstrip('.')}; those of the laboratory need the package headwise-lab."
     place = "headwise" if context is None else context.command_path
     return f"{message[:1].lower()}{message[1:].rstrip('.')}; see {place} --help."
 

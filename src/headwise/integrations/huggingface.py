@@ -23,7 +23,7 @@ try:
     from transformers.trainer import TRAINER_STATE_NAME
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "headwise.integrations.huggingface needs the Trainer of transformers; pip install 'headwise[lab]', or "
+        "headwise.integrations.huggingface needs the Trainer of transformers; pip install 'headwise[cli]', or "
         f"transformers and accelerate. ({error})"
     ) from error
 

@@ -30,14 +30,14 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("blocked", "arguments", "extra"),
+    ("blocked", "arguments", "source"),
     [
-        ("typer", ["--help"], "lab"),
-        ("scipy", ["compare", "logic", "--data", "missing"], "lab"),
-        ("transformers", ["inspect", "model", "--text", "text.txt"], "lab"),
+        ("typer", ["--help"], "'headwise[cli]'"),
+        ("scipy", ["compare", "logic", "--data", "missing"], "headwise-lab"),
+        ("transformers", ["inspect", "model", "--text", "text.txt"], "'headwise[cli]'"),
     ],
 )
-def test_without_the_laboratory_the_command_says_what_to_install(tmp_path, blocked, arguments, extra):
+def test_where_a_package_is_missing_the_command_says_what_to_install(tmp_path, blocked, arguments, source):
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED.format(blocked=blocked, arguments=arguments)],
         cwd=tmp_path,
@@ -47,10 +47,7 @@ def test_without_the_laboratory_the_command_says_what_to_install(tmp_path, block
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == (
-        f"headwise: {blocked} is not installed, and the command needs it; install the extra: "
-        f"pip install 'headwise[{extra}]'.\n"
-    )
+    assert done.stderr == f"headwise: {blocked} is not installed, and the command needs it: pip install {source}.\n"
     assert list(tmp_path.iterdir()) == []
 
 

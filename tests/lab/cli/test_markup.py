@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from architecture.source import FILES, SOURCE
+from architecture.source import FILES, read_source
 from headwise.texts.progress import make_bars
 from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.jobs.progress import Bars
@@ -72,7 +72,7 @@ def test_every_formatted_line_that_is_printed_turns_markup_off():
     loose = [
         f"{path}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse((SOURCE / path).read_text(encoding="utf-8")))
+        for node in ast.walk(ast.parse(read_source(path)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "print"
         if node.args and isinstance(node.args[0], ast.JoinedStr)
         if "markup" not in {keyword.arg for keyword in node.keywords}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from architecture.source import FILES, SOURCE
+from architecture.source import FILES, ROOT, read_source
 from headwise.errors import DataError
 from headwise.stock_folders import refuse_foreign_code
 from headwise.texts.pretrained import open_tokenizer
@@ -183,7 +183,7 @@ def test_nobody_is_asked_where_stdin_says_yes(folder: Path, tmp_path: Path):
         f"yes | {sys.executable} -m headwise inspect bert --text text.txt",
         shell=True,
         cwd=tmp_path,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         check=False,
@@ -217,7 +217,7 @@ def test_every_loading_of_a_folder_says_whether_its_code_may_run():
     silent = [
         f"{path}:{call.lineno}"
         for path in FILES
-        for call in ast.walk(ast.parse((SOURCE / path).read_text(encoding="utf-8")))
+        for call in ast.walk(ast.parse(read_source(path)))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in loading
         if not {"trust_remote_code", None} & {keyword.arg for keyword in call.keywords}
     ]

@@ -177,7 +177,7 @@ def _import_library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise SettingError(
-            f"launcher {extra} needs {name}, which is not installed; pip install 'headwise[{extra}]'."
+            f"launcher {extra} needs {name}, which is not installed; pip install 'headwise-lab[{extra}]'."
         ) from None
 
 

@@ -40,7 +40,7 @@ def scores(texts: Sequence[str], references: Sequence[str], entities: Sequence[S
         from nltk.translate.meteor_score import single_meteor_score
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise HeadwiseError(f"{error.name} is not installed; install headwise[lab], which names it.") from None
+        raise HeadwiseError(f"{error.name} is not installed; install headwise-lab, which names it.") from None
     found = {
         f"BLEU-{order}": _bleu(order).corpus_score(list(texts), [list(references)]).score for order in (1, 2, 3, 4)
     }
