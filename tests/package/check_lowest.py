@@ -7,14 +7,13 @@ CUDA. What a package needs itself has its newest version, as it would where a us
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from run_command import run
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build" / "lowest"
@@ -69,15 +68,6 @@ def find_lowest() -> list[str]:
     bounds = {one.name: [it.version for it in one.specifier if it.operator == ">="] for one in declared}
     # of itself headwise declares no version
     return [f"{name}=={version}" for name, versions in bounds.items() for version in versions]
-
-
-def run(*command: str, cwd: str | None = None) -> str:
-    """Run a command and return what it printed; it must succeed."""
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed after {time.monotonic() - began:.0f} s:\n{done.stdout}{done.stderr}")
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+
+from run_command import run
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "build" / "dist"
@@ -80,15 +81,6 @@ def check_import_time(python: str, folder: str) -> None:
     code = f"import torch, time; began = time.perf_counter(); {statement}; print(time.perf_counter() - began)"
     seconds = min(float(run(python, "-I", "-c", code, cwd=folder)) for _ in range(3))
     print(f"import of headwise after torch: {seconds:.2f} s (the least of 3)")
-
-
-def run(*command: str, cwd: str | None = None) -> str:
-    """Run a command and return what it printed; it must succeed."""
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed after {time.monotonic() - began:.0f} s:\n{done.stdout}{done.stderr}")
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":
