@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.taps import Taps, count_effective_heads
-from headwise.reference import metrics as loops
 from headwise.similarity.alignment import multiply_features
+from reference import metrics as loops
 
 TERMS = (
     hw.SquaredCosine(),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from headwise.reference import disagreement as loops
+from reference import disagreement as loops
 
 
 def transformer() -> nn.Transformer:

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 import headwise
+import headwise_lab
+import reference
 
-MODULES = sorted(["headwise", *(info.name for info in pkgutil.walk_packages(headwise.__path__, "headwise."))])
+PACKAGES = (headwise, headwise_lab, reference)
+MODULES = sorted(
+    name
+    for package in PACKAGES
+    for name in (
+        package.__name__,
+        *(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
+    )
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -15,8 +15,8 @@ from torch import Tensor
 from equations.public import public_names
 from headwise.disagreement import terms as disagreement
 from headwise.errors import MaskError, ShapeError
-from headwise.reference import disagreement as loops
 from headwise.similarity import cosine
+from reference import disagreement as loops
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
-from headwise.reference import particles as reference
 from headwise.repulsion.kernels import (
     CPU_CHUNK,
     IMQ,
@@ -30,6 +29,7 @@ from headwise.repulsion.kernels import (
     require_nonzero,
     shifted_gram,
 )
+from reference import particles as reference
 
 EPS = torch.finfo(torch.float64).eps
 TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)

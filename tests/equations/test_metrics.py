@@ -16,7 +16,7 @@ from equations.public import public_names
 from headwise import metrics
 from headwise.errors import MaskError, SettingError, ShapeError
 from headwise.metrics import heads, moments
-from headwise.reference import metrics as loops
+from reference import metrics as loops
 
 torch.set_num_threads(1)
 

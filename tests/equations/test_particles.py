@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equations.draws import draw
-from headwise.reference import particles as reference
 from headwise.repulsion.kernels import (
     IMQ,
     RBF,
@@ -25,6 +24,7 @@ from headwise.repulsion.kernels import (
 )
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Mixing, Rule, blend, update
 from headwise.strength import Relative
+from reference import particles as reference
 
 EPS = torch.finfo(torch.float64).eps
 NOISY = (SPOS, SGLD)

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
-from headwise.reference.routing import em_routing_loop, simple_routing_loop
 from headwise.routing.algorithms import DistinctCapsules, SharedTrunk, em_gradient, em_schedule, simple_gradient
 from headwise.routing.modules import (
     Chunks,
@@ -16,6 +15,7 @@ from headwise.routing.modules import (
     simple_routing,
     uniform_routing,
 )
+from reference.routing import em_routing_loop, simple_routing_loop
 
 GOLDEN_TOLERANCE = 1e-6
 

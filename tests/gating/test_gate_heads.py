@@ -17,8 +17,8 @@ from heads.attentions import FusedAttention, KeyValueAttention, SeparateAttentio
 from heads.families import FAMILIES
 from heads.family import Family
 from headwise.gating.attach import NAME
-from headwise.reference.gating import mixture_gates_loop, sigmoid_gates_loop
 from laws.attaching import tensors
+from reference.gating import mixture_gates_loop, sigmoid_gates_loop
 
 WIDTH, HEADS, BATCH, LENGTH = 12, 4, 2, 6
 SETTINGS = {

@@ -11,7 +11,7 @@ from torch import Tensor
 import headwise as hw
 from headwise.errors import MaskError, SettingError, ShapeError
 from headwise.gating import MixtureGates, SigmoidGates, balance, build_gates, mixture_gates, sigmoid_gates
-from headwise.reference.gating import balance_loop, mixture_gates_loop, sigmoid_gates_loop
+from reference.gating import balance_loop, mixture_gates_loop, sigmoid_gates_loop
 
 HEADS, SIZE, WIDTH, TOKENS = 5, 3, 4, 7
 MIXTURES = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.reference import particles as reference
+from reference import particles as reference
 
 WIDTH, HEADS, SIZE = 10, 4, 3
 X = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(3))

@@ -16,7 +16,7 @@ from heads.families import BY_NAME, REACHED, WRITTEN
 from heads.family import Family
 from heads.forwards import checkpoint_activations, results, same, weighed, without_dropout
 from headwise.nn.mixing import HeadMixer, find_mixer
-from headwise.reference.attention import talking_heads
+from reference.attention import talking_heads
 
 # What comes after P_l in these is another number for each head: sinks, a cap, position biases.
 UNEQUAL = ("GPT-OSS", "T5", "timm Swin")

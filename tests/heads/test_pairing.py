@@ -29,7 +29,7 @@ from heads.families import BY_NAME
 from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
 from headwise.heads.mixing import pair_decoder_heads
-from headwise.reference.attention import differential_heads
+from reference.attention import differential_heads
 
 FAMILIES: dict[str, Any] = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 SIZES = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 31, "head_dim": 6}

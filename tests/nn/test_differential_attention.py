@@ -13,7 +13,7 @@ import headwise as hw
 from headwise.errors import LayoutError, SettingError
 from headwise.nn.difference import HeadDifference, pair_heads
 from headwise.nn.multihead import DifferentialAttention, MultiheadAttention
-from headwise.reference.attention import differential_heads
+from reference.attention import differential_heads
 
 HEADS, SIZE, WIDTH, LAYER = 3, 4, 12, 3
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

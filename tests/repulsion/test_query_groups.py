@@ -9,9 +9,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 import headwise as hw
-from headwise.reference import disagreement as reference
-from headwise.reference import particles
 from headwise.repulsion.groups import find_groups
+from reference import disagreement as reference
+from reference import particles
 
 HEADS, GROUPS, SIZE, WIDTH = 6, 2, 4, 24
 MEMBERS = HEADS // GROUPS

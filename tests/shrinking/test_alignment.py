@@ -7,8 +7,8 @@ import torch
 from scipy.linalg import orthogonal_procrustes
 from torch import Tensor
 
-from headwise.reference import merging as reference
 from headwise.shrinking.alignment import Sharing, align_orthogonal, measure_loss, share_low_rank, share_mean
+from reference import merging as reference
 from shrinking.drawn_heads import draw, gram_of, weights_of
 
 TOKENS, HEADS, QUERIES, SIZE, WIDTH = 23, 3, 2, 4, 9

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from headwise.errors import HeadwiseError, SettingError, ShapeError
-from headwise.reference import merging as reference
 from headwise.shrinking.alignment import group_by_similarity, group_in_order
+from reference import merging as reference
 from shrinking.drawn_heads import draw
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import SettingError
-from headwise.reference import merging as reference
 from headwise.shrinking.alignment import KeyFreedom, measure_loss
+from reference import merging as reference
 from shrinking.drawn_heads import draw, gram_of
 
 SIZE, HEADS, TOKENS = 8, 3, 29
