@@ -110,7 +110,7 @@ def new_folder(place: Path, *, replaced: Container[str] | None = (), wait: bool 
         >>> shutil.rmtree("numbers")
     """
     # the folder that a link leads to is replaced, and not the link
-    given, place = place, place.resolve()
+    given, place = place, follow(place)
     with hold(place, wait=wait):
         temporary = _name_beside(place, PARTIAL)
         with name_write_errors(given):
@@ -136,6 +136,23 @@ def new_folder(place: Path, *, replaced: Container[str] | None = (), wait: bool 
             _temporary.discard(temporary)
 
 
+def follow(place: Path) -> Path:
+    """Return the place that a path leads to, beside which others can be made.
+
+    Raises:
+        DataError: It leads nowhere, or to the root of all folders.
+    """
+    try:
+        with name_write_errors(place):
+            found = place.resolve()
+    except RuntimeError:
+        # what Python raised before 3.13
+        raise DataError(f"{place} is a link to itself; choose another folder.") from None
+    if not found.name:
+        raise DataError(f"{place} is the root of all folders; choose one inside it.")
+    return found
+
+
 @contextmanager
 def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a place that is written: nobody else holds it in the block, and a holder that was killed does not count.
@@ -147,7 +164,7 @@ def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
     Raises:
         DataError: Another process or thread holds it.
     """
-    lock = _name_beside(place.resolve(), LOCK)
+    lock = _name_beside(follow(place), LOCK)
     if _held.get(lock) == threading.get_ident():
         yield
         return

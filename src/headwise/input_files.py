@@ -123,7 +123,7 @@ def open_input(path: Path, *, unpack: bool = True) -> Iterator[io.BufferedIOBase
         raise DataError(f"{path} cannot be read ({reason}); expected a file.") from None
     with opened:
         _require_no_special(path, os.fstat(opened.fileno()).st_mode)
-        if not (unpack and path.suffix == ".gz"):
+        if not (unpack and path.suffix.lower() == ".gz"):
             yield opened
             return
         with gzip.open(opened) as unpacked:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import LONGEST_LINE, is_file
-from headwise.texts.tables import SUFFIXES, USUAL, Columns, Table, count_fields, read_table
+from headwise.texts.tables import STATE, SUFFIXES, USUAL, Columns, Table, count_fields, read_table
 
 LABEL_NAMES = {"label", "labels", "class", "category", "target", "sentiment", "y"}
 TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "content", "question"}
@@ -164,9 +164,10 @@ def open_labeled(path: Path, columns: Columns = USUAL) -> Table:
     table = read_table(path, lambda fields: find_names(fields) is not None, columns=columns)
     if table.header is None and table.width != 2:
         number, fields = table.rows[0]
+        advice = f"; {STATE}" if table.width == 1 else ""
         raise DataError(
             f"{path}, line {number}: {count_fields(len(fields))}; expected 2, a label and a text, or a header that "
-            "names them: label and text, or what --label-column and --text-column say."
+            f"names them: label and text, or what --label-column and --text-column say{advice}."
         )
     return table
 

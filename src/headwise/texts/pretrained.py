@@ -105,7 +105,7 @@ def quietly() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-MODEL, CONFIG = "model", "config.json"
+MODEL = "model"
 
 
 def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:

@@ -19,6 +19,7 @@ OBJECTS = (".jsonl", ".ndjson", ".json")
 SUFFIXES = (".tsv", ".txt", ".csv", ".jsonl", ".ndjson")
 # What Excel reads, and some programs write, above the first row.
 STATED = re.compile(r"sep=(.)")
+STATE = "state what separates the columns by a first line such as sep=;"
 QUOTED = re.compile(r'"[^"]*(?:""[^"]*)*"')
 SHOWN = 20
 
@@ -121,9 +122,9 @@ def read_table(
 ) -> Table:
     """Return the rows of a delimited file or of JSON Lines; lines without anything are left out.
 
-    The delimiter is the one by which the first row is a header; else the first of tab, the one of the file's suffix,
-    semicolon, bar and comma that gives all rows the same number of fields; a first line `sep=;` states it. Fields are
-    quoted as usual. In a tab-separated file quotes are text unless each field with a quote is quoted as a whole, or
+    The delimiter is the one by which the first row is a header; else tab, if it gives all rows the same number of
+    fields, or the only one of semicolon, bar and comma that does; a first line `sep=;` states it, or any other. Fields
+    are quoted as usual. In a tab-separated file quotes are text unless each field with a quote is quoted as a whole, or
     quoted fields hold line ends. In JSON Lines a column is a key, and "data.body" the key of an object inside another.
 
     Args:
@@ -136,8 +137,8 @@ def read_table(
         longest: Most bytes of a line.
 
     Raises:
-        DataError: The file cannot be read, has no rows, a quote is not closed, or a row has another number of fields;
-            the message names the line.
+        DataError: The file cannot be read, has no rows, a quote is not closed, a row has another number of fields, or
+            two delimiters fit; the message names the line.
     """
     if has_suffix(path, OBJECTS):
         header, rows = _read_objects(path, longest)
@@ -157,7 +158,8 @@ def read_table(
     for number, fields in rows if even else ():
         if len(fields) != table.width:
             raise DataError(
-                f"{path}, line {number}: {count_fields(len(fields))}; expected {table.width} as in the first line."
+                f"{path}, line {number}: {count_fields(len(fields))}; expected {table.width} as in the first line; "
+                f"correct the line, or {STATE}."
             )
     return table
 
@@ -233,15 +235,27 @@ def _read_delimited(path: Path, is_header: Callable[[Sequence[str]], bool], fewe
     tried = present if own in present or own == TAB else [*present, own]
     if fewest == 1 and own == TAB:
         tried = [mark for mark in tried if mark == TAB]
-    split: dict[str, tuple[Sequence[Row], str]] = {}
-    for mark in tried:
-        split[mark] = rows, fault = _try_split(lines, mark)
-        if rows and not fault and len(rows[0][1]) >= fewest and _are_even(rows):
-            return rows
+    if rows := _split_evenly(path, lines, tried, fewest):
+        return rows
     if fewest == 1 and (own == TAB or own not in present):
         return [(number, [line]) for number, line in lines() if line]
     mark = own if own in present or not present else max(present, key=first.count)
-    return _require_closed(path, *(split[mark] if mark in split else _try_split(lines, mark)))
+    return _require_closed(path, *_try_split(lines, mark))
+
+
+def _split_evenly(path: Path, lines: Lines, marks: Sequence[str], fewest: int) -> Sequence[Row]:
+    """Return the rows by the mark that gives all the same number of fields; () if none does."""
+    fitting: dict[str, Sequence[Row]] = {}
+    for mark in marks:
+        rows, fault = _try_split(lines, mark)
+        if rows and not fault and len(rows[0][1]) >= fewest and _are_even(rows):
+            fitting[mark] = rows
+            if mark == TAB or len(rows[0][1]) == 1:
+                break
+    several = [DELIMITERS[mark] for mark, rows in fitting.items() if len(rows[0][1]) > 1]
+    if len(several) > 1 and TAB not in fitting:
+        raise DataError(f"{path}: both {several[0]} and {several[1]} give all lines as many fields; {STATE}.")
+    return next(iter(fitting.values()), ())
 
 
 def _read_lines(path: Path, longest: int, after: int = 0) -> Iterator[tuple[int, str]]:

@@ -16,15 +16,18 @@ from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.input_files import is_file, refuse_panics
 from headwise.routing.save import load
-from headwise.stock_folders import RECORD, open_within
+from headwise.stock_folders import CONFIG, RECORD, open_within
+from headwise.stock_folders import REMEDY as AGAIN
 from headwise.texts.batching import BATCH, Encoded, batch_by_length
 from headwise.texts.frozen import Frozen
-from headwise.texts.pretrained import CONFIG, MODEL, open_tokenizer, quietly, require_whole
+from headwise.texts.pretrained import MODEL, open_tokenizer, quietly, require_whole
 from headwise.texts.tokenizer_bounds import REMEDY
 
 # Maximum number of tokens of a sentence.
 LONGEST = 256
 TOKENIZER = "tokenizer_config.json"
+# Positions that some models count for padding.
+PADDING = 2
 
 
 def read_transformer(
@@ -41,7 +44,7 @@ def read_transformer(
         note: What a reader should know of what was left out.
 
     Raises:
-        DataError: The tokenizer does not say how long a text may be.
+        DataError: The tokenizer or the model does not say how long a text may be.
         LayoutError: The heads of the model cannot be found.
     """
     # some models count positions from the left, including padding
@@ -60,16 +63,23 @@ def read_transformer(
                 _require_known(folder, batch.inputs, limits, longest)
                 yield batch
 
-    def states(batch: Encoded) -> Sequence[Tensor]:
-        return model(**batch.inputs, output_hidden_states=True).hidden_states
+    def run(batch: Encoded, **options: bool) -> Any:
+        try:
+            return model(**batch.inputs, **options)
+        except (HeadwiseError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # whatever a model does with numbers of its configuration that building it does not ask for
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise DataError(f"{folder} holds a model that fails on a text ({reason}); {AGAIN}") from error
 
     return Frozen(
         name,
         model,
         _find_heads(model, folder),
         encode,
-        lambda batch: model(**batch.inputs).last_hidden_state,
-        states,
+        lambda batch: run(batch).last_hidden_state,
+        lambda batch: run(batch, output_hidden_states=True).hidden_states,
         files,
         note=note,
         longest=f"{longest} tokens",
@@ -82,8 +92,9 @@ def _find_longest(model: Any, tokenizer: Any, folder: Path) -> int:
     most = tokenizer.model_max_length
     if isinstance(most, bool) or not isinstance(most, int | float) or not 1 <= most < math.inf:
         raise DataError(f"{folder / TOKENIZER}: model_max_length is {most!r}; expected a number of tokens, at least 1.")
-    # some count two positions for padding
-    return min(LONGEST, int(positions) - 2, int(most))
+    if positions <= PADDING:
+        raise DataError(f"{folder / CONFIG}: max_position_embeddings is {positions!r}; expected at least 3; {AGAIN}")
+    return min(LONGEST, int(positions) - PADDING, int(most))
 
 
 def _find_heads(model: Any, folder: Path) -> Heads:

@@ -117,6 +117,12 @@ def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_q
         ("a.json", '{"label": 1}', r"a\.json: none of its columns label is known to hold texts; name it"),
         ("a.csv", "label;text\na;x\nb;y;z\n", r"a\.csv, line 3: 3 fields; expected 2 as in the first line"),
         ("a.csv", "Klasse;Kommentar\na;x\nb;y;z\n", r"a\.csv, line 3: 3 fields; expected 2 as in the first line"),
+        ("a.txt", "label:text\na:x\nb:y\n", r"line 1: 1 field; .* state what separates the columns by a first line"),
+        (
+            "a.csv",
+            "0,5;x\n1,5;y\n0,5;z\n",
+            r"a\.csv: both comma and semicolon give all lines as many fields; state what separates the columns by a",
+        ),
         ("a.tsv", "", r"has no lines"),
         ("a.tsv", "label\ttext\n", r"has a header and no lines"),
         ("a.tsv", b"a\tx\nb\t\xff\n", r"a\.tsv, line 2: not UTF-8"),
@@ -152,3 +158,16 @@ def test_the_training_file_says_which_column_holds_labels(tmp_path):
 def test_a_place_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(DataError, match="does not exist; expected a file of labels and texts, or a folder"):
         find_layout(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "stated", "expected"),
+    [
+        ("a.csv", "0,5;x\n1,5;y\n0,5;z\n", "sep=;", [("0,5", "x"), ("1,5", "y"), ("0,5", "z")]),
+        ("a.txt", "label:text\na:x\nb:y\n", "sep=:", [("a", "x"), ("b", "y")]),
+        ("a.TXT.GZ", "label~text\na~x\nb~y\n", "sep=~", [("a", "x"), ("b", "y")]),
+    ],
+)
+def test_a_first_line_states_what_separates_columns_where_it_cannot_be_told(tmp_path, name, content, stated, expected):
+    raw = f"{stated}\n{content}".encode()
+    assert pairs(file(tmp_path, name, gzip.compress(raw) if name.endswith("GZ") else raw)) == expected

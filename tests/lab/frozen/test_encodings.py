@@ -14,6 +14,7 @@ from headwise.errors import DataError, LayoutError
 from headwise.texts.frozen import Frozen
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.frozen.vectors import Shape, encodings, find_shape
+from lab.cli.tiny_models import write_models
 from lab.tasks.classification.probing_toy import write_bert, write_gpt2
 
 SENTENCES = ["the film walked .", "a town", "it sees the stone near the plot here once .", "rain goes"]
@@ -102,3 +103,17 @@ def test_a_model_without_layers_is_refused_with_its_folder(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 0}))
     with pytest.raises(LayoutError, match=re.escape(f"{folder}: ")):
         open_frozen(folder)
+
+
+def test_a_model_that_takes_no_tokens_or_fails_on_a_text_is_refused_by_folder(tmp_path):
+    folder = write_models(tmp_path) / "llama"
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "max_position_embeddings": -5}))
+    with pytest.raises(DataError, match=re.escape(f"{path}: max_position_embeddings is -5; expected at least 3; copy")):
+        open_frozen(folder)
+    sliding = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": -(2**63)}
+    path.write_text(json.dumps({**config, **sliding}))
+    frozen = open_frozen(folder)
+    with pytest.raises(DataError, match=re.escape(f"{folder} holds a model that fails on a text (")):
+        frozen.run(next(iter(frozen.read(["a b c"]))))

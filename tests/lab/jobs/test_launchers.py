@@ -168,7 +168,9 @@ def test_what_is_no_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise ImportError(name)
 
     monkeypatch.setattr(launchers.importlib, "import_module", absent)
-    with pytest.raises(SettingError, match=r"launcher ray needs ray, which is not installed; pip install .headwise-lab\["):
+    with pytest.raises(
+        SettingError, match=r"launcher ray needs ray, which is not installed; pip install .headwise-lab\["
+    ):
         open_engine(Launcher("ray"), tmp_path)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import describe_place
+from headwise.stock_folders import CONFIG
 from headwise.texts.frozen import Frozen
-from headwise.texts.pretrained import CONFIG
 from headwise.texts.transformer import open_folder
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.registry import TASKS, named_task

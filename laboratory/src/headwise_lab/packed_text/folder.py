@@ -94,6 +94,8 @@ def write_packed(
     files, preparation = find_files(place), dataclasses.replace(preparation, tokenizer=tokenizer)
     fingerprint = compute_fingerprint(packing, files, preparation)
     with hold(folder, wait=True):
+        if folder.exists() and not folder.is_dir():
+            raise DataError(f"{folder} is no folder; choose another.")
         if not (folder.exists() and any(folder.iterdir())):
             prepare_text(packing, files, preparation, fingerprint, folder, progress=progress)
         held = open_packed(packing, folder)[0] if (folder / RECORD).exists() else {}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from headwise.atomic import hold, is_sealed, name_write_errors, new_file, put, require_unchanged, seal, sweep
+from headwise.atomic import follow, hold, is_sealed, name_write_errors, new_file, put, require_unchanged, seal, sweep
 from headwise.errors import DataError
 from headwise.texts.progress import make_bars
 from headwise_lab.data.arrays import digest, read_arrays, stable_key
@@ -141,8 +141,10 @@ def prepare_text(
     Raises:
         DataError: The text is bad, a split comes out empty, or the folder cannot be written.
     """
+    # beside the folder that a link leads to
+    given, place = place, follow(place)
     partial = place.parent / f".{place.name}-{fingerprint}"
-    with hold(place, wait=True), name_write_errors(place):
+    with hold(place, wait=True), name_write_errors(given):
         # another process may have written the same meanwhile
         if place.is_dir() and any(place.iterdir()):
             return

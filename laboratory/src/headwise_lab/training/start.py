@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.routing.save import load
-from headwise.stock_folders import RECORD, open_within
-from headwise.texts.pretrained import CONFIG, MODEL, quietly, require_whole
+from headwise.stock_folders import CONFIG, RECORD, open_within
+from headwise.texts.pretrained import MODEL, quietly, require_whole
 from headwise_lab.data.arrays import digest
 from headwise_lab.experiment.arm import Arm, PairHeads, Widen, escape_arm_name
 from headwise_lab.experiment.run_folder import RESULT, is_finished, read_json, require_intact, require_intact_export

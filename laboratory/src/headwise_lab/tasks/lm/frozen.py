@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from headwise.atomic import new_folder
 from headwise.errors import DataError, HeadwiseError
 from headwise.routing.save import find_aggregators, save
-from headwise.stock_folders import open_within
+from headwise.stock_folders import CONFIG, open_within
 from headwise.texts.frozen import Frozen
-from headwise.texts.pretrained import CONFIG, MODEL, holds_added, open_tokenizer, quietly
+from headwise.texts.pretrained import MODEL, holds_added, open_tokenizer, quietly
 from headwise.texts.transformer import read_transformer
 from headwise_lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json, write_text
 from headwise_lab.experiment.task import Task, name_run

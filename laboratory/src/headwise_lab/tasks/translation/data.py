@@ -201,7 +201,9 @@ def prepare_translation(
     layout, files = find_files(corpus, folder)
     fingerprint = compute_fingerprint(corpus, layout, files, preparation)
     with hold(place, wait=True):
-        if not place.exists():
+        if place.exists() and not place.is_dir():
+            raise DataError(f"{place} is no folder; choose another.")
+        if not (place.exists() and any(place.iterdir())):
             prepare(corpus, layout, files, preparation, fingerprint, place, progress=progress)
         elif not (place / RECORD).is_file() or open_prepared(place).fingerprint != fingerprint:
             raise DataError(f"{place} holds something else; nothing is overwritten: name another --out.")
