@@ -185,6 +185,9 @@ def count_fields(count: int) -> str:
 def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a JSON object and of those inside it, joined by dots, with their values.
 
+    Raises:
+        ValueError: Two keys are the same when joined.
+
     >>> flatten({"data": {"body": "a text", "words": 2}})
     {'data.body': 'a text', 'data.words': 2}
     """
@@ -194,6 +197,8 @@ def flatten(value: Mapping[str, Any]) -> dict[str, Any]:
         name, inner = left.pop()
         if isinstance(inner, dict):
             left += [(f"{name}.{key}", one) for key, one in [*inner.items()][::-1]]
+        elif name in found:
+            raise ValueError(f"two keys are {name!r}, one of them inside an object")
         else:
             found[name] = inner
     return found
@@ -207,11 +212,12 @@ def _read_objects(path: Path, longest: int) -> tuple[tuple[str, ...], list[Row]]
             continue
         try:
             value = parse_json(line)
+            keys = flatten(value) if isinstance(value, dict) else None
         except ValueError as error:
             raise DataError(f"{path}, line {number}: {fault} ({error}).") from None
-        if not isinstance(value, dict):
+        if keys is None:
             raise DataError(f"{path}, line {number}: {fault}.")
-        flat = {name: _format(inner) for name, inner in flatten(value).items() if not isinstance(inner, list)}
+        flat = {name: _format(inner) for name, inner in keys.items() if not isinstance(inner, list)}
         found.append((number, flat))
     header = tuple(dict.fromkeys(name for _, flat in found for name in flat))
     return header, [(number, [flat.get(name, "") for name in header]) for number, flat in found]

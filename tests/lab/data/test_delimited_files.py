@@ -141,6 +141,13 @@ def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str,
         assert read(path) == normal, (file, raw[:80])
 
 
+def test_two_keys_that_are_one_when_joined_are_told(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"data": {"body": "inside"}, "data.body": "beside"}\n')
+    with pytest.raises(DataError, match=r"line 1: .*two keys are 'data\.body'"):
+        read_sentences(path, Columns(("data.body",)))
+
+
 def test_columns_are_those_that_are_named(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     rows = [{"id": n, "data": {"body": f"text {n}", "tags": ["x"], "of": {"good": n % 2 == 0}}} for n in range(9)]

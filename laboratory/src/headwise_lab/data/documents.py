@@ -49,10 +49,10 @@ def find_files(place: Path) -> tuple[Path, ...]:
     Raises:
         DataError: There is none.
     """
-    if is_file(place) and place.name.endswith((*TEXT, *LINES)):
+    if is_file(place) and place.name.lower().endswith((*TEXT, *LINES)):
         return (place,)
     if place.is_dir():
-        named = [path for path in sorted(place.rglob("*")) if path.name.endswith((*TEXT, *LINES))]
+        named = [path for path in sorted(place.rglob("*")) if path.name.lower().endswith((*TEXT, *LINES))]
         shown = [path for path in named if not any(part.startswith(".") for part in path.relative_to(place).parts)]
         found = [path for path in shown if is_file(path)]
         if found:
@@ -71,7 +71,7 @@ def read_pieces(path: Path, column: str = KEY) -> Iterator[Piece]:
     Raises:
         DataError: The file cannot be read, or a line of a .jsonl file is no object with a text.
     """
-    has_keys = path.name.endswith(LINES)
+    has_keys = path.name.lower().endswith(LINES)
     if column != KEY and not has_keys:
         raise DataError(f"{path} has documents without keys; expected JSON Lines, .jsonl, or omit --text-column.")
     for document in _read_objects(path, column) if has_keys else _read_paragraphs(path):
@@ -85,9 +85,9 @@ def _read_objects(path: Path, column: str) -> Iterator[Iterator[str]]:
         fault = f'expected a JSON object with a document under "{column}"'
         try:
             value = parse_json(line.removeprefix(BOM))
+            keys = flatten(value) if isinstance(value, dict) else {}
         except ValueError as error:
             raise DataError(f"{path}, line {number}: {fault} ({error}); correct or drop the line.") from None
-        keys = flatten(value) if isinstance(value, dict) else {}
         if column not in keys:
             known = f"its keys are {', '.join(keys)}"[:300] if keys else f"{str(value)[:60]} has no keys"
             raise DataError(
