@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwise.lab.data.documents import find_files, read_pieces
+from headwise_lab.data.documents import find_files, read_pieces
 
 
 def test_endings_in_capitals_are_read_as_others(tmp_path: Path):
