@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +51,12 @@ def frozen_imports() -> Iterator[None]:
     yield
     # what is frozen at the end of the process is told as leaked
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `lab.trained_runs` makes, once; a test copies what it changes."""
+    # tests of the library alone need nothing of the laboratory
+    from lab.trained_runs import make_runs
+
+    return make_runs(tmp_path_factory.mktemp("trained"))

@@ -21,12 +21,13 @@ from headwise_lab.results.runs import read_head_drops
 from headwise_lab.tasks.lm.tokens import learn_tokens, read_tokens
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from headwise_lab.tune import TUNED, TUNING, read_tuned
+from lab.sealing import resealing
 from lab.tasks.glue.glue_toy import write_model
 from lab.tasks.pretraining.pretraining_toy import document
+from lab.trained_runs import LOGIC
 
 Reader = tuple[Path, Callable[[], object], Mutation]
 SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
-SAVED = Path(__file__).parents[1] / "compatibility" / "saved"
 
 
 def options(place: Path) -> Reader:
@@ -59,30 +60,38 @@ def tuned(place: Path) -> Reader:
     return tuning(place, TUNED)
 
 
-def probes(place: Path) -> Reader:
-    path = Path(shutil.copy(SAVED / "probed" / "past_present.json", place))
+def probes(place: Path, runs: Path) -> Reader:
+    path = Path(shutil.copy(runs / "probed" / "past_present.json", place))
 
     def read() -> object:
-        found = _read_finished(place, "past_present", SAVED / "past_present.txt")
+        found = _read_finished(place, "past_present", runs / "past_present.txt")
         assert found is not None
         return make_layers_grid([found]), make_heads_grid([found]), make_sets_grid([found])
 
     return path, read, mutate_json
 
 
-def costs_of_heads(place: Path) -> Reader:
-    run = SAVED / "logic/svgd+em@capsules=4/seed-0"
-    path = Path(shutil.copy(run / "analysis-redundancy.json", place))
-    return path, lambda: read_head_drops(place), mutate_json
-
-
-MAKERS = (options, tuning, tuned, probes, costs_of_heads)
+def costs_of_heads(place: Path, runs: Path) -> Reader:
+    path = Path(shutil.copy(runs / LOGIC / "analysis-redundancy.json", place))
+    return path, resealing(path, lambda: read_head_drops(place)), mutate_json
 
 
 @pytest.mark.parametrize("inputs", [300, SLOW])
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", [options, tuning, tuned])
 def test_a_mutated_file_that_a_command_is_told_of(maker: Callable[[Path], Reader], inputs: int, tmp_path: Path):
-    path, read, mutate = maker(tmp_path)
+    fuzz_named(*maker(tmp_path), inputs)
+
+
+@pytest.mark.parametrize("inputs", [300, SLOW])
+@pytest.mark.parametrize("maker", [probes, costs_of_heads])
+def test_a_mutated_file_that_a_command_left(
+    maker: Callable[[Path, Path], Reader], inputs: int, trained_runs: Path, tmp_path: Path
+):
+    fuzz_named(*maker(tmp_path, trained_runs), inputs)
+
+
+def fuzz_named(path: Path, read: Callable[[], object], mutate: Mutation, inputs: int) -> None:
+    """Fuzz a file, of which every refusal must name it or its folder."""
     tally = fuzz(read, path, mutate=mutate, inputs=inputs)
     assert all(str(path) in message or str(path.parent) in message for message in tally.messages.values())
 

@@ -24,20 +24,19 @@ from headwise_lab.results.runs import read_results
 from headwise_lab.tasks.translation.data import open_prepared
 from headwise_lab.training.checkpoints import seal_checkpoint, verify_checkpoint
 from headwise_lab.training.train import read_state
+from lab.sealing import resealing
+from lab.trained_runs import CLASSIFICATION, LOGIC, STOPPED, TRANSLATION
 from routing.hostile import Large, pack
 
-SAVED = Path(__file__).parents[1] / "compatibility" / "saved"
 SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
-LOGIC = "logic/svgd+em@capsules=4/seed-0"
-CLASSIFICATION = "classification/guided@roles=rare_window/seed-0"
-TRANSLATION = "translation/output@kinds=cross/seed-0"
 
 
 class Reading(NamedTuple):
-    """A file of what an earlier version saved, which has no digests; how it is read, and how mutated."""
+    """A file, how it is read, the record that holds its digest, if any, and how it is mutated."""
 
     file: str
     read: Callable[[Path], object]
+    record: str | None
     mutate: Mutation = mutate_json
 
 
@@ -45,34 +44,44 @@ def frozen(run: str) -> Callable[[Path], object]:
     return lambda saved: open_frozen(saved / run)
 
 
+def table(task: str) -> Callable[[Path], object]:
+    return lambda saved: read_results(saved / task)
+
+
+LOGIC_RESULT, CLASSIFICATION_RESULT = f"{LOGIC}/result.json", f"{CLASSIFICATION}/result.json"
+TRANSLATION_RESULT, COMPARISON = f"{TRANSLATION}/result.json", "logic/comparison.json"
+REDUNDANCY, STEP_TIME = f"{LOGIC}/analysis-redundancy.json", f"{LOGIC}/analysis-step-time.json"
 READINGS = {
-    "logic: settings": Reading(f"{LOGIC}/settings.json", frozen(LOGIC)),
-    "logic: vocabulary": Reading(f"{LOGIC}/vocabulary.json", frozen(LOGIC)),
-    "logic: weights": Reading(f"{LOGIC}/model.safetensors", frozen(LOGIC), mutate_bytes),
-    "logic: result": Reading(f"{LOGIC}/result.json", frozen(LOGIC)),
-    "classification: settings": Reading(f"{CLASSIFICATION}/settings.json", frozen(CLASSIFICATION)),
-    "classification: roles": Reading(f"{CLASSIFICATION}/roles.json", frozen(CLASSIFICATION)),
-    "classification: rarities": Reading(f"{CLASSIFICATION}/idf.json", frozen(CLASSIFICATION)),
-    "translation: settings": Reading(f"{TRANSLATION}/settings.json", frozen(TRANSLATION)),
-    "translation: subwords": Reading(f"{TRANSLATION}/tokenizer.json", frozen(TRANSLATION)),
-    "table: result": Reading(f"{LOGIC}/result.json", lambda saved: read_results(saved / "logic")),
-    "table: numbers": Reading(f"{LOGIC}/result.json", lambda saved: read_numbers(saved / LOGIC)),
-    "table: analysis": Reading(f"{LOGIC}/analysis-redundancy.json", lambda saved: read_results(saved / "logic")),
-    "table: steps": Reading(f"{LOGIC}/analysis-step-time.json", lambda saved: read_results(saved / "logic")),
-    "table: epochs": Reading(f"{LOGIC}/epochs.jsonl", lambda saved: read_results(saved / "logic"), mutate_json_lines),
-    "table: answers": Reading(f"{LOGIC}/predictions.npz", lambda saved: read_results(saved / "logic"), mutate_bytes),
-    "table: items": Reading("logic/test.npz", lambda saved: read_results(saved / "logic"), mutate_bytes),
-    "table: comparison": Reading("logic/comparison.json", lambda saved: read_results(saved / "logic")),
-    "table: tests": Reading("translation/paired-tests.json", lambda saved: read_results(saved / "translation")),
-    "progress": Reading(f"{TRANSLATION}/progress.json", lambda saved: run_folder.read_progress(saved / TRANSLATION)),
-    "report": Reading("report.json", lambda saved: hw.load_report(saved / "report.json")),
+    "logic: settings": Reading(f"{LOGIC}/settings.json", frozen(LOGIC), LOGIC_RESULT),
+    "logic: vocabulary": Reading(f"{LOGIC}/vocabulary.json", frozen(LOGIC), LOGIC_RESULT),
+    "logic: weights": Reading(f"{LOGIC}/model.safetensors", frozen(LOGIC), LOGIC_RESULT, mutate_bytes),
+    "logic: result": Reading(LOGIC_RESULT, frozen(LOGIC), LOGIC_RESULT),
+    "classification: settings": Reading(
+        f"{CLASSIFICATION}/settings.json", frozen(CLASSIFICATION), CLASSIFICATION_RESULT
+    ),
+    "classification: roles": Reading(f"{CLASSIFICATION}/roles.json", frozen(CLASSIFICATION), CLASSIFICATION_RESULT),
+    "classification: rarities": Reading(f"{CLASSIFICATION}/idf.json", frozen(CLASSIFICATION), CLASSIFICATION_RESULT),
+    "translation: settings": Reading(f"{TRANSLATION}/settings.json", frozen(TRANSLATION), TRANSLATION_RESULT),
+    "translation: subwords": Reading(f"{TRANSLATION}/tokenizer.json", frozen(TRANSLATION), TRANSLATION_RESULT),
+    "table: result": Reading(LOGIC_RESULT, table("logic"), LOGIC_RESULT),
+    "table: numbers": Reading(LOGIC_RESULT, lambda saved: read_numbers(saved / LOGIC), LOGIC_RESULT),
+    "table: analysis": Reading(REDUNDANCY, table("logic"), REDUNDANCY),
+    "table: steps": Reading(STEP_TIME, table("logic"), STEP_TIME),
+    "table: epochs": Reading(f"{LOGIC}/epochs.jsonl", table("logic"), LOGIC_RESULT, mutate_json_lines),
+    "table: answers": Reading(f"{LOGIC}/predictions.npz", table("logic"), LOGIC_RESULT, mutate_bytes),
+    "table: items": Reading("logic/test.npz", table("logic"), COMPARISON, mutate_bytes),
+    "table: comparison": Reading(COMPARISON, table("logic"), COMPARISON),
+    "table: tests": Reading("translation/paired-tests.json", table("translation"), None),
+    "progress": Reading(
+        f"{TRANSLATION}/progress.json", lambda saved: run_folder.read_progress(saved / TRANSLATION), None
+    ),
+    "report": Reading("report.json", lambda saved: hw.load_report(saved / "report.json"), None),
 }
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """What version 1e8b0fb saved."""
-    return shutil.copytree(SAVED, tmp_path / "saved")
+def saved(trained_runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained_runs, tmp_path / "saved")
 
 
 def share_inputs(name: str, inputs: int) -> int:
@@ -85,15 +94,19 @@ def share_inputs(name: str, inputs: int) -> int:
 @pytest.mark.parametrize("name", READINGS)
 def test_a_mutated_file_of_a_run(name: str, saved: Path, inputs: int):
     reading, count = READINGS[name], share_inputs(name, inputs)
-    tally = fuzz(lambda: reading.read(saved), saved / reading.file, mutate=reading.mutate, inputs=count)
+
+    def read() -> object:
+        return reading.read(saved)
+
+    checked = read if reading.record is None else resealing(saved / reading.record, read)
+    tally = fuzz(checked, saved / reading.file, mutate=reading.mutate, inputs=count)
     assert tally.read + tally.refused == count
+    # the reader was reached
+    assert not any("digest is another" in message for message in tally.messages.values())
 
 
 def test_a_sealed_run_is_read_only_as_it_was_written(saved: Path):
-    from lab.sealing import seal_again
-
     run = saved / LOGIC
-    seal_again(run)
     for name in ("settings.json", "vocabulary.json", "model.safetensors", "predictions.npz", "epochs.jsonl"):
         tally = fuzz(lambda: require_intact(run), run / name, inputs=200)
         # some mutations leave a file as it is
@@ -104,7 +117,7 @@ def test_a_sealed_run_is_read_only_as_it_was_written(saved: Path):
 @pytest.mark.parametrize("inputs", [40, SLOW])
 @pytest.mark.parametrize("name", ["run.pt", "manifest.json"])
 def test_a_mutated_checkpoint(name: str, saved: Path, inputs: int):
-    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
 
     def read() -> Any:
         # its maker can seal it
@@ -121,7 +134,8 @@ def test_a_mutated_checkpoint(name: str, saved: Path, inputs: int):
 def test_a_mutated_file_of_prepared_data(name: str, saved: Path, inputs: int):
     (folder,) = saved.glob("translation/data/translation-*")
     mutate = mutate_json if name.endswith(".json") else mutate_bytes
-    fuzz(lambda: list(open_prepared(folder).dev), folder / name, mutate=mutate, inputs=inputs // 4)
+    read = resealing(folder / "record.json", lambda: list(open_prepared(folder).dev))
+    fuzz(read, folder / name, mutate=mutate, inputs=inputs // 4)
 
 
 @pytest.mark.parametrize("inputs", [200, SLOW])
@@ -161,7 +175,7 @@ def test_a_damaged_cache_of_encodings_is_made_again(name: str, inputs: int, save
 
 @pytest.mark.parametrize("change", [pack, lambda path: torch.save({"run": Large(), "methods": {}}, path)])
 def test_a_checkpoint_that_becomes_larger_when_it_is_loaded(change: Callable[[Path], object], saved: Path):
-    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
     change(checkpoint / "run.pt")
     with pytest.raises(hw.DataError, match=r"is packed|which is no tensor"), limit_memory(BYTES):
         read_state(checkpoint)
@@ -177,7 +191,7 @@ def test_arrays_that_become_larger_when_they_are_read(tmp_path: Path):
 
 
 def test_the_names_of_files_in_a_manifest_stay_in_the_checkpoint(saved: Path):
-    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
     outside = checkpoint.parent / "settings.json"
     digests = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(digests | {"../settings.json": "0" * 32}))

@@ -22,7 +22,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 VALUES = st.recursive(SCALARS, lambda part: st.lists(part) | st.dictionaries(st.text("ab."), part), max_leaves=8)
 RECORDS = sorted(
     path
-    for folder in ("papers", "benchmarks/records", "tests/compatibility/saved")
+    for folder in ("papers", "benchmarks/records")
     for pattern in ("*.json", "*.jsonl")
     for path in (ROOT / folder).rglob(pattern)
 )
@@ -89,8 +89,8 @@ def test_json_is_read_and_what_is_none_or_no_text_is_refused():
             parse_json(content)
 
 
-def test_every_published_record_and_every_old_file_is_still_read():
-    assert len(RECORDS) > 100
+def test_every_published_record_is_still_read():
+    assert len(RECORDS) > 50
     for path in RECORDS:
         text = path.read_text(encoding="utf-8")
         for part in text.splitlines() if path.suffix == ".jsonl" else [text]:

@@ -16,21 +16,18 @@ from headwise_lab.experiment.run_folder import require_intact, require_intact_ex
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.results.runs import read_results
 from headwise_lab.training.checkpoints import verify_checkpoint
-from lab.sealing import seal_again
-
-SAVED = Path(__file__).parents[2] / "compatibility" / "saved"
-RUN = "logic/svgd+em@capsules=4/seed-0"
+from lab.sealing import resealing, seal_again
+from lab.trained_runs import LOGIC as RUN
+from lab.trained_runs import STOPPED
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    return shutil.copytree(SAVED, tmp_path / "saved")
+def saved(trained_runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained_runs, tmp_path / "saved")
 
 
 def test_one_flipped_bit_is_noticed_in_every_file_of_a_finished_run(saved: Path):
     run, draw = saved / RUN, random.Random(0)
-    open_frozen(run)
-    seal_again(run)
     open_frozen(run)
     names = json.loads((run / "result.json").read_text())["file_digests"]
     assert {"model.safetensors", "vocabulary.json", "settings.json", "predictions.npz", "epochs.jsonl"} <= set(names)
@@ -58,7 +55,6 @@ def test_a_result_that_was_emptied_does_not_pass_as_one_without_digests(content:
 
 
 def test_a_table_names_the_changed_file(saved: Path):
-    seal_again(saved / RUN)
     read_results(saved / "logic")
     with (saved / RUN / "vocabulary.json").open("a") as file:
         file.write(" ")
@@ -83,7 +79,7 @@ def test_a_model_inside_a_run_is_compared_too(tmp_path: Path):
 
 
 def test_a_checkpoint_is_only_what_its_manifest_lists(saved: Path):
-    (checkpoint,) = saved.glob("stopped/*/seed-0/checkpoint-*")
+    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
     verify_checkpoint(checkpoint)
     content = (checkpoint / "manifest.json").read_text()
     (checkpoint / "manifest.json").write_text("{}")
@@ -112,6 +108,7 @@ def test_a_run_of_an_odd_seed_is_read(saved: Path):
 @pytest.mark.parametrize("kind", ["missing", "empty", "garbage", "deep", "digits", "list", "folder", "pipe", "device"])
 def test_a_hostile_file_of_a_run_is_refused_in_a_sentence(name: str, kind: str, saved: Path):
     path = saved / RUN / name
+    read = resealing(saved / RUN / "result.json", lambda: open_frozen(saved / RUN))
     path.unlink()
     contents = {"empty": b"", "garbage": bytes(range(256)), "deep": b"[" * 10**5, "list": b"[1]"}
     if kind in contents:
@@ -130,7 +127,7 @@ def test_a_hostile_file_of_a_run_is_refused_in_a_sentence(name: str, kind: str, 
             read_results(saved / "logic")
         return
     with pytest.raises(DataError) as refused:
-        open_frozen(saved / RUN)
+        read()
     assert RUN in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -152,5 +149,6 @@ def test_hostile_sizes_of_a_run_are_refused_in_a_sentence(key: str, value: objec
     record = json.loads(path.read_text())
     record["scale"][key] = value
     path.write_text(json.dumps(record))
-    with pytest.raises(DataError, match=r"settings\.json"):
+    seal_again(saved / RUN)
+    with pytest.raises(DataError, match=r"settings\.json (has|does not say) "):
         open_frozen(saved / RUN)
