@@ -53,7 +53,7 @@ def test_a_state_that_went_through_json_goes_on_bit_for_bit(before: bool):
 
 def test_what_was_loaded_for_one_model_does_not_go_to_the_next():
     model, optimizer, attached = start(NOISY)
-    attached.load_state_dict({"repulsions": [{"steps": [9], "turns": [0], "strength": 0.5}]})
+    attached.load_state_dict({"repulsions": [{"steps": [9], "turns": [0], "strength": 0.5}], "penalties": []})
     attached.attach(model, optimizer)
     assert (attached.steps, attached.repulsions[0].strength) == (9, 0.5)
     other, others, _ = start()

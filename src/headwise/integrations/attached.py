@@ -262,8 +262,7 @@ class Attached:
         if self._model is None:
             self._loaded = state
             return
-        # a state of version 0.1 holds none, as no penalty had any
-        weights = state.get("penalties", [penalty.state_dict() for penalty in self.penalties])
+        weights = state.get("penalties")
         if not isinstance(weights, list) or len(weights) != len(self.penalties):
             raise SettingError(
                 f"the state holds penalties={weights!r}, and {len(self.penalties)} are attached; resume with the "

@@ -126,7 +126,7 @@ def read_saved(folder: Path) -> Saved:
         _read_identity(path, written),
         {name: _read_aggregator(path, name, one) for name, one in _take(path, written, "aggregators", dict).items()},
         tuple(_require_name(path, "adopted", name) for name in _take(path, written, "adopted", list)),
-        {name: _read_sizes(path, name, one) for name, one in _take_sizes(path, written).items()},
+        {name: _read_sizes(path, name, one) for name, one in _take(path, written, "sizes", dict).items()},
         {name: _require_name(path, "tied", other) for name, other in _take(path, written, "tied", dict).items()},
         files,
     )
@@ -183,11 +183,6 @@ def _read_aggregator(path: Path, name: str, described: Any) -> dict[str, Any]:
         if type(value) is not int or not 1 <= value <= LARGEST:
             raise _fault(path, f"{size} of {name}", value, "a positive integer")
     return described
-
-
-def _take_sizes(path: Path, written: Mapping[str, Any]) -> dict[str, Any]:
-    # a folder of version 0.1 has none
-    return _take(path, written, "sizes", dict) if "sizes" in written else {}
 
 
 def _read_sizes(path: Path, name: str, sizes: Any) -> dict[str, int]:

@@ -115,9 +115,8 @@ class RunCallback(TrainerCallback):
         self.train_seconds = state["train_seconds"]
         self._loss, self._force = state["loss"], state["force"]
         self._counted, self._forced = state["counted"], torch.tensor(state["forced"])
-        # a checkpoint of version 0.1 has neither
-        self._norm = state.get("norm", torch.zeros_like(self._norm))
-        self.kept_weights = dict(state.get("kept_weights", {}))
+        self._norm = state["norm"]
+        self.kept_weights = dict(state["kept_weights"])
         if processes.rank() == 0:
             write_lines(self.folder / EPOCHS, self.records)
 
