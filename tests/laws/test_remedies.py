@@ -21,25 +21,13 @@ from heads.families import BY_NAME
 from headwise.integrations import Aggregate, Penalize, Repel
 from headwise.integrations.accelerate import attach
 from headwise.testing import check_rule
+from laws.remedies import Remedies
 from roles.tokenizers_for_tests import fast_tokenizer
 
-# A case yields what is refused; what follows is the remedy. It may yield again what is to work afterwards, where that
-# is another call.
-Case = Callable[[], Iterator[Callable[[], Any]]]
-CASES: dict[str, Case] = {}
+REMEDIES = Remedies()
+after = REMEDIES.after
 x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 ids = torch.arange(1, 11).view(2, 5)
-
-
-def after(message: str) -> Callable[[Case], Case]:
-    """Have a case run after an error whose message matches."""
-
-    def keep(case: Case) -> Case:
-        assert message not in CASES
-        CASES[message] = case
-        return case
-
-    return keep
 
 
 def encoder(layers: int = 2, **settings: Any) -> nn.Module:
@@ -594,12 +582,7 @@ def replaced_aggregator() -> Iterator[Callable[[], Any]]:
     attention.out_proj = placed
 
 
-@pytest.mark.parametrize("message", CASES)
+@pytest.mark.parametrize("message", REMEDIES.cases)
 @pytest.mark.filterwarnings("ignore")
 def test_a_remedy_holds(message: str):
-    case = CASES[message]()
-    refused = next(case)
-    with pytest.raises(hw.HeadwiseError, match=message):
-        refused()
-    works = next(case, refused)
-    works()
+    REMEDIES.check(message)

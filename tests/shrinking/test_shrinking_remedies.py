@@ -18,26 +18,15 @@ from heads.own import ListAttention
 from heads.shared import build
 from headwise.gating import SigmoidGate
 from headwise.heads.heads import Heads
+from laws.remedies import Remedies
 from shrinking.cutting import evenly
 from shrinking.test_compared import INPUTS, Gated, build_other
 from shrinking.test_prune import Tied
 
-# A case yields what is refused; what follows is the remedy, and it yields what then works.
-Case = Callable[[], Iterator[Callable[[], Any]]]
-CASES: dict[str, Case] = {}
+REMEDIES = Remedies()
+after = REMEDIES.after
 x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(0))
 wide = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(0))
-
-
-def after(message: str) -> Callable[[Case], Case]:
-    """Have a case run after an error whose message matches."""
-
-    def keep(case: Case) -> Case:
-        assert message not in CASES
-        CASES[message] = case
-        return case
-
-    return keep
 
 
 def find(name: str) -> Heads:
@@ -282,11 +271,7 @@ def not_finite() -> Iterator[Callable[[], Any]]:
     yield lambda: hw.prune(hw.find_heads(model), {0: [1]}, inputs=(wide,))
 
 
-@pytest.mark.parametrize("message", CASES)
+@pytest.mark.parametrize("message", REMEDIES.cases)
 @pytest.mark.filterwarnings("ignore")
 def test_a_remedy_holds(message: str):
-    case = CASES[message]()
-    refused = next(case)
-    with pytest.raises(hw.HeadwiseError, match=message):
-        refused()
-    next(case)()
+    REMEDIES.check(message)
