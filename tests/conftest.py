@@ -25,6 +25,29 @@ settings.register_profile("integration", deadline=None, derandomize=True)
 settings.load_profile("integration" if os.environ.get("CI") else "development")
 
 
+# Of a test of so many families those that span the layouts are quick, and the others slow.
+SWEEP = 30
+CORE = {
+    "BERT", "ALBERT", "DeBERTa-v3", "GPT-2", "GPT-NeoX", "Llama", "Qwen3", "Gemma", "DeepSeek-V3", "GPT-OSS", "Bloom",
+    "T5", "BART", "Whisper", "CANINE", "RoFormer", "ViT", "CLIP", "timm Swin", "WavLM", "Perceiver",
+    "torch.nn.Transformer",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    swept: dict[str, dict[str, list[pytest.Function]]] = {}
+    for item in items:
+        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            if type(value).__name__ == "Family":
+                test = item.nodeid.partition("[")[0]
+                swept.setdefault(test, {}).setdefault(value.name, []).append(item)
+    for families in swept.values():
+        for name in families if len(families) >= SWEEP else ():
+            for item in families[name] if name not in CORE else ():
+                item.add_marker(pytest.mark.slow)
+
+
 # An optimizer that a test discards before its first step is not one that the next test replaces.
 @pytest.fixture(autouse=True)
 def no_watched_optimizers() -> None:

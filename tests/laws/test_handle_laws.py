@@ -234,6 +234,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "WavLM": of_family("WavLM"),
 }
 
+QUICK = ("torch", "BERT", "DeBERTa-v3", "T5", "GPT-2 with a cache", "written out")
+QUICK_AND_SLOW = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+
 
 def run(model: nn.Module, handle: Any, inputs: dict[str, Any]) -> list[Tensor]:
     if isinstance(handle, hw.Guidance):
@@ -290,7 +293,7 @@ def race(works: list[Callable[[], list[Tensor]]]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_two_threads_compute_and_read_what_each_does_alone(name: str):
     build, draw = MODELS[name]
     wrong, inputs = [], [draw(1), draw(2)]
@@ -449,7 +452,7 @@ def list_copies(model: nn.Module) -> list[nn.Module]:
     return made
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_removing_gives_back_each_object_and_the_fast_path(name: str):
     build, draw = MODELS[name]
     model, inputs, wrong = build(), draw(1), []

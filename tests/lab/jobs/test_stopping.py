@@ -107,6 +107,7 @@ def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path):
     running = Running(tmp_path, "deaf", "deaf", patience=60.0)
     running.tell(signal.SIGINT)
