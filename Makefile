@@ -53,7 +53,7 @@ SEEDS := 5
 OUT := runs/translation-gpu
 translation-gpu:
 	@test -n "$(DATA)" || { echo "DATA is not set; give the prepared folder: make translation-gpu DATA=FOLDER" >&2; exit 1; }
-	PYTHONPATH=src:laboratory/src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise compare translation --scale gpu \
+	PYTHONPATH=src:laboratory/src $(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m headwise_lab compare translation --scale gpu \
 		--arms $(GPU_ARMS) --seeds $(SEEDS) --data "$(DATA)" --out "$(OUT)" $(ARGS)
 
 test: $(VENV)/.dev

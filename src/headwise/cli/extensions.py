@@ -44,9 +44,21 @@ class Extension(Protocol):
         ...
 
 
-@cache
+_added: list[Extension] = []
+
+
+def add_extension(extension: Extension) -> None:
+    """Add an extension of a package that is imported and not installed."""
+    _added.append(extension)
+
+
 def find_extensions() -> tuple[Extension, ...]:
-    """Return the extensions of all installed packages."""
+    """Return the extensions that were added and those of all installed packages."""
+    return tuple(dict.fromkeys((*_added, *_load_installed())))
+
+
+@cache
+def _load_installed() -> tuple[Extension, ...]:
     return tuple(found.load() for found in entry_points(group=GROUP))
 
 

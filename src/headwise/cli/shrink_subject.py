@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Subject:
     """
 
     name: str
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     tokenizer: Any
     causal: bool
     chosen: tuple[Encoded, ...]

@@ -53,7 +53,7 @@ from headwise.nn.hooks import unwrap_compiled, without_wrappers
 
 # Numbers of sequences and tokens: two that are no size of the heads are told from these in a shape.
 COUNTS = (5, 7, 11, 13, 17, 19, 23, 29)
-PLAIN = ("torch.", "transformers.", "headwise.", "peft.")
+PLAIN = ("torch.", "transformers.", "headwise.", "headwise_lab.", "peft.")
 
 
 def read_returned(site: Site) -> Site:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Frozen:
     """
 
     name: str
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     heads: Heads
     read: Callable[[Sequence[Any]], Iterable[Encoded]]
     run: Callable[[Encoded], Tensor]

@@ -32,7 +32,7 @@ CHANGED = 1e-2
 # Names of arguments that are no tokens.
 _NO_TOKENS = re.compile(r"mask|bias|pos|len|cache|past|state|freq|rope|rotary|pad|layer", re.IGNORECASE)
 # Their attentions are read by rows that are tested on them.
-KNOWN = ("torch.", "transformers.", "headwise.")
+KNOWN = ("torch.", "transformers.", "headwise.", "headwise_lab.")
 
 
 def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[str, nn.Module], str]) -> None:

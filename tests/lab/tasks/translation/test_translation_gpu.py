@@ -41,8 +41,8 @@ def words_of(*arguments: str) -> list[str]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(tmp_path):
     command = words_of("DATA=some folder", "OUT=there", "SEEDS=2", "ARGS=--workers 1")
-    assert command[0] == "PYTHONPATH=src"
-    assert command[2:6] == ["-m", "headwise", "compare", "translation"]
+    assert command[0] == "PYTHONPATH=src:laboratory/src"
+    assert command[2:6] == ["-m", "headwise_lab", "compare", "translation"]
     given = dict(zip(command[6::2], command[7::2], strict=True))
     expected = {"--scale": "gpu", "--seeds": "2", "--data": "some folder", "--out": "there", "--workers": "1"}
     assert {name: given[name] for name in expected} == expected
