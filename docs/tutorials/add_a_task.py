@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.input_files import parse_json
-from headwise_lab.experiment import task
+from headwise_lab.experiment import registry
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.evaluation import Accuracy, scores_by_bin
 from headwise_lab.experiment.scale import Count, Natural, Positive, Scale, presets
@@ -170,7 +170,7 @@ class CountingTask(ClassifierTask):
         return Answers(predicted == data.test.labels, predicted)
 
 
-task.TASKS = {**task.TASKS, "counting": f"{__name__}:CountingTask"}
+registry.TASKS = {**registry.TASKS, "counting": f"{__name__}:CountingTask"}
 
 # %% [markdown]
 # Every arm now runs on it. In the repository, `headwise compare counting --arms plain,cka,svgd` would train all arms
