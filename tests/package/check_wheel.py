@@ -43,9 +43,9 @@ def main() -> None:
         print(run(python, "-I", "-c", VERIFY, cwd=folder))
         command = [python, "-m", "headwise", "compare", "logic"]
         refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        expected = "pip install 'headwise[cli]'."
+        expected = "those of the laboratory need the package headwise-lab."
         if refused.returncode != 2 or not refused.stderr.strip().endswith(expected):
-            sys.exit(f"without the extra the command ended with {refused.returncode}: {refused.stderr}")
+            sys.exit(f"without the laboratory the command ended with {refused.returncode}: {refused.stderr}")
         print(refused.stderr.strip())
         check_import_time(python, folder)
     print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 2**10:.0f} KiB, installs and works alone")
