@@ -37,10 +37,10 @@ def run(command: Callable[[], None]) -> None:
 
 def open_model(folder: Path, pipeline: Path | None, *, trust_remote_code: bool) -> Frozen | None:
     """Return the model of a run's folder, or None for any other folder."""
-    from headwise_lab.experiment.run_folder import SETTINGS, require_intact_export
+    from headwise_lab.experiment.run_folder import SETTINGS, require_intact_in_run
 
     if not (folder / SETTINGS).is_file():
-        require_intact_export(folder)
+        require_intact_in_run(folder)
         return None
     from headwise_lab.frozen.open import open_frozen
 

@@ -13,7 +13,7 @@ from headwise.errors import require_choice
 if TYPE_CHECKING:
     from headwise_lab.experiment.task import Task
 
-# A new task is a folder in lab/tasks and a line here: its name on the command line, and "module:class".
+# A new task is a folder in headwise_lab/tasks and a line here: its name on the command line, and "module:class".
 TASKS: Mapping[str, str] = {
     "logic": "headwise_lab.tasks.logic.task:LogicTask",
     "translation": "headwise_lab.tasks.translation.task:TranslationTask",

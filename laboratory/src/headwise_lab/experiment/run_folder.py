@@ -347,6 +347,15 @@ def require_intact_export(folder: Path) -> None:
         DataError: As `require_intact`.
     """
     require_folder_unchanged(folder)
+    require_intact_in_run(folder)
+
+
+def require_intact_in_run(folder: Path) -> None:
+    """Compare the files of a model's folder with the digests in the finished run that it lies in, if it does.
+
+    Raises:
+        DataError: As `require_intact`.
+    """
     run = folder.absolute().parent
     if is_file(run / RESULT):
         require_intact(run, f"{folder.absolute().name}/")

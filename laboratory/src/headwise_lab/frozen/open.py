@@ -10,7 +10,7 @@ from headwise.texts.frozen import Frozen
 from headwise.texts.transformer import open_folder
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.registry import TASKS, named_task
-from headwise_lab.experiment.run_folder import require_intact, require_intact_export
+from headwise_lab.experiment.run_folder import require_intact, require_intact_in_run
 from headwise_lab.experiment.task import name_run
 from headwise_lab.training.trained import read_finished
 
@@ -33,7 +33,7 @@ def open_frozen(folder: Path, pipeline: Path | None = None, *, trust_remote_code
             f"{folder} {describe_place(folder)}; expected a folder of save_pretrained(), or a finished run."
         )
     if not (folder / run_folder.SETTINGS).is_file():
-        require_intact_export(folder)
+        require_intact_in_run(folder)
         return open_folder(folder, trust_remote_code=trust_remote_code)
     if run_folder.is_finished(folder):
         require_intact(folder, run_folder.SETTINGS)
@@ -44,6 +44,6 @@ def open_frozen(folder: Path, pipeline: Path | None = None, *, trust_remote_code
     finished, exported = read_finished(folder, task), named_task(task).exported
     if not exported or not (folder / exported / CONFIG).is_file():
         return named_task(task).open_frozen(folder, finished, pipeline)
-    require_intact_export(folder / exported)
+    require_intact_in_run(folder / exported)
     opened = open_folder(folder / exported, name_run(folder), trust_remote_code=trust_remote_code)
     return replace(opened, note=f"Of this run the {exported} was looked at.")
