@@ -184,7 +184,7 @@ METHODS: dict[str, Callable[[hw.Heads, torch.optim.Optimizer], Any]] = {
     "plain again": leave,
     "output": penalty(hw.Output()),
     "three terms": penalty(THREE),
-    "svgd": lambda heads, optimizer: hw.repel(optimizer, heads, RULE),
+    "svgd": lambda heads, optimizer: hw.repel(heads, RULE, optimizer),
 }
 
 

@@ -118,7 +118,7 @@ class Variant:
         self.penalty = attach(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if rule is not None:
-            hw.repel(self.optimizer, hw.find_heads(self.model), rule)
+            hw.repel(hw.find_heads(self.model), rule, self.optimizer)
 
     def step(self, source: Tensor, target: Tensor) -> None:
         with torch.autocast(source.device.type, torch.bfloat16, enabled=HALF or source.is_cuda):

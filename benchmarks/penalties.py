@@ -111,15 +111,15 @@ class Variant:
         self.optimizer = make_optimizer(self.model, heads, per_head)
         self.penalty = None if term is None else hw.Disagreement(heads, term, strength=strength, every=every)
         if rule is not None:
-            hw.repel(self.optimizer, heads, rule, every=every)
+            hw.repel(heads, rule, self.optimizer, every=every)
 
     def step(self, x: Tensor) -> None:
         """Train one step on a batch [B, L, d]."""
         loss = (self.model(x) - x).square().mean()
         if self.penalty is not None:
-            loss = loss + self.penalty() if self.penalty.strength is None else self.penalty.add_to(loss)
+            loss = loss + self.penalty() if self.penalty.strength is None else self.penalty.loss(loss)
         if self.gating is not None and self.balanced:
-            loss = self.gating.add_to(loss)
+            loss = self.gating.loss(loss)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.integrations.methods import Aggregate
+from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import Chunks
 from headwise.texts.batching import batch_by_tokens
 from headwise_lab.data.subwords import PADDING, START
@@ -112,7 +112,7 @@ def training_step(arm: Any, data: Any) -> Work:
 
     def step() -> None:
         optimizer.zero_grad()
-        methods.add_penalty(model(**batch)["loss"]).backward()
+        methods.loss(model(**batch)["loss"]).backward()
         methods.apply_repulsion()
         optimizer.step()
 

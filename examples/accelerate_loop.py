@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import headwise as hw
-from headwise.integrations import Penalize, Repel, accelerate
+from headwise.integrations import accelerate
 
 
 def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
@@ -26,7 +26,7 @@ def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = DataLoader(TensorDataset(tokens, labels), batch_size=32, shuffle=True)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    methods = Penalize(hw.Output() + 0.5 * hw.Subspace(), weight=0.1), Repel(hw.SVGD(alpha=0.01))
+    methods = hw.Penalize(hw.Output() + 0.5 * hw.Subspace(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01))
     attached = accelerate.attach(accelerator, model, optimizer, *methods)
     for epoch in range(1, epochs + 1):
         losses = []
@@ -34,14 +34,14 @@ def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(batch), label)
                 losses.append(loss.detach())
-                accelerator.backward(attached.add_penalty(loss))
+                accelerator.backward(attached.loss(loss))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        measured = "  ".join(f"{name} {value:.3f}" for name, value in attached.read_metrics().items())
+        measured = "  ".join(f"{name} {value:.3f}" for name, value in attached.stats().items())
         accelerator.print(f"epoch {epoch}  loss {torch.stack(losses).mean():.3f}  updates {attached.steps}  {measured}")
-    attached.verify(optimizer)
+    attached.check(optimizer)
 
 
 if __name__ == "__main__":

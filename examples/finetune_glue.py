@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import headwise as hw
-from headwise.integrations import Penalize, Repel, huggingface  # headwise
+from headwise.integrations import huggingface  # headwise
 
 COLUMNS = {"RTE": ("sentence1", "sentence2", "label"), "MRPC": ("#1 String", "#2 String", "Quality")}
 LABELS = {"not_entailment": 0, "entailment": 1, "0": 0, "1": 1}
@@ -74,7 +74,8 @@ def main(
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda result: {"accuracy": float((result[0].argmax(-1) == result[1]).mean())},
     )
-    huggingface.attach(trainer, Penalize(hw.Output(), weight=0.1), Repel(hw.SVGD(alpha=0.01), layers=(0,)))  # headwise
+    methods = hw.Penalize(hw.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01), layers=(0,))  # headwise
+    huggingface.attach(trainer, *methods)  # headwise
     trainer.train()
     print(f"accuracy on dev: {trainer.evaluate()['eval_accuracy']:.3f}")
 

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import headwise as hw
-from headwise.integrations import Penalize, Repel, huggingface  # headwise
+from headwise.integrations import huggingface  # headwise
 
 
 def cut(text: str, tokenizer: Any, length: int) -> list[dict]:
@@ -71,7 +71,7 @@ def main(
         eval_dataset=test,
     )
     before = trainer.evaluate()["eval_loss"]
-    huggingface.attach(trainer, Penalize(hw.CKA()), Repel(hw.SVGD(alpha=hw.Relative(0.1))))  # headwise
+    huggingface.attach(trainer, hw.Penalize(hw.CKA()), hw.Repel(hw.SVGD(alpha=hw.Relative(0.1))))  # headwise
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     print(f"perplexity before {math.exp(before):.2f}, after {math.exp(after):.2f}")

@@ -78,19 +78,19 @@ def main(text: Path = Path(__file__), steps: int = 400, batch_size: int = 32, se
     heads = hw.find_heads(model)  # headwise
     penalty = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.1))  # headwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    repulsion = hw.repel(optimizer, heads, hw.SpanSVGD())  # headwise
+    repulsion = hw.repel(heads, hw.SpanSVGD(), optimizer)  # headwise
     for step in range(1, steps + 1):
         starts = torch.randint(len(ids) - CONTEXT, (batch_size, 1))
         rows = ids[starts + torch.arange(CONTEXT + 1)]
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        whole_loss = penalty.add_to(loss)  # headwise
+        whole_loss = penalty.loss(loss)  # headwise
         optimizer.zero_grad()
         whole_loss.backward()
         optimizer.step()
         if step % max(1, steps // 10) == 0:
             ratio = repulsion.last.force_ratio.mean()
             print(f"step {step:4d}  loss {loss:.3f}  repulsion / driving term {ratio:.2f}")
-    repulsion.verify(optimizer)
+    repulsion.check(optimizer)
     penalty.remove()
     beginning = ids[None, :CONTEXT]
     report = hw.measure(model, heads, [beginning])

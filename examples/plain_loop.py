@@ -43,7 +43,7 @@ def main(steps: int = 500, batch_size: int = 64, seed: int = 0, penalty_weight: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     # an encoder-decoder has three attention modules numbered 0; this one is in the encoder
-    repulsion = hw.repel(optimizer, heads.kind("self").layer(0), hw.SVGD(alpha=hw.Relative(0.1)))  # headwise
+    repulsion = hw.repel(heads.kind("self").layer(0), hw.SVGD(alpha=hw.Relative(0.1)), optimizer)  # headwise
     for step in range(1, steps + 1):
         source = torch.randint(SYMBOLS, (batch_size, LENGTH))
         target = source.flip(1)
@@ -58,7 +58,7 @@ def main(steps: int = 500, batch_size: int = 64, seed: int = 0, penalty_weight: 
         if step % max(1, steps // 10) == 0:
             ratio = repulsion.last.force_ratio.mean()
             print(f"step {step:4d}  task {task:.3f}  similarity {similarity:.3f}  repulsion / driving term {ratio:.2f}")
-    repulsion.verify(optimizer)
+    repulsion.check(optimizer)
 
 
 if __name__ == "__main__":

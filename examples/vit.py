@@ -45,17 +45,17 @@ def main(steps: int = 200, batch_size: int = 64, seed: int = 0) -> None:
     heads = hw.find_heads(model)  # headwise
     penalty = hw.Disagreement(heads, hw.SquaredCosine(), strength=hw.Relative(0.1))  # headwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    repulsion = hw.repel(optimizer, heads.layer(0), hw.SVGD(alpha=hw.Relative(0.1)))  # headwise
+    repulsion = hw.repel(heads.layer(0), hw.SVGD(alpha=hw.Relative(0.1)), optimizer)  # headwise
     for step in range(1, steps + 1):
         images, labels = draw(batch_size)
         loss = model(pixel_values=images, labels=labels).loss
-        whole_loss = penalty.add_to(loss)  # headwise
+        whole_loss = penalty.loss(loss)  # headwise
         optimizer.zero_grad()
         whole_loss.backward()
         optimizer.step()
         if step % max(1, steps // 10) == 0:
             print(f"step {step:4d}  loss {loss:.3f}  repulsion / driving term {repulsion.last.force_ratio.mean():.2f}")
-    repulsion.verify(optimizer)
+    repulsion.check(optimizer)
     penalty.remove()
     images, labels = draw(500)
     model.eval()

@@ -62,12 +62,12 @@ class AwayFromTheMean(RepulsiveRule):
         return Mixing(self.step_size * eye, None, self.step_size * self._weight * from_mean, self._ratio)
 
 
-repulsion = hw.repel(optimizer, heads, AwayFromTheMean(alpha=hw.Relative(0.3)))
+repulsion = hw.repel(heads, AwayFromTheMean(alpha=hw.Relative(0.3)), optimizer)
 for _ in range(3):
     tokens = torch.randn(8, 6, 16)
     loss = (model(tokens) - tokens.flip(1)).square().mean()
     optimizer.zero_grad()
-    penalty.add_to(loss).backward()
+    penalty.loss(loss).backward()
     optimizer.step()
 print(repulsion.last)
 print("similarity", float(penalty.last))

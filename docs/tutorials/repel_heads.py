@@ -20,7 +20,7 @@ def train(rule: object = None, steps: int = 300) -> tuple[hw.Report, list[float]
     model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     heads = hw.find_heads(model)
-    repulsion = None if rule is None else hw.repel(optimizer, heads, rule)
+    repulsion = None if rule is None else hw.repel(heads, rule, optimizer)
     losses = []
     for _ in range(steps):
         tokens = torch.randn(32, 6, 32)
@@ -30,7 +30,7 @@ def train(rule: object = None, steps: int = 300) -> tuple[hw.Report, list[float]
         optimizer.step()
         losses.append(loss.item())
     if repulsion is not None:
-        repulsion.verify()  # raises where it did not act on all heads
+        repulsion.check()  # raises where it did not act on all heads
         print(repulsion.last)
     return hw.measure(model, heads, [tokens + PLACES]), losses
 

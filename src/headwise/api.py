@@ -1,6 +1,7 @@
 """The public names of headwise, which `import headwise` offers and loads when the first is used."""
 
 from headwise import integrations, nn, plots
+from headwise.attached import Attached, attach
 from headwise.disagreement.invariant import (
     CKA,
     HSIC,
@@ -10,7 +11,7 @@ from headwise.disagreement.invariant import (
     SpanOverlap,
     SquaredCosine,
 )
-from headwise.disagreement.penalty import Disagreement
+from headwise.disagreement.penalty import Disagreement, Penalize
 from headwise.disagreement.terms import Frobenius, GroupedQueries, Output, Position, PositionSquaredDifference, Subspace
 from headwise.errors import (
     DataError,
@@ -21,10 +22,18 @@ from headwise.errors import (
     SettingError,
     ShapeError,
 )
-from headwise.gating.attach import Gating, gate_heads
+from headwise.gating.attach import GateHeads, Gating, gate_heads
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
-from headwise.heads.ablation import Ablation, HeadDropping, Importance, ablate, drop_heads, importance
-from headwise.heads.bias import HeadBias, bias_heads
+from headwise.heads.ablation import (
+    Ablate,
+    Ablation,
+    DropHeads,
+    HeadDropping,
+    Importance,
+    ablate,
+    drop_heads,
+    importance,
+)
 from headwise.heads.blocks import HeadBlocks, head_blocks
 from headwise.heads.capture import Capture
 from headwise.heads.experiments.verify import Verification, verify
@@ -40,26 +49,29 @@ from headwise.heads.layouts.rows import (
     SeparateLinears,
     TorchMultihead,
 )
-from headwise.heads.mixing import HeadMixing, mix_heads
-from headwise.heads.taps import Taps
+from headwise.heads.method import Method
+from headwise.heads.scores.bias import BiasHeads, HeadBias, bias_heads
+from headwise.heads.scores.mixing import HeadMixing, MixHeads, mix_heads
+from headwise.heads.taps import Tap, Taps
 from headwise.masks.head_mask import HeadMask
+from headwise.nn.hooks import Handle
 from headwise.nn.scores import ScoreCall
 from headwise.report.layer import LayerReport
 from headwise.report.measure import measure
 from headwise.report.report import Comparison, Report, load_report
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
-from headwise.repulsion.repel import Repulsion, jitter, repel
+from headwise.repulsion.repel import Repel, Repulsion, jitter, repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
 from headwise.roles.align import Alignment, align
 from headwise.roles.build import Roles
 from headwise.roles.collator import RoleCollator
 from headwise.roles.conllu import read_conllu
-from headwise.roles.guide import Guidance, guide
+from headwise.roles.guide import Guidance, Guide, guide
 from headwise.roles.idf import IDF, idf
 from headwise.roles.roles import Dependency, Major, Rare, Role, Separator, Window
 from headwise.roles.word_table import WordTable
-from headwise.routing.aggregate import Aggregation, aggregate
+from headwise.routing.aggregate import Aggregate, Aggregation, aggregate
 from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
 from headwise.routing.modules import Chunks, EMRouting, Gate, Residual, SimpleRouting, Trunk
 from headwise.routing.save import load, save
@@ -77,10 +89,14 @@ __all__ = [
     "SGLD",
     "SPOS",
     "SVGD",
+    "Ablate",
     "Ablation",
     "AdditiveQueries",
+    "Aggregate",
     "Aggregation",
     "Alignment",
+    "Attached",
+    "BiasHeads",
     "Capture",
     "Chunks",
     "Comparison",
@@ -92,6 +108,7 @@ __all__ = [
     "Dependency",
     "Disagreement",
     "DistinctCapsules",
+    "DropHeads",
     "EMRouting",
     "Fixed",
     "Frobenius",
@@ -99,9 +116,12 @@ __all__ = [
     "FusedLinear",
     "FusedParameter",
     "Gate",
+    "GateHeads",
     "Gating",
     "GroupedQueries",
     "Guidance",
+    "Guide",
+    "Handle",
     "HeadBias",
     "HeadBlocks",
     "HeadDropping",
@@ -122,10 +142,13 @@ __all__ = [
     "Median",
     "MergeStep",
     "Merging",
+    "Method",
+    "MixHeads",
     "MixtureOfHeads",
     "NormalizedRBF",
     "NotFired",
     "Output",
+    "Penalize",
     "PerHead",
     "Position",
     "PositionSquaredDifference",
@@ -134,6 +157,7 @@ __all__ = [
     "Rare",
     "Relative",
     "ReleasedMedian",
+    "Repel",
     "Report",
     "Repulsion",
     "Residual",
@@ -154,6 +178,7 @@ __all__ = [
     "SpanSVGD",
     "SquaredCosine",
     "Subspace",
+    "Tap",
     "Taps",
     "Target",
     "TorchMultihead",
@@ -164,6 +189,7 @@ __all__ = [
     "ablate",
     "aggregate",
     "align",
+    "attach",
     "bias_heads",
     "drop_heads",
     "find_heads",

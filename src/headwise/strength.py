@@ -21,7 +21,7 @@ class Relative:
 
     For repulsion ||repulsion|| = ratio * ||driving term|| in every group at every step, Frobenius norms over the group.
     For a penalty ||gradient of the penalty|| = ratio * ||gradient of the loss|| on the parameters of each attention,
-    measured now and then (see `Disagreement.add_to`). Use it instead of a search over `alpha` or a weight, whose effect
+    measured now and then (see `Disagreement.loss`). Use it instead of a search over `alpha` or a weight, whose effect
     depends on the loss, the width and the similarity.
 
     Args:

@@ -17,6 +17,7 @@ LAYERS = """
     nn masks similarity
     heads
     repulsion disagreement routing gating roles
+    attached
     shrinking
     metrics
     report

@@ -29,7 +29,7 @@ def penalize(monkeypatch: pytest.MonkeyPatch, most: int, term: object, *, padded
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
     out = model(source, target, src_key_padding_mask=mask, memory_key_padding_mask=mask)
     loss = out.square().mean()
-    total = penalty.add_to(loss) if relative else loss + penalty()
+    total = penalty.loss(loss) if relative else loss + penalty()
     total.backward()
     return [total.detach(), penalty.last, *(parameter.grad for parameter in model.parameters())]
 

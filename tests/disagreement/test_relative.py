@@ -40,7 +40,7 @@ def test_each_layer_is_pushed_by_the_ratio(term):
     heads = hw.find_heads(model)
     penalty = hw.Disagreement(heads, term, strength=hw.Relative(0.3))
     loss = task(model)
-    total = penalty.add_to(loss)
+    total = penalty.loss(loss)
     # the parameters of the last layer are reached by its own penalty alone
     assert (norms(model, total - loss)[-1] / norms(model, loss)[-1]).item() == pytest.approx(0.3)
     assert [share.item() for share in penalty.relative.shares.values()] == pytest.approx([0.3, 0.3])
@@ -52,8 +52,8 @@ def test_the_weight_of_a_kind_multiplies_the_ratio(weight: float):
     whole = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
     half = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), weights={"self": weight})
     loss = task(model)
-    pushed = whole.add_to(loss) - loss
-    torch.testing.assert_close(half.add_to(loss) - loss, weight * pushed)
+    pushed = whole.loss(loss) - loss
+    torch.testing.assert_close(half.loss(loss) - loss, weight * pushed)
     assert [share.item() for share in half.relative.shares.values()] == pytest.approx([0.15, 0.15])
 
 
@@ -62,22 +62,22 @@ def test_parameters_are_those_that_are_trained_at_each_measurement():
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
     loss = task(model)
-    assert (norms(model, penalty.add_to(loss) - loss)[-1] / norms(model, loss)[-1]).item() == pytest.approx(0.3)
+    assert (norms(model, penalty.loss(loss) - loss)[-1] / norms(model, loss)[-1]).item() == pytest.approx(0.3)
     model.layers[0].self_attn.in_proj_weight.requires_grad_(False)
     loss = task(model)
-    penalty.add_to(loss).backward()
+    penalty.loss(loss).backward()
     assert model.layers[0].self_attn.in_proj_weight.grad is None
     for parameter in model.layers[1].self_attn.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(hw.NotFired, match=r"layers\.1\.self_attn: no parameter of its heads is trainable"):
-        penalty.add_to(task(model))
+        penalty.loss(task(model))
 
 
 def test_the_weight_is_a_constant_of_the_step():
     model = make(layers=1)
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
     loss = task(model)
-    total = penalty.add_to(loss)
+    total = penalty.loss(loss)
     total.backward()
     found = model.layers[0].self_attn.in_proj_weight.grad.clone()
     plain = hw.Disagreement(hw.find_heads(model), hw.CKA())
@@ -95,7 +95,7 @@ def test_weights_are_averaged_and_measured_every_few_steps():
     for step in range(7):
         torch.manual_seed(step)
         loss = task(model, step)
-        total = penalty.add_to(loss)
+        total = penalty.loss(loss)
         plain = hw.Disagreement(hw.find_heads(model), hw.CKA())
         task(model, step)
         value = plain()
@@ -112,10 +112,10 @@ def test_weights_are_averaged_and_measured_every_few_steps():
 def test_a_weight_stays_below_a_multiple_of_its_first():
     model = make(layers=1)
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
-    penalty.add_to(task(model))
+    penalty.loss(task(model))
     first = penalty.relative.state_dict()["logarithms"]["layers.0.self_attn"]
     for _ in range(40):
-        penalty.add_to(1e6 * task(model))
+        penalty.loss(1e6 * task(model))
     last = penalty.relative.state_dict()["logarithms"]["layers.0.self_attn"]
     assert last - first == pytest.approx(math.log(MOST))
 
@@ -130,7 +130,7 @@ def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: fl
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.float16, enabled=half):
             outputs = model(torch.randn(4, 7, 12))
-        penalty.add_to(factor * (outputs.float() - 0.3).square().mean())
+        penalty.loss(factor * (outputs.float() - 0.3).square().mean())
         found.append(list(penalty.relative.state_dict()["logarithms"].values()))
     assert len(found[0]) == 2
     assert found[1] == pytest.approx(found[0], abs=0.02)
@@ -140,11 +140,11 @@ def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: fl
 def test_a_loss_without_a_sound_gradient_changes_no_weight(factor: float):
     model = make(layers=1)
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
-    penalty.add_to(factor * task(model))
+    penalty.loss(factor * task(model))
     assert penalty.relative.state_dict()["logarithms"] == {}
-    penalty.add_to(task(model))
+    penalty.loss(task(model))
     before = penalty.relative.state_dict()["logarithms"]
-    penalty.add_to(factor * task(model))
+    penalty.loss(factor * task(model))
     assert penalty.relative.state_dict()["logarithms"] == before
 
 
@@ -153,7 +153,7 @@ def test_evaluation_returns_the_loss_and_measures_nothing():
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
     with torch.no_grad():
         loss = task(model)
-        assert penalty.add_to(loss) is loss
+        assert penalty.loss(loss) is loss
     assert penalty.relative.steps == 0
 
 
@@ -161,13 +161,13 @@ def test_a_resumed_run_goes_on_with_the_same_weights():
     model = make(layers=1)
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=2)
     for step in range(3):
-        penalty.add_to(task(model, step))
+        penalty.loss(task(model, step))
     state = copy.deepcopy(penalty.relative.state_dict())
-    expected = penalty.add_to(task(model, 9)).item()
+    expected = penalty.loss(task(model, 9)).item()
     penalty.remove()
     again = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=2)
     again.relative.load_state_dict(state)
-    assert again.add_to(task(model, 9)).item() == pytest.approx(expected, rel=1e-6)
+    assert again.loss(task(model, 9)).item() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(SettingError, match="names 'other'"):
         again.relative.load_state_dict({**state, "first": {"other": 1.0}})
     with pytest.raises(SettingError, match="expected a mapping with steps, logarithms, first, shares"):
@@ -182,7 +182,7 @@ def test_without_a_strength_a_call_is_the_similarity_and_a_tenth_is_added():
     value = penalty()
     torch.testing.assert_close(value.detach(), penalty.last)
     loss = task(model)
-    total = penalty.add_to(loss)
+    total = penalty.loss(loss)
     torch.testing.assert_close(value.detach(), penalty.last)
     assert (norms(model, total - loss)[0] / norms(model, loss)[0]).item() == pytest.approx(0.1)
     again = hw.Disagreement(hw.find_heads(model), hw.Output())
@@ -196,7 +196,7 @@ def test_a_loss_without_a_gradient_is_refused():
     model = make()
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA())
     with pytest.raises(hw.NotFired, match="the loss carries no gradient"):
-        penalty.add_to(task(model).detach())
+        penalty.loss(task(model).detach())
 
 
 def test_what_cannot_be_is_refused():
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused():
         hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3), every=0)
     penalty = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3))
     loss = task(model)
-    with pytest.raises(SettingError, match=r"write loss = penalty\.add_to"):
+    with pytest.raises(SettingError, match=r"write loss = penalty\.loss"):
         penalty()
     with pytest.raises(ShapeError, match=r"loss is a tensor of shape \(2,\)"):
-        penalty.add_to(torch.stack([loss, loss]))
+        penalty.loss(torch.stack([loss, loss]))

@@ -102,7 +102,7 @@ def test_heads_that_are_diverse_enough_are_left_alone():
     model = make(layers=2)
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=Target(1.01), every=1)
     loss = task(model)
-    assert torch.equal(penalty.add_to(loss), loss)
+    assert torch.equal(penalty.loss(loss), loss)
     assert all(control.effective_heads > 1.01 for control in penalty.relative.controls.values())
     assert penalty.last > 0
 
@@ -114,7 +114,7 @@ def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
     told = []
     for _ in range(SATURATED + 2):
         told.append(len(caplog.records))
-        penalty.add_to(task(model))
+        penalty.loss(task(model))
     assert told == [0] * SATURATED + [2, 2]
     assert "layers.1.self_attn has 2." in caplog.messages[1]
     assert "the target is likely out of reach" in caplog.messages[1]
@@ -125,7 +125,7 @@ def test_heads_below_the_target_are_pushed_at_the_ratio_of_their_controller(term
     model = make(layers=2)
     penalty = hw.Disagreement(hw.find_heads(model), term, strength=Target(3.0, proportional=2.0), every=1)
     loss = task(model)
-    added = penalty.add_to(loss) - loss
+    added = penalty.loss(loss) - loss
     for layer, control in zip(model.layers[1:], list(penalty.relative.controls.values())[1:], strict=True):
         assert 0.01 < control.ratio < 1.0
         own = [layer.self_attn.in_proj_weight, layer.self_attn.out_proj.weight]
@@ -151,7 +151,7 @@ def test_training_reaches_the_target():
     numbers, ratios = [], []
     for step in range(100):
         optimizer.zero_grad()
-        penalty.add_to(task(model, step)).backward()
+        penalty.loss(task(model, step)).backward()
         optimizer.step()
         (control,) = penalty.relative.controls.values()
         numbers.append(control.effective_heads)
@@ -166,13 +166,13 @@ def test_a_resumed_run_goes_on_with_the_same_controllers():
     heads = hw.find_heads(model)
     penalty = hw.Disagreement(heads, hw.CKA(), strength=Target(3.0), every=2)
     for step in range(3):
-        penalty.add_to(task(model, step))
+        penalty.loss(task(model, step))
     state = json.loads(json.dumps(penalty.relative.state_dict()))
-    expected = [penalty.add_to(task(model, step)).item() for step in (9, 10, 11)]
+    expected = [penalty.loss(task(model, step)).item() for step in (9, 10, 11)]
     penalty.remove()
     again = hw.Disagreement(heads, hw.CKA(), strength=Target(3.0), every=2)
     again.relative.load_state_dict(copy.deepcopy(state))
-    assert [again.add_to(task(model, step)).item() for step in (9, 10, 11)] == pytest.approx(expected, rel=1e-6)
+    assert [again.loss(task(model, step)).item() for step in (9, 10, 11)] == pytest.approx(expected, rel=1e-6)
     again.remove()
     other = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3))
     with pytest.raises(SettingError, match="expected those of nothing: resume with the strength it was saved with"):

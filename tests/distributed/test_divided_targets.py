@@ -20,12 +20,12 @@ def train(engine: str, method: str) -> tuple[list[float], dict[str, torch.Tensor
     if method == "penalty":
         penalty = hw.Disagreement(heads, hw.CKA(), across=dist.group.WORLD, strength=TARGET, every=2)
     else:
-        repulsion = hw.repel(optimizer, heads, hw.SVGD(alpha=TARGET), every=2)
+        repulsion = hw.repel(heads, hw.SVGD(alpha=TARGET), optimizer, every=2)
     for step in range(3):
         optimizer.zero_grad()
         mask = torch.arange(TOKENS) >= TOKENS - own(torch.arange(12) % 3)[:, None]
         loss = (model(batch(engine, step), key_padding_mask=mask) - 1.0).square().mean()
-        (penalty.add_to(loss) if method == "penalty" else loss).backward()
+        (penalty.loss(loss) if method == "penalty" else loss).backward()
         optimizer.step()
     controls = penalty.relative.controls if method == "penalty" else repulsion.steering.controls
     return [control.ratio for control in controls.values()], gathered(model)
@@ -53,7 +53,7 @@ def train_on_parts(rank: int) -> list[tuple[float, float | None]]:
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(12, 3, 16, 0.0, batch_first=True) for _ in range(2))
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
-    repulsion = hw.repel(optimizer, hw.find_heads(layers), hw.SVGD(alpha=hw.Target(2.9)), every=1)
+    repulsion = hw.repel(hw.find_heads(layers), hw.SVGD(alpha=hw.Target(2.9)), optimizer, every=1)
     for step in range(2):
         optimizer.zero_grad()
         torch.manual_seed(10 * step + rank)
@@ -83,7 +83,7 @@ def train_static(added: bool) -> list[bool]:
         model.zero_grad()
         torch.manual_seed(10 * step + dist.get_rank())
         loss = (wrapped(torch.randn(4, TOKENS, WIDTH, dtype=torch.float64)) - 1.0).square().mean()
-        (penalty.add_to(loss) if added else loss + 0.1 * penalty()).backward()
+        (penalty.loss(loss) if added else loss + 0.1 * penalty()).backward()
         own = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
         every = [torch.zeros_like(own) for _ in range(2)]
         dist.all_gather(every, own)
@@ -102,7 +102,7 @@ def train_on_few_tokens() -> list[float | None]:
     model = made()
     penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), across=dist.group.WORLD, strength=TARGET, every=1)
     x = torch.randn(1, 2 if dist.get_rank() else TOKENS, WIDTH, dtype=torch.float64)
-    penalty.add_to(model(x).square().mean())
+    penalty.loss(model(x).square().mean())
     return [control.effective_heads for control in penalty.relative.controls.values()]
 
 

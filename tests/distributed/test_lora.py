@@ -32,7 +32,7 @@ def assert_together_as_alone() -> None:
     for model, own in ((alone, batch), (together, batch[2 * rank : 2 * rank + 2])):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         called = model if own is batch else nn.parallel.DistributedDataParallel(model)
-        hw.repel(optimizer, hw.find_heads(called), RULE)
+        hw.repel(hw.find_heads(called), RULE, optimizer)
         for _ in range(3):
             optimizer.zero_grad()
             (called(own) - 1.0).square().mean().backward()

@@ -188,7 +188,7 @@ def guided(engine: str) -> dict[str, Tensor]:
         loss = (output.last_hidden_state - 1.0).square().mean() + 0.7 * penalty()
         loss.backward()
         optimizer.step()
-    guidance.verify()
+    guidance.check()
     return gathered(model)
 
 
@@ -237,14 +237,14 @@ def assert_torch_attention() -> None:
         heads = hw.find_heads(model)
         penalty = hw.Disagreement(heads, hw.Position() + hw.Subspace())
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        repulsion = hw.repel(optimizer, heads, hw.SVGD(alpha=0.4, step_size=0.7))
+        repulsion = hw.repel(heads, hw.SVGD(alpha=0.4, step_size=0.7), optimizer)
         bias = torch.linspace(-1.0, 1.0, 3).view(1, 3, 1, 1) * torch.arange(TOKENS)
         with hw.bias_heads(heads, bias):
             for step in range(STEPS):
                 optimizer.zero_grad()
                 ((model(batch(engine, step)) - 1.0).square().mean() + 0.5 * penalty()).backward()
                 optimizer.step()
-        repulsion.verify()
+        repulsion.check()
         return gathered(model)
 
     assert_equal(train("FSDP2 rows"), train("alone"))

@@ -31,14 +31,14 @@ def assert_fsdp1_refused(original: bool, first: bool) -> None:
         model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(hw.LayoutError, match=r"flattened by FSDP1 .* no matrix to read heads in; shard .* FSDP2"):
-        hw.repel(optimizer, heads or hw.find_heads(model), RULE)
+        hw.repel(heads or hw.find_heads(model), RULE, optimizer)
 
 
 def test_zero_3_is_refused_by_what_it_leaves_of_a_parameter():
     model = SeparateAttention()
     model.q_proj.weight.ds_id = 0
     with pytest.raises(hw.LayoutError, match=r"q_proj.weight is partitioned by DeepSpeed's ZeRO-3.* FSDP2"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_the_optimizers_of_deepspeed_are_refused_by_name_and_in_a_wrapper():
@@ -51,7 +51,7 @@ def test_the_optimizers_of_deepspeed_are_refused_by_name_and_in_a_wrapper():
     zero.optimizer, half.optimizer, wrapper.optimizer = inner, inner, half
     for optimizer in (zero, half, wrapper):
         with pytest.raises(hw.SettingError, match=r"of DeepSpeed, which steps on parts of flat vectors.*FSDP2"):
-            hw.repel(optimizer, hw.find_heads(model), RULE)
+            hw.repel(hw.find_heads(model), RULE, optimizer)
 
 
 def test_heads_of_a_module_that_counts_its_own_are_found_before_it_is_divided(two: Processes):
@@ -69,7 +69,7 @@ def assert_heads_found_before() -> None:
     tensor_parallel(model)
     with pytest.raises(hw.LayoutError, match=r"divided by tensor parallelism and has none of head_dim.*find_heads"):
         hw.find_heads(model)
-    repulsion = hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, RULE)
+    repulsion = hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.1))
     model(batch("tensor parallel", 0)).square().mean().backward()
     repulsion.apply()
     assert repulsion.last.particles == (4, 4, 4)
@@ -93,12 +93,12 @@ def assert_zero_redundancy() -> None:
             if engine == "alone"
             else ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=0.05)
         )
-        repulsion = hw.repel(optimizer, hw.find_heads(model), hw.SPOS(alpha=0.5, inverse_temperature=7.0))
+        repulsion = hw.repel(hw.find_heads(model), hw.SPOS(alpha=0.5, inverse_temperature=7.0), optimizer)
         for step in range(3):
             optimizer.zero_grad()
             (model(batch(engine, step)) - 1.0).square().mean().backward()
             optimizer.step()
-        repulsion.verify()
+        repulsion.check()
         assert repulsion.steps == 3
         results.append(gathered(model))
     for name, expected in results[0].items():

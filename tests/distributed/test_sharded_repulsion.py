@@ -47,7 +47,7 @@ def trained(engine: str, rule: hw.Rule, model: nn.Module, divide: Any, **options
     """Parameters after some steps, and what the repulsion recorded of the last."""
     model = divide(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    repulsion = hw.repel(optimizer, hw.find_heads(model), rule, seed=11, **options)
+    repulsion = hw.repel(hw.find_heads(model), rule, optimizer, seed=11, **options)
     for step in range(STEPS):
         # ranks that have drawn different amounts of randomness draw the same noise all the same
         torch.rand(step + (dist.get_rank() if engine != "alone" else 0))
@@ -57,7 +57,7 @@ def trained(engine: str, rule: hw.Rule, model: nn.Module, divide: Any, **options
             repulsion.apply()
             clip(model, 0.01)
         optimizer.step()
-    repulsion.verify(optimizer)
+    repulsion.check(optimizer)
     return gathered(model), repulsion.last
 
 
@@ -149,7 +149,7 @@ def assert_uneven_rows() -> None:
         module.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
         module.weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
     for model in (expected, found):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULES["prior"]).apply()
+        hw.repel(hw.find_heads(model), RULES["prior"], torch.optim.SGD(model.parameters(), lr=0.0)).apply()
     for one, together in zip(expected.parameters(), found.parameters(), strict=True):
         torch.testing.assert_close(gather_full(together.grad), one.grad, rtol=0.0, atol=1e-12)
 
@@ -191,7 +191,7 @@ def test_columns_are_summed_in_one_message_for_the_whole_model(two: Processes, r
 
 def messages_of_a_step(rule: str) -> tuple[list[tuple[int, torch.dtype]], dict[str, int]]:
     model = fsdp_columns(made())
-    repulsion = hw.repel(torch.optim.SGD(model.parameters(), lr=RATE), hw.find_heads(model), RULES[rule])
+    repulsion = hw.repel(hw.find_heads(model), RULES[rule], torch.optim.SGD(model.parameters(), lr=RATE))
     (model(own(examples(0))) - 1.0).square().mean().backward()
     messages, send = [], dist.all_reduce
 
@@ -221,7 +221,7 @@ def assert_same_noise(engine: str) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         torch.rand(1 + dist.get_rank())
-        hw.repel(optimizer, hw.find_heads(model), rule, seed=5, noise="apply").apply()
+        hw.repel(hw.find_heads(model), rule, optimizer, seed=5, noise="apply").apply()
         return {n.removeprefix("module."): gather_full(p.grad).clone() for n, p in model.named_parameters()}
 
     alone, together = noise(made()), noise(ENGINES[engine](made()))
@@ -248,7 +248,7 @@ def test_a_gradient_that_is_not_finite_somewhere_is_left_alone_everywhere(two: P
 
 def assert_left_alone(engine: str) -> None:
     model = ENGINES[engine](made())
-    repulsion = hw.repel(torch.optim.SGD(model.parameters(), lr=RATE), hw.find_heads(model), RULES["SVGD"])
+    repulsion = hw.repel(hw.find_heads(model), RULES["SVGD"], torch.optim.SGD(model.parameters(), lr=RATE))
     (model(batch(engine, 0)) - 1.0).square().mean().backward()
     weights = {n: p for n, p in model.named_parameters() if n.endswith("_proj.weight") and "o_proj" not in n}
     spoilt = "layers.1.attention.k_proj.weight"
@@ -278,10 +278,10 @@ def assert_jittered(engine: str) -> None:
 
     alone, model = equal(), ENGINES[engine](equal())
     with pytest.raises(hw.HeadwiseError, match=r"all 4 heads are equal.*hw\.jitter"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=RATE), hw.find_heads(model), RULES["SVGD"])
+        hw.repel(hw.find_heads(model), RULES["SVGD"], torch.optim.SGD(model.parameters(), lr=RATE))
     for one in (alone, model):
         hw.jitter(hw.find_heads(one), 1e-2, seed=4)
-        hw.repel(torch.optim.SGD(one.parameters(), lr=RATE), hw.find_heads(one), RULES["SVGD"])
+        hw.repel(hw.find_heads(one), RULES["SVGD"], torch.optim.SGD(one.parameters(), lr=RATE))
     found = gathered(model)
     for name, parameter in gathered(alone).items():
         assert torch.equal(found[name], parameter), name

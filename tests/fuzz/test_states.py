@@ -13,10 +13,9 @@ from torch import nn
 
 import headwise as hw
 from fuzz.mutate import INPUTS, fuzz, mutate_json
+from headwise.attached import Attached
 from headwise.errors import SettingError
 from headwise.input_files import parse_json
-from headwise.integrations import Penalize, Repel
-from headwise.integrations.attached import Attached
 
 
 def make() -> nn.Module:
@@ -26,7 +25,7 @@ def make() -> nn.Module:
 
 
 def repulsion(rule: Any, model: nn.Module) -> hw.Repulsion:
-    return hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), rule)
+    return hw.repel(hw.find_heads(model), rule, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def penalty(strength: Any, model: nn.Module) -> hw.Disagreement:
@@ -34,7 +33,7 @@ def penalty(strength: Any, model: nn.Module) -> hw.Disagreement:
 
 
 def attached(model: nn.Module) -> Attached:
-    methods = Attached([Repel(hw.SVGD(alpha=hw.Target(2.0))), Penalize(hw.Output(), weight=hw.Relative(0.2))])
+    methods = hw.Attached([hw.Repel(hw.SVGD(alpha=hw.Target(2.0))), hw.Penalize(hw.Output(), weight=hw.Relative(0.2))])
     methods.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return methods
 
@@ -54,7 +53,7 @@ def train(model: nn.Module, handle: Any) -> None:
     for seed in (1, 2):
         x = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(seed))
         loss = model(x).square().mean()
-        add = getattr(handle, "add_to", None) or getattr(handle, "add_penalty", None)
+        add = getattr(handle, "loss", None) or getattr(handle, "add_penalty", None)
         (loss if add is None else add(loss)).backward()
         optimizer.zero_grad()
 

@@ -92,7 +92,7 @@ def test_the_term_is_the_mean_over_attentions_and_calls_and_trains_the_router():
         model(x)
         terms.append(gating.balance())
     loss = model(first).square().mean() + model(second).square().mean()
-    total = gating.add_to(loss)
+    total = gating.loss(loss)
     torch.testing.assert_close(total, loss + 0.3 * (terms[0] + terms[1]) / 2, rtol=0.0, atol=1e-14)
     slopes = torch.autograd.grad(total - loss, [layer.self_attn.head_gates.routed for layer in model.layers])
     assert all(slope.abs().max() > 0 for slope in slopes)
@@ -170,4 +170,4 @@ def test_gates_without_a_balance_say_so(setting: hw.SigmoidGate | hw.MixtureOfHe
     model = encoder()
     gating = hw.gate_heads(hw.find_heads(model), setting)
     with pytest.raises(hw.SettingError, match="has no balance term; expected a MixtureOfHeads whose balance is"):
-        gating.add_to(torch.zeros(()))
+        gating.loss(torch.zeros(()))

@@ -189,7 +189,7 @@ def test_an_optimizer_built_afterwards_trains_every_gate(setting: str):
     before = {name: value.clone() for name, value in model.state_dict().items() if NAME in name}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = (model(x) - x.roll(1, 1)).square().mean()
-    loss = gating.add_to(loss) if isinstance(SETTINGS[setting], hw.MixtureOfHeads) else loss
+    loss = gating.loss(loss) if isinstance(SETTINGS[setting], hw.MixtureOfHeads) else loss
     loss.backward()
     optimizer.step()
     after = model.state_dict()

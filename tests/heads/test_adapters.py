@@ -133,7 +133,7 @@ def test_what_is_not_w_plus_b_a_is_refused_by_repulsion_and_noted_by_measure(nam
     with pytest.raises(
         hw.LayoutError, match=rf"^base_model\.model\.q_proj\.base_layer\.weight is the {reason}|{reason}"
     ):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
     with hw.Taps(heads, values=True) as taps, torch.no_grad():
         model(X)
         (capture,) = taps.read()
@@ -145,7 +145,7 @@ def test_a_layer_under_two_adapters_is_refused():
     wrap(model, *PROJECTIONS)
     heads = hw.find_heads(model)
     with pytest.raises(hw.LayoutError, match=r"is the base of several adapted layers \(LoraLinear in LoraLinear\)"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_a_lora_around_torch_s_attention_is_read_but_not_repelled():
@@ -155,7 +155,7 @@ def test_a_lora_around_torch_s_attention_is_read_but_not_repelled():
     assert hw.verify(heads, (X.float(),)).sites == ("base_model.model.self_attn.base_layer",)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(hw.LayoutError, match=r"in_proj_weight is adapted by a \S+\.MultiheadAttention around"):
-        hw.repel(optimizer, heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), optimizer)
 
 
 def test_a_trained_copy_of_a_module_is_the_one_that_is_found():
@@ -171,7 +171,7 @@ def test_a_trained_copy_of_a_module_is_the_one_that_is_found():
     model = adapted(entry.build(), peft.LoraConfig(target_modules=["intermediate.dense"], modules_to_save=["query"]))
     heads = hw.find_heads(model)
     assert heads.sites[0].slices[0].name.endswith("query.modules_to_save.default.weight")
-    assert hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads.projection("query"), hw.SVGD())
+    assert hw.repel(heads.projection("query"), hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
     model.add_adapter("second", peft.LoraConfig(target_modules=["intermediate.dense"]))
     model.set_adapter("second")
     with pytest.raises(
@@ -243,7 +243,7 @@ def test_adapters_that_cannot_be_trained_are_refused_with_what_to_do(change, mes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     change(model)
     with pytest.raises(hw.LayoutError, match=message):
-        hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+        hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
 
 
 def freeze(model: nn.Module, part: str) -> None:
@@ -257,4 +257,4 @@ def test_an_adapter_that_is_not_plain_is_refused_by_structure_alone():
     assert isinstance(model.q_proj, LoraLinear)
     model.q_proj.lora_A["default"] = nn.Sequential(model.q_proj.lora_A["default"])
     with pytest.raises(hw.LayoutError, match=r"base of a heads\.wrappers\.LoraLinear, whose adapter is not a plain A"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), hw.SVGD())
+        hw.repel(hw.find_heads(model), hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))

@@ -134,7 +134,7 @@ def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
         require_same(run(compiled, handle, inputs, seed), expected)
     assert graphs.count == 1
     if isinstance(handle, hw.Ablation | hw.Guidance | hw.HeadBias):
-        handle.verify()
+        handle.check()
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Everything:
         hw.bias_heads(heads.layer(0), torch.linspace(-1, 2, 7).view(1, 1, 1, 7))
         hw.guide(heads)
         self.optimizer = torch.optim.SGD(heads.model.parameters(), lr=0.1)
-        self.repulsion = hw.repel(self.optimizer, heads, hw.SPOS(alpha=0.3, inverse_temperature=1e4))
+        self.repulsion = hw.repel(heads, hw.SPOS(alpha=0.3, inverse_temperature=1e4), self.optimizer)
 
     def step(self, inputs: dict, seed: int) -> list[Tensor]:
         """Train on a batch, and return what was computed and the parameters after the step."""
@@ -113,7 +113,7 @@ def test_every_method_acts_on_a_compiled_model_that_ran_before_as_on_the_model_i
     for seed in range(3):
         inputs = inputs_of(plain, seed=seed)
         require_same(found.step(inputs, seed), expected.step(inputs, seed))
-    found.repulsion.verify()
+    found.repulsion.check()
 
 
 @pytest.mark.parametrize(

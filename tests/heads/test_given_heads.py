@@ -22,7 +22,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 # every public function that takes heads
 TAKES_HEADS = {
-    "repel": lambda model, heads: hw.repel(sgd(model), heads, hw.SVGD()),
+    "repel": lambda model, heads: hw.repel(heads, hw.SVGD(), sgd(model)),
     "jitter": lambda _, heads: hw.jitter(heads, 1e-3),
     "verify": lambda _, heads: hw.verify(heads, (X,)),
     "Disagreement": lambda _, heads: hw.Disagreement(heads, hw.Output()),
@@ -110,7 +110,7 @@ def test_changes_that_leave_the_layers_in_their_place_are_no_reason_to_refuse():
     torch.compile(model, backend="eager")
     assert len(hw.verify(heads, (X.double(),)).sites) == 2
     hw.aggregate(heads.where("0.0"), hw.SimpleRouting(capsules=4))
-    hw.repel(sgd(model), heads, hw.SVGD())
+    hw.repel(heads, hw.SVGD(), sgd(model))
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in ("BERT", "GPT-2", "T5")], ids=str)

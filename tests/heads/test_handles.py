@@ -159,7 +159,7 @@ def test_a_copy_of_a_handle_is_attached_to_nothing_and_leaves_the_original_attac
             torch.testing.assert_close(left, right)
         if name in ("bias", "ablation"):
             with pytest.raises(hw.NotFired, match=r"none of the calls of 2|no forward pass went through"):
-                twin.verify()
+                twin.check()
         else:
             with pytest.raises(hw.NotFired, match=NOT_ATTACHED):
                 twin() if name == "penalty" else twin.read()
@@ -296,7 +296,7 @@ def test_what_is_attached_is_compiled_a_few_times_and_not_at_every_call(family: 
     assert sizes[0] > 0
     assert len(set(sizes[3:])) == 1
     if name in ("bias", "ablation"):
-        handle.verify()
+        handle.check()
 
 
 def test_what_was_compiled_with_an_ablation_is_whole_again_after_it():

@@ -29,13 +29,13 @@ def test_the_force_on_heads_in_a_list_is_that_of_loops_over_pairs(joint: bool):
     ]
     rest = model.proj.weight.grad.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    repulsion = hw.repel(optimizer, hw.find_heads(model), RULE, joint=joint)
+    repulsion = hw.repel(hw.find_heads(model), RULE, optimizer, joint=joint)
     optimizer.step()
     for gradient, force in zip(gather(lambda w: w.grad), expected, strict=True):
         torch.testing.assert_close(gradient, force, rtol=1e-10, atol=1e-12)
     assert torch.equal(model.proj.weight.grad, rest)
     assert repulsion.last.names == (("query+key+value",) if joint else kinds)
-    repulsion.verify()
+    repulsion.check()
 
 
 def test_functions_of_heads_in_a_list_are_repelled_as_those_of_one_matrix():
@@ -51,7 +51,7 @@ def test_functions_of_heads_in_a_list_are_repelled_as_those_of_one_matrix():
             getattr(whole.proj, name).grad.copy_(getattr(model.proj, name).grad)
     for one, row in ((model, hw.LAYOUTS), (whole, hw.SeparateParameters(axes="(h e) d"))):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
-        hw.repel(optimizer, hw.find_heads(one, row), hw.FunctionSVGD(alpha=0.5))
+        hw.repel(hw.find_heads(one, row), hw.FunctionSVGD(alpha=0.5), optimizer)
         optimizer.step()
     for kind, name in (("query", "W_Q"), ("key", "W_K"), ("value", "W_V")):
         joined = torch.cat([getattr(head, kind).weight.grad for head in model.heads])
@@ -68,11 +68,11 @@ def test_noise_and_jitter_reach_every_head_of_a_list():
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(hw.HeadwiseError, match="all 4 heads are equal"):
-        hw.repel(optimizer, heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), optimizer)
     hw.jitter(heads, 1e-2)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    hw.repel(optimizer, heads, hw.SPOS(alpha=0.0, inverse_temperature=4.0))
+    hw.repel(heads, hw.SPOS(alpha=0.0, inverse_temperature=4.0), optimizer)
     optimizer.step()
     drawn = [head.query.weight.grad for head in model.heads]
     assert all(float(grad.std()) > 0.1 for grad in drawn)

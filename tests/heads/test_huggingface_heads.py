@@ -123,7 +123,7 @@ def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reent
         results(model, inputs)
     model.eval()
     results(model, inputs)
-    ablation.verify()
+    ablation.check()
     ablation.remove()
 
 

@@ -112,7 +112,7 @@ def test_an_optimizer_step_with_repulsion_waits_for_nothing(name: str, rule: Any
     monkeypatch.setattr(step, "stacks_on", lambda _device: True)
     model = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-    repulsion = hw.repel(optimizer, hw.find_heads(model), rule)
+    repulsion = hw.repel(hw.find_heads(model), rule, optimizer)
     output_of(model(**inputs_of(model))).square().mean().backward()
     optimizer.step()
     with Launches():

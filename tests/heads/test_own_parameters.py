@@ -184,7 +184,7 @@ def test_the_force_on_heads_of_any_axes_is_that_of_loops_over_pairs(case: str):
     weights, gradients = model.weights(), model.split(before)
     expected = {kind: forces(weights[kind].detach(), gradients[kind]) for kind in weights}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hw.repel(optimizer, hw.find_heads(model, row), RULE)
+    hw.repel(hw.find_heads(model, row), RULE, optimizer)
     optimizer.step()
     after = {name: parameter.grad for name, parameter in model.named_parameters()}
     for kind, gradient in model.split(after).items():
@@ -243,10 +243,10 @@ def test_a_parameter_that_was_replaced_or_frozen_is_told():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.W_K.requires_grad_(False)
     with pytest.raises(hw.LayoutError, match="W_K does not require a gradient"):
-        hw.repel(optimizer, heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), optimizer)
     model.W_K = None
     with pytest.raises(hw.LayoutError, match="W_K is no longer a parameter of ParameterAttention"):
-        hw.repel(optimizer, heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), optimizer)
 
 
 def test_a_number_of_heads_is_given_where_the_module_does_not_tell_it():
@@ -292,7 +292,7 @@ def test_xlnet_is_repelled_with_a_row_of_its_own():
     assert [(site.num_heads, site.head_size) for site in heads] == [(4, 8), (4, 8)]
     model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hw.repel(optimizer, heads, RULE)
+    hw.repel(heads, RULE, optimizer)
     weight = model.layer[1].rel_attn.k
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

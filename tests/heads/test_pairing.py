@@ -28,7 +28,7 @@ import headwise as hw
 from heads.families import BY_NAME
 from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
-from headwise.heads.mixing import pair_decoder_heads
+from headwise.heads.scores.mixing import pair_decoder_heads
 from reference.attention import differential_heads
 
 FAMILIES: dict[str, Any] = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
@@ -188,7 +188,7 @@ def test_gradients_are_those_of_central_differences_and_of_activations_computed_
         if again:
             checkpoint_activations(own, reentrant=False)
         with hw.Disagreement(hw.find_heads(own), hw.CKA(), strength=hw.Relative(0.1)) as penalty:
-            penalty.add_to(own(input_ids=IDS, labels=IDS, use_cache=False).loss).backward()
+            penalty.loss(own(input_ids=IDS, labels=IDS, use_cache=False).loss).backward()
         found.append([one.grad for one in own.parameters()])
     for one, other in zip(*found, strict=True):
         close(one, other)

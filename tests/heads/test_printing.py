@@ -89,7 +89,7 @@ def test_everything_a_user_holds_is_printed_in_a_few_lines(deep: nn.Module):
     ablation = hw.ablate(heads.layers(0, 1), [0, 2])
     penalty = hw.Disagreement(heads, hw.Output())
     guidance = hw.guide(heads.layer(3), mask)
-    repulsion = hw.repel(torch.optim.SGD(deep.parameters(), lr=0.1), heads, hw.SVGD())
+    repulsion = hw.repel(heads, hw.SVGD(), torch.optim.SGD(deep.parameters(), lr=0.1))
     deep(x)
     (capture, *_) = captures = taps.read()
     penalty()

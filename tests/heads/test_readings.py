@@ -77,7 +77,7 @@ class Asking(FusedAttention):
 
 
 def repel(heads: hw.Heads) -> None:
-    hw.repel(torch.optim.SGD(heads.model.parameters(), lr=0.1), heads, hw.SVGD()).remove()
+    hw.repel(heads, hw.SVGD(), torch.optim.SGD(heads.model.parameters(), lr=0.1)).remove()
 
 
 def test_nothing_repels_heads_of_a_guess_until_it_is_proved():

@@ -51,7 +51,7 @@ def test_a_step_is_that_of_the_same_heads_in_one_block():
     weight.grad, plain.q_proj.weight.grad = drawn.clone(), drawn[query.rows].clone()
     for model, chosen in ((falcon, heads), (plain, hw.find_heads(plain).projection("query"))):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        hw.repel(optimizer, chosen, hw.SVGD(alpha=0.3), when="manual").apply()
+        hw.repel(chosen, hw.SVGD(alpha=0.3), optimizer, when="manual").apply()
     others = torch.ones(len(weight), dtype=torch.bool)
     others[query.rows] = False
     assert torch.equal(weight.grad[others], drawn[others])

@@ -83,7 +83,7 @@ def test_queries_repel_and_what_needs_keys_or_values_of_its_own_says_so(name: st
     assert readers
     before = [site.slices[0].read().clone() for site in readers]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hw.repel(optimizer, heads.projection("query"), hw.SVGD(alpha=1.0)):
+    with hw.repel(heads.projection("query"), hw.SVGD(alpha=1.0), optimizer):
         output = model(TOKENS)
         (output if torch.is_tensor(output) else output.logits).sum().mul(0.0).backward()
         optimizer.step()
@@ -93,7 +93,7 @@ def test_queries_repel_and_what_needs_keys_or_values_of_its_own_says_so(name: st
     with pytest.raises(hw.LayoutError, match="no module computes values of its heads; read their outputs or weights"):
         hw.Taps(alone, values=True)
     with pytest.raises(hw.SettingError, match="has no key and value projection of its own"):
-        hw.repel(optimizer, alone, hw.FunctionSVGD())
+        hw.repel(alone, hw.FunctionSVGD(), optimizer)
 
 
 def test_weights_of_layers_without_keys_are_read_token_by_token():

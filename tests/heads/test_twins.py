@@ -65,7 +65,7 @@ def test_a_fused_model_steps_exactly_like_its_per_head_twin(case: str):
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     twin_optimizer = torch.optim.AdamW(twins, lr=0.05)
-    hw.repel(optimizer, hw.find_heads(model).where(site.name or ""), RULE)
+    hw.repel(hw.find_heads(model).where(site.name or ""), RULE, optimizer)
     for _ in range(4):
         optimizer.zero_grad()
         output = model(**inputs)

@@ -44,8 +44,8 @@ def test_a_parametrized_weight_can_be_read_and_proved_but_not_repelled(parametri
     assert outputs_of(heads).shape == (2, 6, 4, 5)
     assert hw.verify(heads, (X,)).sites == ("",)
     with pytest.raises(hw.LayoutError, match=rf"^k_proj\.weight is recomputed.*{reason}|{reason}"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
-    assert hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads.projection("query"), hw.SVGD())
+        hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert hw.repel(heads.projection("query"), hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
     assert str(heads).splitlines()[-1].startswith("no repulsion, for example in k_proj.weight: it is recomputed")
 
 
@@ -55,7 +55,7 @@ def test_a_parametrized_packed_weight_of_torch_is_found_and_not_repelled():
     heads = hw.find_heads(model)
     assert heads.sites[0].num_heads == 3
     with pytest.raises(hw.LayoutError, match=r"in_proj_weight is recomputed at each use by a parametrization"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("names", [("q_proj", "v_proj"), PROJECTIONS])
@@ -128,7 +128,7 @@ def test_quantized_layers_are_found_and_read_but_not_repelled(dynamic):
     assert (heads.sites[0].num_heads, heads.sites[0].head_size, heads.sites[0].width) == (4, 5, 12)
     assert outputs_of(heads).shape == (2, 6, 4, 5)
     with pytest.raises(hw.LayoutError, match=reason):
-        hw.repel(torch.optim.SGD(SeparateAttention().parameters(), lr=0.1), heads, hw.SVGD())
+        hw.repel(heads, hw.SVGD(), torch.optim.SGD(SeparateAttention().parameters(), lr=0.1))
     # quantized layers take float32 alone
     assert hw.verify(heads, (X,)).sites == ("",)
 

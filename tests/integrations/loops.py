@@ -11,13 +11,12 @@ from torch.optim import SGD
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 import headwise as hw
-from headwise.integrations import Aggregate, Penalize, Repel
 
 RATE, CLIP, ACCUMULATED, UPDATES = 0.05, 0.2, 2, 4
-ROUTED = Aggregate(hw.SimpleRouting(capsules=4), layers=(1,))
-PENALTY = Penalize(hw.Output() + 0.5 * hw.Position(), weight=0.3)
-NOISY = Repel(hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6), layers=(0,))
-FIXED = Repel(hw.SVGD(alpha=hw.Relative(0.3)), layers=(0,))
+ROUTED = hw.Aggregate(hw.SimpleRouting(capsules=4), layers=(1,))
+PENALTY = hw.Penalize(hw.Output() + 0.5 * hw.Position(), weight=0.3)
+NOISY = hw.Repel(hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6), layers=(0,))
+FIXED = hw.Repel(hw.SVGD(alpha=hw.Relative(0.3)), layers=(0,))
 
 
 def build_bert(dropout: float = 0.1) -> BertForSequenceClassification:
@@ -69,8 +68,8 @@ def arguments(folder: Path, **changes) -> TrainingArguments:
 
 def train_by_hand(
     model: nn.Module,
-    penalty: Penalize | None = None,
-    repulsion: Repel | None = None,
+    penalty: hw.Penalize | None = None,
+    repulsion: hw.Repel | None = None,
     *,
     loss_of: Callable[[nn.Module, dict[str, Tensor]], Tensor] = lambda model, batch: model(**batch).loss,
     clip: float = CLIP,
@@ -80,7 +79,7 @@ def train_by_hand(
     optimizer, heads, rows = SGD(model.parameters(), lr=RATE), hw.find_heads(model), make_rows()
     similarity = None if penalty is None else penalty.attach(heads)
     if repulsion is not None:
-        repulsion.attach(optimizer, heads, seed=seed)
+        repulsion.attach(heads, optimizer, seed=seed)
     model.train()
     for first in range(0, len(rows), 2):
         loss = loss_of(model, collate(rows[first : first + 2]))

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.optim import SGD, AdamW
 
 import headwise as hw
-from headwise.integrations import Penalize, accelerate
+from headwise.integrations import accelerate
 from integrations.loops import (
     ACCUMULATED,
     CLIP,
@@ -51,14 +51,14 @@ def train(accelerator, model, optimizer, attached, first=0, last=UPDATES) -> Non
         model.train()
         with accelerator.accumulate(model):
             loss = model(**collate(rows[start : start + 2])).loss
-            accelerator.backward(attached.add_penalty(loss))
+            accelerator.backward(attached.loss(loss))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
         alone = model(**collate(rows[:2])).loss
-        assert attached.add_penalty(alone) is alone
+        assert attached.loss(alone) is alone
 
 
 def test_penalty_and_repulsion_equal_the_loop_by_hand():
@@ -70,12 +70,12 @@ def test_penalty_and_repulsion_equal_the_loop_by_hand():
     train_by_hand(plain)
     assert_same(model, expected, exactly=False)
     assert differ(model, plain)
-    attached.verify(optimizer)
+    attached.check(optimizer)
     assert attached.steps == UPDATES
-    metrics = attached.read_metrics()
+    metrics = attached.stats()
     assert float(metrics["penalty"]) == pytest.approx(PENALTY.weight * float(metrics["similarity"]))
     assert float(metrics["force_ratio"]) == pytest.approx(0.3, rel=0.2)
-    assert set(attached.read_metrics()) == {"force_ratio"}
+    assert set(attached.stats()) == {"force_ratio"}
 
 
 def build_routed():
@@ -94,7 +94,7 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit_with_noise_strength_and_aggr
 
     torch.manual_seed(1)
     whole = start()
-    whole[3].repulsions[0].strength = 0.5
+    whole[3].of(hw.Repulsion)[0].strength = 0.5
     train(*whole, 0, 2)
     whole[0].save_state(str(tmp_path))
     train(*whole, 2, UPDATES)
@@ -103,13 +103,13 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit_with_noise_strength_and_aggr
     resumed = start()
     train(*resumed, 0, 1)
     resumed[0].load_state(str(tmp_path))
-    assert (resumed[3].steps, resumed[3].repulsions[0].strength) == (2, 0.5)
+    assert (resumed[3].steps, resumed[3].of(hw.Repulsion)[0].strength) == (2, 0.5)
     train(*resumed, 2, UPDATES)
     assert_same(whole[1], resumed[1])
     assert whole[3].steps == resumed[3].steps == UPDATES
 
 
-@pytest.mark.parametrize("penalty", [PENALTY, Penalize(hw.MapCosine(), weight=0.1)], ids=["outputs", "parameters"])
+@pytest.mark.parametrize("penalty", [PENALTY, hw.Penalize(hw.MapCosine(), weight=0.1)], ids=["outputs", "parameters"])
 def test_a_model_built_anew_is_attached_again_and_said_where_it_is_not(penalty):
     accelerator, model, optimizer = prepare(build_bert())
     attached = accelerate.attach(accelerator, model, optimizer, penalty, FIXED)
@@ -121,7 +121,7 @@ def test_a_model_built_anew_is_attached_again_and_said_where_it_is_not(penalty):
     optimizer.zero_grad()
     attached.attach(model, optimizer)
     train(accelerator, model, optimizer, attached)
-    attached.verify(optimizer)
+    attached.check(optimizer)
     assert attached.steps == UPDATES
     # nothing of headwise is left on the old model
     old.train()
@@ -137,7 +137,7 @@ def test_repulsion_alone_of_a_model_built_anew_is_said_too():
     gc.collect()
     model, optimizer = accelerator.prepare(again := build_bert(), SGD(again.parameters(), lr=RATE))
     with pytest.warns(UserWarning, match="called on an SGD that never took a step"):
-        train(accelerator, model, optimizer, hw.integrations.Attached([]))
+        train(accelerator, model, optimizer, hw.Attached([]))
 
 
 def test_an_overflow_under_a_grad_scaler_skips_the_step_and_the_repulsion_counts_those_taken():
@@ -148,7 +148,7 @@ def test_an_overflow_under_a_grad_scaler_skips_the_step_and_the_repulsion_counts
     attached = accelerate.attach(accelerator, prepared, optimizer, PENALTY, FIXED)
     rows = make_rows()
     for update, overflows in enumerate((False, True, False)):
-        loss = attached.add_penalty(prepared(**collate(rows[2 * update : 2 * update + 2])).loss)
+        loss = attached.loss(prepared(**collate(rows[2 * update : 2 * update + 2])).loss)
         scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,7 +156,7 @@ def test_an_overflow_under_a_grad_scaler_skips_the_step_and_the_repulsion_counts
     assert attached.steps == 2
     by_hand, heads = SGD(expected.parameters(), lr=RATE), hw.find_heads(expected)
     penalty = PENALTY.attach(heads)
-    FIXED.attach(by_hand, heads)
+    FIXED.attach(heads, by_hand)
     for update in (0, 2):
         loss = expected(**collate(rows[2 * update : 2 * update + 2])).loss + PENALTY.weight * penalty()
         loss.backward()

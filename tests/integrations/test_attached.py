@@ -9,24 +9,23 @@ import torch
 from torch.optim import SGD
 
 import headwise as hw
-from headwise.integrations import Aggregate, Attached, Penalize, Repel
 from integrations.loops import FIXED, NOISY, PENALTY, RATE, ROUTED, assert_same, build_bert, collate, make_rows
 
 
 def take_steps(model, optimizer, attached, first: int, last: int) -> None:
     for row in range(first, last):
         loss = model(**collate(make_rows()[2 * row : 2 * row + 2])).loss
-        attached.add_penalty(loss).backward()
+        attached.loss(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def start(*methods, seed: int = 4):
     model = build_bert(dropout=0.0).train()
-    attached = Attached(methods, seed=seed)
+    attached = hw.Attached(methods, seed=seed)
     torch.manual_seed(5)
-    attached.aggregate(model)
-    attached.aggregate(model)  # a second call leaves it as it is
+    attached.build(model)
+    attached.build(model)  # a second call leaves it as it is
     optimizer = SGD(model.parameters(), lr=RATE)
     return model, optimizer, attached
 
@@ -35,7 +34,7 @@ def start(*methods, seed: int = 4):
 def test_a_state_that_went_through_json_goes_on_bit_for_bit(before: bool):
     model, optimizer, attached = start(PENALTY, NOISY, ROUTED)
     attached.attach(model, optimizer)
-    attached.repulsions[0].strength = 0.5
+    attached.of(hw.Repulsion)[0].strength = 0.5
     take_steps(model, optimizer, attached, 0, 2)
     state, weights = json.loads(json.dumps(attached.state_dict())), model.state_dict()
     resumed, resumed_optimizer, again = start(PENALTY, NOISY, ROUTED)
@@ -53,17 +52,17 @@ def test_a_state_that_went_through_json_goes_on_bit_for_bit(before: bool):
 
 def test_what_was_loaded_for_one_model_does_not_go_to_the_next():
     model, optimizer, attached = start(NOISY)
-    attached.load_state_dict({"repulsions": [{"steps": [9], "turns": [0], "strength": 0.5}], "penalties": []})
+    attached.load_state_dict({"methods": [{"steps": [9], "turns": [0], "strength": 0.5}]})
     attached.attach(model, optimizer)
-    assert (attached.steps, attached.repulsions[0].strength) == (9, 0.5)
+    assert (attached.steps, attached.of(hw.Repulsion)[0].strength) == (9, 0.5)
     other, others, _ = start()
     attached.attach(other, others)
-    assert (attached.steps, attached.repulsions[0].strength) == (0, 1.0)
+    assert (attached.steps, attached.of(hw.Repulsion)[0].strength) == (0, 1.0)
 
 
-@pytest.mark.parametrize("state", [{}, {"repulsions": None}, {"repulsions": []}, [], {"repulsions": [{}, {}]}])
+@pytest.mark.parametrize("state", [{}, {"methods": None}, {"methods": []}, [], {"methods": [{}, {}]}])
 def test_a_state_of_something_else_is_refused(state):
-    attached = Attached([NOISY])
+    attached = hw.Attached([NOISY])
     with pytest.raises(hw.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
         attached.load_state_dict(state)
 
@@ -72,41 +71,39 @@ def test_aggregators_that_a_model_built_anew_lacks_are_told():
     model, optimizer, attached = start(ROUTED)
     attached.attach(model, optimizer)
     plain = build_bert()
-    with pytest.raises(hw.LayoutError, match=r"has no aggregator: the model was built anew after aggregate\(model\)"):
+    with pytest.raises(hw.LayoutError, match=r"built anew after the modules of Aggregate were put.*build\(model\)"):
         attached.attach(plain, SGD(plain.parameters(), lr=RATE))
 
 
 def test_several_of_a_kind_act_together():
-    halves = (Penalize(hw.Output(), weight=0.2, layers=(0,)), Penalize(hw.Output(), weight=0.4, layers=(1,)))
-    model, optimizer, attached = start(*halves, FIXED, Repel(FIXED.rule, layers=(1,)))
+    halves = (hw.Penalize(hw.Output(), weight=0.2, layers=(0,)), hw.Penalize(hw.Output(), weight=0.4, layers=(1,)))
+    model, optimizer, attached = start(*halves, FIXED, hw.Repel(FIXED.rule, layers=(1,)))
     attached.attach(model, optimizer)
     loss = model(**collate(make_rows(4))).loss
-    added = attached.add_penalty(loss, share=0.5) - loss
-    values = [penalty.last for penalty in attached.penalties]
+    added = attached.loss(loss, share=0.5) - loss
+    values = [penalty.last for penalty in attached.of(hw.Disagreement)]
     torch.testing.assert_close(added, 0.5 * (0.2 * values[0] + 0.4 * values[1]))
     (loss + added).backward()
     optimizer.step()
-    assert [handle.steps for handle in attached.repulsions] == [1, 1]
-    metrics = attached.read_metrics()
-    torch.testing.assert_close(metrics["similarity"], (values[0] + values[1]) / 2)
-    torch.testing.assert_close(metrics["penalty"], 0.2 * values[0] + 0.4 * values[1])
-    forces = [handle.last for handle in attached.repulsions]
-    repelling = torch.cat([one.repulsion_norm for one in forces]).norm()
-    torch.testing.assert_close(
-        metrics["force_ratio"], repelling / torch.cat([one.driving_norm for one in forces]).norm()
-    )
+    assert [handle.steps for handle in attached.of(hw.Repulsion)] == [1, 1]
+    metrics = attached.stats()
+    ratios = [one.last.repulsion_norm.norm() / one.last.driving_norm.norm() for one in attached.of(hw.Repulsion)]
+    expected = {"similarity": values, "penalty": [0.2 * values[0], 0.4 * values[1]], "force_ratio": ratios}
+    assert len(metrics) == 6
+    for name, (first, second) in expected.items():
+        torch.testing.assert_close((metrics[name], metrics[f"{name}-2"]), (first, second))
 
 
 def test_relative_penalties_are_shares_of_the_loss_alone_in_any_order():
-    methods = [Penalize(hw.Output(), weight=hw.Relative(0.5)), Penalize(hw.CKA(), weight=hw.Relative(0.8))]
+    methods = [hw.Penalize(hw.Output(), weight=hw.Relative(0.5)), hw.Penalize(hw.CKA(), weight=hw.Relative(0.8))]
     added: list[torch.Tensor] = []
     strengths: list[list[object]] = []
-    for given in (methods[:1], methods[1:], methods, methods[::-1], [Penalize(hw.Position(), weight=3.0), *methods]):
+    for given in (methods[:1], methods[1:], methods, methods[::-1], [hw.Penalize(hw.Position(), weight=3.0), *methods]):
         model, optimizer, attached = start(*given)
         attached.attach(model, optimizer)
         loss = model(**collate(make_rows(4))).loss
-        added.append(attached.add_penalty(loss) - loss)
-        relative = [penalty.relative for penalty in attached.penalties]
+        added.append(attached.loss(loss) - loss)
+        relative = [penalty.relative for penalty in attached.of(hw.Disagreement)]
         strengths.append([one.state_dict()["logarithms"] for one in relative if one is not None])
     first, second = strengths[0] + strengths[1]
     assert strengths[2:] == [[first, second], [second, first], [first, second]]
@@ -115,52 +112,54 @@ def test_relative_penalties_are_shares_of_the_loss_alone_in_any_order():
 
 
 def test_a_weight_of_zero_is_measured_and_leaves_the_loss_alone():
-    model, optimizer, attached = start(Penalize(hw.Output(), weight=0.0))
+    model, optimizer, attached = start(hw.Penalize(hw.Output(), weight=0.0))
     attached.attach(model, optimizer)
     loss = model(**collate(make_rows(2))).loss
-    assert attached.add_penalty(loss) is loss
-    assert attached.read_metrics()["similarity"] > 0.0
+    assert attached.loss(loss) is loss
+    assert attached.stats()["similarity"] > 0.0
 
 
 def test_nothing_measured_is_nothing_logged():
     model, optimizer, attached = start(PENALTY, NOISY)
-    assert attached.read_metrics() == {}
+    assert attached.stats() == {}
     attached.attach(model, optimizer)
-    assert attached.read_metrics() == {}
+    assert attached.stats() == {}
     take_steps(model, optimizer, attached, 0, 1)
-    assert set(attached.read_metrics()) == {"penalty", "similarity", "force_ratio"}
+    assert set(attached.stats()) == {"penalty", "similarity", "force_ratio"}
 
 
 def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
     model, optimizer, attached = start(PENALTY)
-    assert str(attached).endswith("not attached yet")
-    with pytest.raises(hw.NotFired, match="the penalty is attached to no model; call attach"):
-        attached.add_penalty(torch.zeros(()))
+    assert str(attached).endswith("not attached yet)")
+    with pytest.raises(hw.NotFired, match="the methods are attached to no model; call attach"):
+        attached.loss(torch.zeros(()))
     attached.attach(model, optimizer)
     assert "on 2 sites (self 1)" in str(attached)
     model(**collate(make_rows(2)))
     attached.detach()
-    with pytest.raises(hw.NotFired, match="the penalty is attached to no model; call attach"):
-        attached.add_penalty(torch.zeros(()))
+    with pytest.raises(hw.NotFired, match="the methods are attached to no model; call attach"):
+        attached.loss(torch.zeros(()))
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("method", [Repel(hw.SVGD(), layers=(7,)), Penalize(hw.Output(), weight=0.1, layers=(7,))])
+@pytest.mark.parametrize(
+    "method", [hw.Repel(hw.SVGD(), layers=(7,)), hw.Penalize(hw.Output(), weight=0.1, layers=(7,))]
+)
 def test_methods_of_which_one_cannot_be_attached_leave_nothing_behind(method):
     model, optimizer, attached = start(PENALTY, NOISY, method)
     with pytest.raises(hw.LayoutError, match="7"):
         attached.attach(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert (attached.penalties, attached.repulsions) == ((), ())
+    assert (attached.of(hw.Disagreement), attached.of(hw.Repulsion)) == ((), ())
 
 
 def test_aggregators_of_which_one_cannot_be_put_in_leave_the_model_as_it_was():
-    attached = Attached([Aggregate(hw.Trunk(), layers=(0,)), Aggregate(hw.Trunk(), layers=(7,))])
+    attached = hw.Attached([hw.Aggregate(hw.Trunk(), layers=(0,)), hw.Aggregate(hw.Trunk(), layers=(7,))])
     model = build_bert()
     before = [type(module) for module in model.modules()]
     with pytest.raises(hw.LayoutError, match="7"):
-        attached.aggregate(model)
+        attached.build(model)
     assert [type(module) for module in model.modules()] == before
 
 
@@ -193,21 +192,21 @@ def test_a_penalty_on_what_a_cached_loss_computes_later_is_refused_and_one_on_pa
     plain, _, _ = start()
     compute_cached(plain, rows, 2).backward()
     for term in (hw.CKA(), hw.Position(recompute=True), hw.Subspace()):
-        model, optimizer, attached = start(Penalize(term, weight=0.3))
+        model, optimizer, attached = start(hw.Penalize(term, weight=0.3))
         attached.attach(model, optimizer)
         for _ in range(2):
             with pytest.raises(hw.NotFired, match=r"without gradients for this loss.*GradCache.*without a cache"):
-                attached.add_penalty(compute_cached(model, rows, 2))
+                attached.loss(compute_cached(model, rows, 2))
         # the next loss that is none is penalized as ever
         loss = model(**collate(rows)).loss
-        assert attached.add_penalty(loss) > loss
+        assert attached.loss(loss) > loss
         alone = hw.Disagreement(hw.find_heads(model), term)
         cached = compute_cached(model, rows, 2)
         with pytest.raises(hw.NotFired, match="GradCache"):
-            alone.add_to(cached)
-    model, optimizer, attached = start(Penalize(hw.SpanOverlap(), weight=0.3))
+            alone.loss(cached)
+    model, optimizer, attached = start(hw.Penalize(hw.SpanOverlap(), weight=0.3))
     attached.attach(model, optimizer)
-    attached.add_penalty(compute_cached(model, rows, 2)).backward()
+    attached.loss(compute_cached(model, rows, 2)).backward()
     (0.3 * hw.Disagreement(hw.find_heads(plain), hw.SpanOverlap())()).backward()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         if one.grad is not None:

@@ -14,7 +14,7 @@ from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKEND
 from transformers.trainer_utils import HPSearchBackend
 
 import headwise as hw
-from headwise.integrations import Penalize, huggingface
+from headwise.integrations import huggingface
 from integrations.huggingface_trainers import CountsItems, InOrder, build_trainer, custom_loss, new_bert
 from integrations.loops import (
     ACCUMULATED,
@@ -119,7 +119,7 @@ def test_each_trial_of_a_hyperparameter_search_is_repelled_penalized_and_routed(
     models, attached = [], []
 
     def build():
-        attached.extend(callback.attached.penalties if callback else ())
+        attached.extend(callback.attached.of(hw.Disagreement) if callback else ())
         return build_bert()
 
     callback = None
@@ -129,8 +129,8 @@ def test_each_trial_of_a_hyperparameter_search_is_repelled_penalized_and_routed(
     class Keep(TrainerCallback):
         def on_train_end(self, _args, state, _control, model=None, optimizer=None, **_):
             models.append(model)
-            (repulsion,), (penalty,) = callback.attached.repulsions, callback.attached.penalties
-            repulsion.verify(optimizer)
+            (repulsion,), (penalty,) = callback.attached.of(hw.Repulsion), callback.attached.of(hw.Disagreement)
+            repulsion.check(optimizer)
             assert repulsion.steps == UPDATES == state.global_step
             assert repulsion.heads.model is penalty.heads.model is model
             assert type(model.bert.encoder.layer[1].attention.output.dense).__name__ == "SimpleAggregator"
@@ -153,7 +153,7 @@ def test_each_trial_of_a_hyperparameter_search_is_repelled_penalized_and_routed(
 
 def test_repel_by_hand_before_a_model_init_is_said(tmp_path):
     trainer = build_trainer(tmp_path, model_init=new_bert)
-    handle = hw.repel(trainer.create_optimizer(), hw.find_heads(trainer.model).layer(0), FIXED.rule)
+    handle = hw.repel(hw.find_heads(trainer.model).layer(0), FIXED.rule, trainer.create_optimizer())
     assert handle.steps == 0
     del handle
     with pytest.warns(UserWarning, match="called on an SGD that never took a step"):
@@ -166,9 +166,9 @@ def test_a_second_training_keeps_the_handles_of_a_model_that_is_trained_on(tmp_p
     trainer = build_trainer(tmp_path, model_init=new_bert if built_anew else None)
     callback = huggingface.attach(trainer, PENALTY, NOISY)
     trainer.train()
-    callback.attached.repulsions[0].strength = 0.5
+    callback.attached.of(hw.Repulsion)[0].strength = 0.5
     trainer.train()
-    (repulsion,) = callback.attached.repulsions
+    (repulsion,) = callback.attached.of(hw.Repulsion)
     assert (repulsion.steps, repulsion.strength) == ((UPDATES, 1.0) if built_anew else (2 * UPDATES, 0.5))
 
 
@@ -271,7 +271,7 @@ def test_the_log_of_the_loss_holds_penalty_similarity_and_force_ratio_and_that_o
     for entry in training:
         assert entry["penalty"] == pytest.approx(PENALTY.weight * entry["similarity"])
         assert 0.0 < entry["similarity"] < 1.5
-    forces = callback.attached.repulsions[0].last
+    forces = callback.attached.of(hw.Repulsion)[0].last
     assert training[-1]["force_ratio"] == pytest.approx(
         float(forces.repulsion_norm.norm() / forces.driving_norm.norm())
     )
@@ -283,7 +283,7 @@ def test_the_log_of_the_loss_holds_penalty_similarity_and_force_ratio_and_that_o
 
 def test_a_weight_of_zero_measures_and_changes_nothing(tmp_path):
     measured = build_trainer(tmp_path, logging_strategy="steps", logging_steps=1)
-    huggingface.attach(measured, Penalize(hw.Output(), weight=0.0))
+    huggingface.attach(measured, hw.Penalize(hw.Output(), weight=0.0))
     measured.train()
     plain = build_trainer(tmp_path)
     plain.train()
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path):
         huggingface.attach(trainer.model, PENALTY)
     with pytest.raises(hw.SettingError, match="was given no method"):
         huggingface.attach(trainer)
-    with pytest.raises(hw.SettingError, match=r"Output\(\) is no method; expected Aggregate"):
+    with pytest.raises(hw.SettingError, match=r"Output\(\) is no method; expected hw.Repel"):
         huggingface.attach(trainer, hw.Output())
     huggingface.attach(trainer, PENALTY)
     with pytest.raises(hw.SettingError, match="has methods already"):

@@ -18,7 +18,6 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import headwise as hw
-from headwise.integrations import Penalize
 from headwise.integrations.lightning import HeadwiseCallback
 from integrations.loops import (
     ACCUMULATED,
@@ -81,7 +80,7 @@ class ByHand(Classifier):
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)["loss"]
         optimizer = self.optimizers()
-        self.manual_backward(loss if self.callback is None else self.callback.attached.add_penalty(loss))
+        self.manual_backward(loss if self.callback is None else self.callback.attached.loss(loss))
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -138,7 +137,7 @@ def test_penalty_similarity_and_force_ratio_are_in_the_trainers_log(tmp_path):
     callback = HeadwiseCallback(PENALTY, FIXED)
     trainer = build_trainer(tmp_path, callback, logger=logger, log_every_n_steps=1)
     trainer.fit(Classifier(), rows(), rows())
-    forces = callback.attached.repulsions[0].last
+    forces = callback.attached.of(hw.Repulsion)[0].last
     assert float(trainer.callback_metrics["force_ratio"]) == pytest.approx(
         float(forces.repulsion_norm.norm() / forces.driving_norm.norm())
     )
@@ -158,7 +157,7 @@ def test_a_resumed_fit_ends_at_the_bits_of_the_uninterrupted_one(tmp_path):
         class Schedule(lightning.Callback):
             def on_train_start(self, *_):
                 if strength is not None:
-                    callback.attached.repulsions[0].strength = strength
+                    callback.attached.of(hw.Repulsion)[0].strength = strength
 
         saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
         settings = {"enable_checkpointing": True, "max_epochs": 2}
@@ -171,7 +170,7 @@ def test_a_resumed_fit_ends_at_the_bits_of_the_uninterrupted_one(tmp_path):
     assert_same(whole, resumed)
     assert type(resumed.network.bert.encoder.layer[1].attention.output.dense).__name__ == "SimpleAggregator"
     assert first.attached.steps == second.attached.steps == 2 * UPDATES
-    assert second.attached.repulsions[0].strength == 0.5
+    assert second.attached.of(hw.Repulsion)[0].strength == 0.5
     # a callback that served another model goes on from the checkpoint, too
     third, _ = fit(tmp_path / f"step={UPDATES}.ckpt", callback=first)
     assert_same(whole, third)
@@ -185,7 +184,7 @@ def test_another_fit_attaches_again_to_new_optimizers_and_to_a_new_model(tmp_pat
     other = Classifier()
     build_trainer(tmp_path, callback).fit(other, rows())
     assert callback.attached.steps == UPDATES
-    assert callback.attached.penalties[0].heads.model is other
+    assert callback.attached.of(hw.Disagreement)[0].heads.model is other
     assert type(other.network.bert.encoder.layer[1].attention.output.dense).__name__ == "SimpleAggregator"
 
 
@@ -244,7 +243,7 @@ class Skips(Classifier):
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None")
 def test_a_batch_that_is_left_out_does_not_enter_the_next_penalty(tmp_path):
     module = Skips()
-    build_trainer(tmp_path, HeadwiseCallback(Penalize(hw.Output(), weight=0.1))).fit(module, rows())
+    build_trainer(tmp_path, HeadwiseCallback(hw.Penalize(hw.Output(), weight=0.1))).fit(module, rows())
     assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
 
@@ -274,9 +273,11 @@ def test_mixed_precision_is_trained_also_over_a_step_that_overflows(tmp_path, pr
 
 
 def test_heads_are_found_where_the_module_says(tmp_path):
-    callback = HeadwiseCallback(Penalize(hw.Output()), find=lambda module: hw.find_heads(module.network.bert).layer(1))
+    callback = HeadwiseCallback(
+        hw.Penalize(hw.Output()), find=lambda module: hw.find_heads(module.network.bert).layer(1)
+    )
     build_trainer(tmp_path, callback).fit(Classifier(), rows())
-    assert [site.name for site in callback.attached.penalties[0].heads] == ["encoder.layer.1.attention.self"]
+    assert [site.name for site in callback.attached.of(hw.Disagreement)[0].heads] == ["encoder.layer.1.attention.self"]
 
 
 def test_nothing_given_and_a_missing_lightning_are_said_in_a_sentence(monkeypatch):

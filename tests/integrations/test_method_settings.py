@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.integrations import Aggregate, Penalize, Repel
 
 
 def transformer() -> nn.Transformer:
@@ -18,8 +17,8 @@ def transformer() -> nn.Transformer:
 def test_a_rule_acts_on_layers_of_each_kind_and_on_projections():
     model = transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    method = Repel(hw.SVGD(), layers=(1,), kinds=("self", "cross"), projections=("query", "value"))
-    handle = method.attach(optimizer, hw.find_heads(model), seed=7)
+    method = hw.Repel(hw.SVGD(), layers=(1,), kinds=("self", "cross"), projections=("query", "value"))
+    handle = method.attach(hw.find_heads(model), optimizer, seed=7)
     assert [group.name for group in handle.groups] == [
         f"{site} {projection}"
         for site in ("encoder.layers.1.self_attn", "decoder.layers.1.multihead_attn")
@@ -31,7 +30,7 @@ def test_a_rule_acts_on_layers_of_each_kind_and_on_projections():
 def test_a_penalty_is_the_disagreement_of_the_same_heads_with_the_same_weights():
     model = transformer()
     heads = hw.find_heads(model)
-    method = Penalize(hw.Output(), weight=0.3, kind_weights=(1.0, 0.25, 0.5), layers=(0,))
+    method = hw.Penalize(hw.Output(), weight=0.3, kind_weights=(1.0, 0.25, 0.5), layers=(0,))
     penalty = method.attach(heads)
     chosen = [heads.kind(kind).layer(0) for kind in ("self", "decoder", "cross")]
     apart = [hw.Disagreement(one, hw.Output()) for one in chosen]
@@ -42,28 +41,28 @@ def test_a_penalty_is_the_disagreement_of_the_same_heads_with_the_same_weights()
 
 def test_aggregators_are_put_into_the_layers_that_are_named():
     model = transformer()
-    aggregation = Aggregate(hw.Gate(), layers=(0,), kinds=("self",)).attach(hw.find_heads(model))
+    aggregation = hw.Aggregate(hw.Gate(), layers=(0,), kinds=("self",)).attach(hw.find_heads(model))
     assert [place.name for place in aggregation.replaced] == ["encoder.layers.0.self_attn"]
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Repel(hw.SVGD), r"rule is <class .*SVGD.*expected a particle rule such as hw\.SVGD\(alpha=0\.01\)"),
-        (lambda: Repel(hw.SVGD(), layers=0), r"layers is 0; expected a tuple such as \(0, 1\), or None for all"),
-        (lambda: Repel(hw.SVGD(), layers=(-1,)), r"layers is -1; expected an integer of at least 0"),
-        (lambda: Repel(hw.SVGD(), kinds="self"), r"kinds is 'self'; expected a tuple such as \('self',\)"),
-        (lambda: Repel(hw.SVGD(), projections="query"), r"projections is 'query'; expected a tuple"),
-        (lambda: Repel(hw.SVGD(), projections=("key", "values")), r"projections is 'values'"),
-        (lambda: Penalize(hw.SVGD()), r"term is SVGD.*expected .*Output\(\)"),
-        (lambda: Penalize(hw.Output(), weight=float("nan")), r"penalty_weight is nan"),
+        (lambda: hw.Repel(hw.SVGD), r"rule is <class .*SVGD.*expected a particle rule such as hw\.SVGD\(alpha=0\.01\)"),
+        (lambda: hw.Repel(hw.SVGD(), layers=0), r"layers is 0; expected a tuple such as \(0, 1\), or None for all"),
+        (lambda: hw.Repel(hw.SVGD(), layers=(-1,)), r"layers is -1; expected an integer of at least 0"),
+        (lambda: hw.Repel(hw.SVGD(), kinds="self"), r"kinds is 'self'; expected a tuple such as \('self',\)"),
+        (lambda: hw.Repel(hw.SVGD(), projections="query"), r"projections is 'query'; expected a tuple"),
+        (lambda: hw.Repel(hw.SVGD(), projections=("key", "values")), r"projections is 'values'"),
+        (lambda: hw.Penalize(hw.SVGD()), r"term is SVGD.*expected .*Output\(\)"),
+        (lambda: hw.Penalize(hw.Output(), weight=float("nan")), r"penalty_weight is nan"),
         (
-            lambda: Penalize(hw.Output(), kind_weights=(1.0, 2.0)),
+            lambda: hw.Penalize(hw.Output(), kind_weights=(1.0, 2.0)),
             r"kind_weights is \(1\.0, 2\.0\); expected one number",
         ),
-        (lambda: Penalize(hw.Output(), kinds=("selfish",)), r"kinds is 'selfish'"),
-        (lambda: Aggregate(hw.Output()), r"Output"),
-        (lambda: Aggregate(hw.Gate(), layers=[0]), r"layers is \[0\]; expected a tuple"),
+        (lambda: hw.Penalize(hw.Output(), kinds=("selfish",)), r"kinds is 'selfish'"),
+        (lambda: hw.Aggregate(hw.Output()), r"Output"),
+        (lambda: hw.Aggregate(hw.Gate(), layers=[0]), r"layers is \[0\]; expected a tuple"),
     ],
 )
 def test_a_wrong_setting_is_refused_when_it_is_made(build, message: str):

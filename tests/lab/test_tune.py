@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from headwise.errors import DataError, HeadwiseError, SettingError
-from headwise.integrations.methods import Repel
+from headwise.repulsion.repel import Repel
 from headwise_lab.compare import Comparison, plan_runs
 from headwise_lab.experiment.arm import named_arms
 from headwise_lab.experiment.arm_text import list_settings, parse_arm, restore_arm

@@ -75,7 +75,7 @@ def taps(*reads: str, beside: bool = False) -> Method:
 @contextmanager
 def repelled(heads: hw.Heads, _call: Call) -> Iterator[None]:
     optimizer = torch.optim.SGD(heads.model.parameters(), lr=0.1)
-    repulsion = hw.repel(optimizer, heads, hw.SVGD())
+    repulsion = hw.repel(heads, hw.SVGD(), optimizer)
     yield
     repulsion.remove()
 

@@ -125,7 +125,7 @@ class Sandbox:
         """Parameters after two steps of an optimizer under repulsion."""
         model, heads = self.open()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with hw.repel(optimizer, heads, rule):
+        with hw.repel(heads, rule, optimizer):
             for _ in range(2):
                 optimizer.zero_grad()
                 self.loss(model).backward()

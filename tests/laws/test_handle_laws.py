@@ -27,7 +27,7 @@ from heads.calling import CallingAttention
 from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from heads.forwards import results, without_dropout
-from headwise.heads.mixing import pair_decoder_heads
+from headwise.heads.scores.mixing import pair_decoder_heads
 from roles.guided import square
 
 pytestmark = [
@@ -81,7 +81,7 @@ def bias(site: hw.Site, call: hw.ScoreCall) -> Tensor:
 
 
 def repelled(heads: hw.Heads) -> Any:
-    return hw.repel(torch.optim.SGD(heads.model.parameters(), lr=0.1), heads, hw.SVGD())
+    return hw.repel(heads, hw.SVGD(), torch.optim.SGD(heads.model.parameters(), lr=0.1))
 
 
 def in_blocks(heads: hw.Heads) -> Any:
@@ -534,7 +534,7 @@ def test_every_handle_is_used_alike(what: str):
     model, handle = attach()
     assert handle.attached is True
     with pytest.raises(hw.NotFired):
-        handle.verify()
+        handle.check()
     with pytest.raises(hw.NotFired), handle as entered:
         assert entered is handle
     assert handle.attached is False
@@ -543,7 +543,7 @@ def test_every_handle_is_used_alike(what: str):
     model, handle = attach()
     with handle:
         act(model, handle, attachment)
-        handle.verify()
+        handle.check()
     handle.remove()
     # one that failed, and one in which it was removed
     model, handle = attach()
@@ -560,7 +560,7 @@ def test_every_handle_is_used_alike(what: str):
     assert twin.attached is False
     twin.remove()
     act(model, handle, attachment)
-    handle.verify()
+    handle.check()
 
 
 def test_heads_that_nothing_repels_any_more_leave_no_object_behind():
@@ -572,7 +572,7 @@ def test_heads_that_nothing_repels_any_more_leave_no_object_behind():
     def drop(rule: Any, stepped: bool, removed: bool) -> None:
         model = encoder()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = hw.repel(optimizer, hw.find_heads(model), rule)
+        handle = hw.repel(hw.find_heads(model), rule, optimizer)
         model.train()
         model(**draw_inputs(1)).square().mean().backward()
         if stepped:

@@ -18,7 +18,6 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConf
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
-from headwise.integrations import Aggregate, Penalize, Repel
 from headwise.integrations.accelerate import attach
 from headwise.testing import check_rule
 from laws.remedies import Remedies
@@ -113,7 +112,7 @@ def equal_heads() -> Iterator[Callable[[], Any]]:
         for part in heads.slices():
             view = part.view(part.parameter)
             view.copy_(view[:1].expand_as(view).clone())
-    yield lambda: hw.repel(sgd(model), heads, hw.SVGD())
+    yield lambda: hw.repel(heads, hw.SVGD(), sgd(model))
     hw.jitter(heads, scale=1e-3)
 
 
@@ -121,8 +120,8 @@ def equal_heads() -> Iterator[Callable[[], Any]]:
 def repelled_twice() -> Iterator[Callable[[], Any]]:
     model = encoder()
     optimizer = sgd(model)
-    earlier = hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
-    yield lambda: hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+    earlier = hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
+    yield lambda: hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
     earlier.remove()
 
 
@@ -130,11 +129,11 @@ def repelled_twice() -> Iterator[Callable[[], Any]]:
 def replaced_parameters() -> Iterator[Callable[[], Any]]:
     model = encoder()
     optimizer = sgd(model)
-    hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+    hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     yield lambda: step(model, optimizer)
     optimizer = sgd(model)
-    hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+    hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
     yield lambda: step(model, optimizer)
 
 
@@ -142,12 +141,12 @@ def replaced_parameters() -> Iterator[Callable[[], Any]]:
 def changed_groups() -> Iterator[Callable[[], Any]]:
     model = encoder()
     optimizer = sgd(model)
-    repulsion = hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+    repulsion = hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
     optimizer.param_groups[0]["params"] = []
     yield lambda: step(model, optimizer)
     repulsion.remove()
     optimizer = sgd(model)
-    hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+    hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
     yield lambda: step(model, optimizer)
 
 
@@ -156,7 +155,7 @@ def adapters_repelled_late() -> Iterator[Callable[[], Any]]:
     model = with_lora(llama(), ["q_proj"], init_lora_weights=False)
     optimizer = sgd(model)
     model(ids)[0].square().mean().backward()
-    hw.repel(optimizer, hw.find_heads(model).projection("query"), hw.SVGD())
+    hw.repel(hw.find_heads(model).projection("query"), hw.SVGD(), optimizer)
     yield optimizer.step
     optimizer.zero_grad()
     yield lambda: step(model, optimizer, ids)
@@ -174,7 +173,7 @@ def jitter_under_adapters() -> Iterator[Callable[[], Any]]:
 def no_gradient() -> Iterator[Callable[[], Any]]:
     model = encoder()
     optimizer = sgd(model)
-    hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+    hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
     yield optimizer.step
     yield lambda: step(model, optimizer)
 
@@ -183,10 +182,10 @@ def no_gradient() -> Iterator[Callable[[], Any]]:
 def removed_repulsion() -> Iterator[Callable[[], Any]]:
     model = encoder()
     optimizer = sgd(model)
-    repulsion = hw.repel(optimizer, hw.find_heads(model), hw.SVGD(), when="manual")
+    repulsion = hw.repel(hw.find_heads(model), hw.SVGD(), optimizer, when="manual")
     repulsion.remove()
     yield repulsion.apply
-    again = hw.repel(optimizer, hw.find_heads(model), hw.SVGD(), when="manual")
+    again = hw.repel(hw.find_heads(model), hw.SVGD(), optimizer, when="manual")
     model(x).mean().backward()
     yield again.apply
 
@@ -197,7 +196,7 @@ def spans_as_particles() -> Iterator[Callable[[], Any]]:
     yield lambda: check_rule(hw.SpanSVGD())
     model = encoder()
     optimizer = sgd(model)
-    hw.repel(optimizer, hw.find_heads(model), hw.SpanSVGD())
+    hw.repel(hw.find_heads(model), hw.SpanSVGD(), optimizer)
     assert particles.shape == (3, 4)
     yield lambda: (check_rule(hw.SVGD()), step(model, optimizer))
 
@@ -484,9 +483,9 @@ def routing_inside_of_adapters() -> Iterator[Callable[[], Any]]:
 def aggregators_in_a_loop() -> Iterator[Callable[[], Any]]:
     model, accelerator = encoder(), Accelerator(cpu=True)
     optimizer = sgd(model)
-    yield lambda: attach(accelerator, model, optimizer, Aggregate(hw.Trunk()))
+    yield lambda: attach(accelerator, model, optimizer, hw.Aggregate(hw.Trunk()))
     hw.aggregate(hw.find_heads(model), hw.Trunk())
-    yield lambda: attach(accelerator, model, sgd(model), Penalize(hw.Output()), Repel(hw.SVGD()))
+    yield lambda: attach(accelerator, model, sgd(model), hw.Penalize(hw.Output()), hw.Repel(hw.SVGD()))
 
 
 @after("is gated and computed no queries before its output projection was called.* gate the heads again")
@@ -519,7 +518,7 @@ def dropping_in_evaluation() -> Iterator[Callable[[], Any]]:
     model = encoder().eval()
     dropping = hw.drop_heads(hw.find_heads(model), 0.5)
     model(x)
-    yield dropping.verify
+    yield dropping.check
     model.train()
     model(x)
 

@@ -148,7 +148,7 @@ def test_every_rule_moves_the_rows_and_leaves_the_shared_matrix(rule):
 
     found, (states, padding) = model(), batch()
     optimizer = torch.optim.SGD(found.parameters(), lr=0.1)
-    repulsion = hw.repel(optimizer, hw.find_heads(found), rule, when="manual")
+    repulsion = hw.repel(hw.find_heads(found), rule, optimizer, when="manual")
     found(states, padding).square().sum().backward()
     shared = found.attention.hidden.weight.grad.clone()
     wanted = update(rule, found.attention.score.weight, found.attention.score.weight.grad).gradient
@@ -164,7 +164,7 @@ def test_rules_with_noise_step(rule):
     found, (states, padding) = model(), batch()
     before = found.attention.score.weight.detach().clone()
     optimizer = torch.optim.SGD(found.parameters(), lr=0.1)
-    hw.repel(optimizer, hw.find_heads(found), rule, seed=3)
+    hw.repel(hw.find_heads(found), rule, optimizer, seed=3)
     found(states, padding).square().sum().backward()
     optimizer.step()
     assert found.attention.score.weight.isfinite().all()
@@ -174,7 +174,7 @@ def test_rules_with_noise_step(rule):
 def test_keys_alone_cannot_be_repelled():
     found = model()
     with pytest.raises(hw.LayoutError, match=r"heads.projection\('query'\)"):
-        hw.repel(torch.optim.SGD(found.parameters(), lr=0.1), hw.find_heads(found).projection("key"), hw.SVGD())
+        hw.repel(hw.find_heads(found).projection("key"), hw.SVGD(), torch.optim.SGD(found.parameters(), lr=0.1))
 
 
 def test_a_removed_head_adds_nothing():

@@ -67,11 +67,11 @@ def trained(loop: Loop, how: str, dtype: torch.dtype = torch.float64, rule: Rule
 
     def repel(optimizer: Optimizer | list[Optimizer]) -> None:
         if how == "repelled":
-            made.append(hw.repel(optimizer, hw.find_heads(model), rule))
+            made.append(hw.repel(hw.find_heads(model), rule, optimizer))
 
     loop(model, repel, lambda: repel_by_hand(model, rule) if how == "by hand" else None)
     for handle in made:
-        handle.verify()
+        handle.check()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 

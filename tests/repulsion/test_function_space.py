@@ -24,7 +24,7 @@ def attention(seed: int = 0) -> hw.nn.MultiheadAttention:
 def stepped(model: nn.Module, rule: object, gradient: float = 0.0) -> dict[str, Tensor]:
     """The gradients that a rule leaves of one that is `gradient` everywhere."""
     heads = hw.find_heads(model)
-    repulsion = hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, rule, when="manual")
+    repulsion = hw.repel(heads, rule, torch.optim.SGD(model.parameters(), lr=0.1), when="manual")
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, gradient)
     repulsion.apply()
@@ -116,7 +116,7 @@ def test_a_relative_strength_holds_in_each_space_and_strength_scales_it():
     model = attention()
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    repulsion = hw.repel(optimizer, heads, FunctionSVGD(alpha=hw.Relative(0.4)), when="manual")
+    repulsion = hw.repel(heads, FunctionSVGD(alpha=hw.Relative(0.4)), optimizer, when="manual")
     repulsion.strength = 0.5
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     model(x, x, x)[0].square().sum().backward()
@@ -180,9 +180,9 @@ def test_what_makes_no_product_is_refused():
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(hw.LayoutError, match="make no product; select query and key"):
-        hw.repel(optimizer, heads.projection("key"), FunctionSVGD())
+        hw.repel(heads.projection("key"), FunctionSVGD(), optimizer)
     with pytest.raises(hw.SettingError, match="leave joint out"):
-        hw.repel(optimizer, heads, FunctionSVGD(), joint=True)
+        hw.repel(heads, FunctionSVGD(), optimizer, joint=True)
     with pytest.raises(hw.SettingError, match=r"alpha"):
         FunctionSVGD(alpha=-1.0)
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("query", "key"))] == ["query-key"]
@@ -201,7 +201,7 @@ def test_grouped_queries_are_refused():
     )
     model = transformers.LlamaModel(config)
     with pytest.raises(hw.SettingError, match="4 query heads share 2 key/value heads"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), FunctionSVGD())
+        hw.repel(hw.find_heads(model), FunctionSVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_keys_of_another_size_than_queries_make_no_product():
@@ -211,8 +211,8 @@ def test_keys_of_another_size_than_queries_make_no_product():
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(hw.SettingError, match=r"a query head has 6 features and a key head 5 .*projection\('value'\)"):
-        hw.repel(optimizer, heads, FunctionSVGD())
-    hw.repel(optimizer, heads.projection("value"), FunctionSVGD())
+        hw.repel(heads, FunctionSVGD(), optimizer)
+    hw.repel(heads.projection("value"), FunctionSVGD(), optimizer)
 
 
 def test_heads_divided_over_processes_are_refused(monkeypatch):

@@ -78,7 +78,7 @@ def test_repulsion_is_between_the_heads_that_were_selected(projection, grouping,
         expected[rows] = repelled(*own).reshape(len(rows), WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     chosen = heads.grouped(grouping) if grouping else heads
-    handle = hw.repel(optimizer, chosen, hw.SVGD(alpha=0.4, step_size=0.3))
+    handle = hw.repel(chosen, hw.SVGD(alpha=0.4, step_size=0.3), optimizer)
     handle.apply()
     torch.testing.assert_close(weight.grad, expected, rtol=1e-6, atol=1e-9)
     assert not torch.allclose(expected, 0.3 * gradient)
@@ -88,7 +88,7 @@ def test_each_group_of_query_heads_gets_noise_of_its_own(model):
     weight = model.layers[0].self_attn.q_proj.weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     heads = hw.find_heads(model).projection("query").grouped("within")
-    hw.repel(optimizer, heads, hw.SGLD(inverse_temperature=5.0, step_size=0.3))
+    hw.repel(heads, hw.SGLD(inverse_temperature=5.0, step_size=0.3), optimizer)
     backward(model)
     before = weight.grad.clone()
     optimizer.step()
@@ -110,12 +110,12 @@ def test_groups_join_with_their_keys_and_values(model):
     heads = hw.find_heads(model)
     rule = hw.SVGD(alpha=0.4, step_size=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hw.repel(optimizer, heads.grouped("across"), rule, joint=True).apply()
+    hw.repel(heads.grouped("across"), rule, optimizer, joint=True).apply()
     found = torch.cat([one.grad.reshape(GROUPS, -1) for one in weights], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     for chosen in (heads, heads.grouped("within")):
         with pytest.raises(hw.SettingError, match="6 query heads and 2 key/value heads cannot be joined"):
-            hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), chosen, rule, joint=True)
+            hw.repel(chosen, rule, torch.optim.SGD(model.parameters(), lr=0.0), joint=True)
 
 
 def test_groups_have_names_and_train_under_adapters_and_targets(model):
@@ -127,7 +127,7 @@ def test_groups_have_names_and_train_under_adapters_and_targets(model):
             nn.init.normal_(parameter, std=0.1)
     optimizer = torch.optim.SGD([one for one in adapted.parameters() if one.requires_grad], lr=0.1)
     heads = hw.find_heads(adapted).projection("query").grouped("within")
-    handle = hw.repel(optimizer, heads, hw.SVGD(alpha=hw.Target(2.5)))
+    handle = hw.repel(heads, hw.SVGD(alpha=hw.Target(2.5)), optimizer)
     for _ in range(2):
         adapted(input_ids=IDS, use_cache=False).last_hidden_state.square().sum().backward()
         optimizer.step()

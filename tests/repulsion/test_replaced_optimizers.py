@@ -38,7 +38,7 @@ def take_steps(model, optimizer, count: int) -> None:
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_optimizer_built_anew_over_the_same_model_is_said_at_its_second_step_and_once(steps_before: int):
     model, optimizer = build()
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     take_steps(model, optimizer, steps_before)
     rebuilt = AdamW(model.parameters(), lr=0.1)
     take_steps(model, rebuilt, 1)
@@ -52,7 +52,7 @@ def test_an_optimizer_built_anew_over_the_same_model_is_said_at_its_second_step_
 def test_a_model_and_optimizer_that_were_thrown_away_before_their_first_step_are_said_at_the_next_ones_step():
     # as Trainer(model_init=...) does with what trainer.create_optimizer() returned
     model, optimizer = build()
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     del model, optimizer
     gc.collect()
     with pytest.warns(UserWarning, match=NEVER_STEPPED) as said:
@@ -62,7 +62,7 @@ def test_a_model_and_optimizer_that_were_thrown_away_before_their_first_step_are
 
 def test_a_handle_that_is_kept_is_said_when_it_goes():
     model, optimizer = build()
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     take_steps(*build(), 3)  # until now this may be a model of its own
     assert handle.steps == 0
     del handle, model, optimizer
@@ -77,7 +77,7 @@ def build():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return layer, torch.optim.SGD(layer.parameters(), lr=0.1)
 model, optimizer = build()
-handle = hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+handle = hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
 other, others = build()
 other(torch.randn(2, 3, 8)).sum().backward()
 others.step()
@@ -103,35 +103,35 @@ class Outer(Optimizer):
 def rebuilt_and_attached_again() -> None:
     for _ in range(2):
         model, optimizer = build()
-        hw.repel(optimizer, hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, optimizer)
         gc.collect()
     take_steps(model, optimizer, 3)
 
 
 def a_plain_twin_is_trained_first() -> None:
     (model, optimizer), (twin, twins) = build(), build()
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     take_steps(twin, twins, 3)
     take_steps(model, optimizer, 3)
 
 
 def an_optimizer_around_the_one_attached_to() -> None:
     model, optimizer = build()
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     take_steps(model, Outer(optimizer), 3)
 
 
 def an_optimizer_inside_the_one_attached_to() -> None:
     model, optimizer = build()
     outer = Outer(optimizer)
-    hw.repel(outer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, outer)
     take_steps(model, outer, 3)
 
 
 def optimizers_that_take_turns() -> None:
     model, optimizer = build()
     other = SGD(model.parameters(), lr=0.01)
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     for _ in range(3):
         take_steps(model, optimizer, 1)
         take_steps(model, other, 1)
@@ -139,14 +139,14 @@ def optimizers_that_take_turns() -> None:
 
 def a_handle_that_was_removed() -> None:
     model, optimizer = build()
-    hw.repel(optimizer, hw.find_heads(model), RULE).remove()
+    hw.repel(hw.find_heads(model), RULE, optimizer).remove()
     take_steps(model, AdamW(model.parameters()), 3)
     take_steps(*build(), 3)
 
 
 def a_copy_of_the_handle() -> None:
     model, optimizer = build()
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     twin = copy.deepcopy((model, optimizer, handle))
     take_steps(model, optimizer, 1)
     del twin
@@ -156,7 +156,7 @@ def a_copy_of_the_handle() -> None:
 
 def another_model() -> None:
     model, optimizer = build()
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     del model, optimizer
     gc.collect()
     other = SeparateAttention(num_heads=3)
@@ -185,12 +185,12 @@ def test_nothing_is_said_of(loop):
 
 def test_torch_calls_nothing_of_headwise_once_no_repulsion_is_left():
     model, optimizer = build()
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     assert optimizers._look in hooks._global_optimizer_post_hooks.values()
     handle.remove()
     assert optimizers._look not in hooks._global_optimizer_post_hooks.values()
     model, optimizer = build()
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     take_steps(model, optimizer, 1)
     del model, optimizer
     gc.collect()

@@ -37,7 +37,7 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor], **tole
 def test_a_step_hands_the_optimizer_what_the_rule_says(rule, key_value_heads):
     model = model_with_gradients(key_value_heads=key_value_heads)
     expected = expected_gradients(model, rule)
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), rule)
+    handle = hw.repel(hw.find_heads(model), rule, torch.optim.SGD(model.parameters(), lr=0.0))
     handle._attachments[0].optimizer.step()
     assert_gradients(model, expected, rtol=2e-5, atol=2e-6)
     assert handle.steps == 1
@@ -49,7 +49,7 @@ def test_a_fused_weight_steps_exactly_like_its_per_head_twin():
     twins = [nn.Parameter(block.detach().clone().view(2, 4, 8)) for block in fused.in_proj_weight.chunk(3)]
     optimizer = torch.optim.AdamW([fused.in_proj_weight], lr=0.05)
     twin_optimizer = torch.optim.AdamW(twins, lr=0.05)
-    hw.repel(optimizer, hw.find_heads(fused), RULE)
+    hw.repel(hw.find_heads(fused), RULE, optimizer)
     for step in range(4):
         gradient = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
         fused.in_proj_weight.grad = gradient.clone()
@@ -69,20 +69,20 @@ def test_joint_particles_share_one_kernel():
     particles = torch.cat([s.view(s.parameter.detach()).flatten(1) for s in slices], 1).double()
     gradients = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slices], 1).double()
     forces = update(RULE, particles, gradients)
-    hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), heads, RULE, joint=True).apply()
+    hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.0), joint=True).apply()
     result = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slices], 1)
     torch.testing.assert_close(result.double(), forces.gradient, rtol=2e-5, atol=2e-6)
     grouped = SeparateAttention(key_value_heads=2)
     optimizer = torch.optim.SGD(grouped.parameters(), lr=0.1)
     with pytest.raises(hw.SettingError, match="4 query heads and 2 key/value heads cannot be joined"):
-        hw.repel(optimizer, hw.find_heads(grouped), RULE, joint=True)
+        hw.repel(hw.find_heads(grouped), RULE, optimizer, joint=True)
 
 
 def test_only_the_selected_projection_changes():
     model = model_with_gradients()
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     heads = hw.find_heads(model).projection("value")
-    hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), heads, RULE).apply()
+    hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.0)).apply()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p.grad, before[name])}
     assert changed == {"v_proj.weight"}
 
@@ -91,7 +91,7 @@ def test_one_head_beside_several_receives_its_scaled_gradient_and_that_is_told()
     model = model_with_gradients(key_value_heads=1)
     before = model.k_proj.weight.grad.clone()
     rule = hw.SVGD(step_size=0.3)
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), rule)
+    handle = hw.repel(hw.find_heads(model), rule, torch.optim.SGD(model.parameters(), lr=0.0))
     handle.apply()
     torch.testing.assert_close(model.k_proj.weight.grad, 0.3 * before)
     assert handle.last.equal.tolist() == [False, False, False]
@@ -107,7 +107,7 @@ def test_one_head_beside_several_receives_its_scaled_gradient_and_that_is_told()
 def test_half_precision_parameters_are_mixed_in_single_precision():
     model = model_with_gradients(dtype=torch.bfloat16)
     expected = expected_gradients(model, RULE)
-    hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE).apply()
+    hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.0)).apply()
     assert model.q_proj.weight.grad.dtype == torch.bfloat16
     assert_gradients(model, expected, rtol=2**-8, atol=1e-3)
 
@@ -115,7 +115,7 @@ def test_half_precision_parameters_are_mixed_in_single_precision():
 def test_apply_before_clipping_is_not_repeated_by_the_step_and_manual_insists_on_it():
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE, when="manual")
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer, when="manual")
     expected = expected_gradients(model, RULE)
     handle.apply()
     handle.apply()
@@ -130,7 +130,7 @@ def test_a_closure_is_wrapped_so_that_the_rule_sees_its_gradients():
     expected = expected_gradients(model, RULE)
     given = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
 
     def closure():
         for name, parameter in model.named_parameters():
@@ -151,13 +151,13 @@ def test_gradients_still_scaled_by_a_fused_optimizers_scaler_are_mixed_as_if_uns
     for parameter in model.parameters():
         parameter.grad *= scale
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     optimizer.grad_scale = scale
     handle._before_step(handle._attachments[0], scale=optimizer.grad_scale)
     assert untouched
     assert_gradients(model, expected, rtol=2e-5, atol=2e-3)
     plain = model_with_gradients()
-    other = hw.repel(torch.optim.SGD(plain.parameters(), lr=0.0), hw.find_heads(plain), RULE)
+    other = hw.repel(hw.find_heads(plain), RULE, torch.optim.SGD(plain.parameters(), lr=0.0))
     other.apply()
     torch.testing.assert_close(handle.last.driving_norm, other.last.driving_norm)
     torch.testing.assert_close(handle.last.repulsion_norm, other.last.repulsion_norm)
@@ -169,7 +169,7 @@ def test_a_real_grad_scaler_with_fused_adam_equals_no_scaler():
         torch.manual_seed(0)
         model = SeparateAttention()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        hw.repel(optimizer, hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, optimizer)
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
         for step in range(3):
             x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(step))
@@ -187,7 +187,7 @@ def test_a_gradient_that_is_not_finite_is_left_alone_and_reported(bad):
     expected = expected_gradients(model, RULE)
     model.k_proj.weight.grad[3, 2] = bad
     before = model.k_proj.weight.grad.clone()
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.0))
     handle.apply()
     torch.testing.assert_close(model.k_proj.weight.grad, before, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(model.q_proj.weight.grad.double(), expected["q_proj.weight"], rtol=2e-5, atol=2e-6)
@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_finite_is_left_alone_and_reported(bad):
 def test_heads_without_a_gradient_are_skipped_and_none_at_all_is_an_error():
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     model.k_proj.weight.grad = None
     handle.apply()
     assert handle.last.skipped == ("key",)
@@ -220,24 +220,24 @@ def test_equal_heads_are_refused_jitter_separates_them_and_later_collapse_is_tol
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     heads = hw.find_heads(model)
     with pytest.raises(hw.HeadwiseError, match=r"all 4 heads are equal.*hw\.jitter"):
-        hw.repel(optimizer, heads, RULE)
+        hw.repel(heads, RULE, optimizer)
     hw.jitter(heads, 1e-3, seed=4)
-    handle = hw.repel(optimizer, heads, RULE)
+    handle = hw.repel(heads, RULE, optimizer)
     optimizer.step()
-    handle.verify()
+    handle.check()
     assert (handle.last.repulsion_norm > 0).all()
     collapse()
     optimizer.step()
     assert handle.last.equal.all()
     assert torch.isfinite(model.q_proj.weight.grad).all()
     with pytest.raises(hw.HeadwiseError, match=r"query: all 4 heads are equal.*hw\.jitter"):
-        handle.verify()
+        handle.check()
 
 
 def test_strength_is_a_schedule_on_the_repulsion_alone():
     model = model_with_gradients()
     expected = expected_gradients(model, RULE, strength=2.5)
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.0))
     handle.strength = 2.5
     handle.apply()
     assert_gradients(model, expected, rtol=2e-5, atol=2e-6)
@@ -248,7 +248,7 @@ def test_the_reported_norms_are_those_of_the_forces():
     (head_slice, *_) = hw.find_heads(model).slices()
     particles = head_slice.view(head_slice.parameter.detach()).double().flatten(1)
     forces = update(RULE, particles, head_slice.view(head_slice.parameter.grad).double().flatten(1))
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.0))
     handle.apply()
     record = handle.last
     assert float(record.driving_norm[0]) == pytest.approx(float(forces.driving.norm()), rel=1e-5)
@@ -264,10 +264,10 @@ def test_parameters_the_optimizer_does_not_hold_are_refused_and_several_optimize
     heads = hw.find_heads(model)
     matrices = torch.optim.SGD([model.q_proj.weight, model.k_proj.weight], lr=0.0)
     with pytest.raises(hw.LayoutError, match="value: its parameters are not held by the optimizer"):
-        hw.repel(matrices, heads, RULE)
+        hw.repel(heads, RULE, matrices)
     expected = expected_gradients(model, RULE)
     rest = torch.optim.Adam([model.v_proj.weight], lr=0.0)
-    handle = hw.repel([matrices, rest], heads, RULE)
+    handle = hw.repel(heads, RULE, [matrices, rest])
     matrices.step()
     rest.step()
     assert_gradients(model, expected, rtol=2e-5, atol=2e-6)
@@ -277,14 +277,14 @@ def test_parameters_the_optimizer_does_not_hold_are_refused_and_several_optimize
 def test_a_removed_handle_and_its_model_can_be_freed():
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     handle.remove()
     watched = weakref.ref(handle)
     del handle
     gc.collect()
     assert watched() is None
     with pytest.raises(hw.NotFired, match="no optimizer step has been taken"):
-        _ = hw.repel(optimizer, hw.find_heads(model), RULE).last
+        _ = hw.repel(hw.find_heads(model), RULE, optimizer).last
 
 
 def test_columns_as_heads_are_mixed_without_a_copy():
@@ -301,7 +301,7 @@ def test_columns_as_heads_are_mixed_without_a_copy():
     particles = head_slice.view(owner.weight.detach()).flatten(1).double()
     gradients = head_slice.view(owner.weight.grad).flatten(1).double()
     expected = update(RULE, particles, gradients).gradient
-    handle = hw.repel(torch.optim.SGD(owner.parameters(), lr=0.0), Heads(owner, (site,)), RULE)
+    handle = hw.repel(Heads(owner, (site,)), RULE, torch.optim.SGD(owner.parameters(), lr=0.0))
     handle.apply()
     result = head_slice.view(owner.weight.grad).flatten(1).double()
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-6)
@@ -318,7 +318,7 @@ def test_near_heads_keep_their_repulsion_in_single_precision(far):
         head_slice.view(head_slice.parameter).copy_(particles_near_collapse(4, 60, seed=1)[name].view(4, 5, 12))
     head_slice.parameter.grad.zero_()
     expected = expected_gradients(model, hw.SVGD(alpha=0.7))["q_proj.weight"]
-    hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), hw.SVGD(alpha=0.7)).apply()
+    hw.repel(hw.find_heads(model), hw.SVGD(alpha=0.7), torch.optim.SGD(model.parameters(), lr=0.0)).apply()
     error = (head_slice.parameter.grad.double() - expected).abs().max() / expected.abs().max()
     # coefficients times the parameters themselves, in single precision, would be off by 4e-5
     assert error < 1e-6
@@ -330,14 +330,14 @@ def test_a_zero_head_is_refused_where_the_kernel_compares_directions():
         model.v_proj.weight[5:10] = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(hw.ShapeError, match=r"value: heads \[1\] of 4 are zero"):
-        hw.repel(optimizer, hw.find_heads(model), hw.SVGD(kernel=hw.NormalizedRBF()))
-    hw.repel(optimizer, hw.find_heads(model), hw.SVGD())
+        hw.repel(hw.find_heads(model), hw.SVGD(kernel=hw.NormalizedRBF()), optimizer)
+    hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
 
 
 def test_after_a_skipped_step_fresh_gradients_are_acted_on_again():
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE, when="manual")
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer, when="manual")
     handle.apply()
     optimizer.zero_grad()
     for parameter in model.parameters():
@@ -353,7 +353,7 @@ def test_tied_parameters_are_acted_on_once():
     second.q_proj.weight = first.q_proj.weight
     model = nn.ModuleList([first, second])
     expected = expected_gradients(first, RULE)["q_proj.weight"]
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.0), hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.0))
     handle.apply()
     assert len(handle.groups) == 5
     torch.testing.assert_close(first.q_proj.weight.grad.double(), expected, rtol=2e-5, atol=2e-6)
@@ -363,15 +363,15 @@ def test_two_models_in_one_optimizer_are_told_apart_and_one_model_found_twice_is
     models = nn.ModuleList([model_with_gradients(), model_with_gradients(seed=1)])
     optimizer = torch.optim.SGD(models.parameters(), lr=0.0)
     for model in models:
-        hw.repel(optimizer, hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, optimizer)
     with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
-        hw.repel(optimizer, hw.find_heads(models), RULE)
+        hw.repel(hw.find_heads(models), RULE, optimizer)
 
 
 def test_what_is_no_rule_and_an_optimizer_that_maximizes_are_refused():
     model = model_with_gradients()
     heads = hw.find_heads(model)
     with pytest.raises(hw.SettingError, match="expected a particle rule"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), heads, hw.SVGD)
+        hw.repel(heads, hw.SVGD, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(hw.SettingError, match="maximize=True"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), heads, RULE)
+        hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))

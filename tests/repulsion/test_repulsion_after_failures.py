@@ -111,7 +111,7 @@ def run_with_a_retry(rule, when: str, noise: str, *, failing: bool):
     model = SeparateAttention()
     optimizer = Flaky(model.parameters(), lr=RATE)
     optimizer.failures = int(failing)
-    handle = hw.repel(optimizer, hw.find_heads(model), rule, when=when, noise=noise, seed=5)
+    handle = hw.repel(hw.find_heads(model), rule, optimizer, when=when, noise=noise, seed=5)
     for step in range(2):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -165,7 +165,7 @@ def test_applied_gradients_of_a_skipped_step_make_way_for_those_of_the_next_back
         torch.manual_seed(0)
         model = SeparateAttention().double()
         optimizer = SGD(model.parameters(), lr=RATE)
-        handle = hw.repel(optimizer, hw.find_heads(model), RULE, when="manual") if how == "repelled" else None
+        handle = hw.repel(hw.find_heads(model), RULE, optimizer, when="manual") if how == "repelled" else None
         for step in range(3):
             loss_of(model, step).backward()
             repel_by_hand(model) if handle is None else handle.apply()
@@ -180,7 +180,7 @@ def test_applied_gradients_of_a_skipped_step_make_way_for_those_of_the_next_back
 def test_an_optimizer_that_is_dropped_is_freed_though_its_parameters_live_on():
     model = model_with_gradients()
     optimizer = AdamW(model.parameters(), lr=RATE)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     optimizer.step()
     watched = weakref.ref(optimizer)
     del optimizer, handle
@@ -191,7 +191,7 @@ def test_an_optimizer_that_is_dropped_is_freed_though_its_parameters_live_on():
 
 def test_removal_takes_the_hooks_off_the_parameters_too():
     model = model_with_gradients()
-    handle = hw.repel(SGD(model.parameters(), lr=RATE), hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, SGD(model.parameters(), lr=RATE))
     assert len(model.q_proj.weight._post_accumulate_grad_hooks) == 1
     handle.remove()
     assert not model.q_proj.weight._post_accumulate_grad_hooks

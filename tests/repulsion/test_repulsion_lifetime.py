@@ -22,9 +22,9 @@ def stepped(rule=RULE, **options):
     torch.manual_seed(0)
     model = SeparateAttention()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    handle = hw.repel(optimizer, hw.find_heads(model), rule, **options)
+    handle = hw.repel(hw.find_heads(model), rule, optimizer, **options)
     take_steps(model, optimizer, 0, 2)
-    handle.verify(optimizer)
+    handle.check(optimizer)
     return model, optimizer, handle
 
 
@@ -45,20 +45,20 @@ def test_a_copy_of_model_and_optimizer_is_not_repelled_and_that_is_told(copied):
     take_steps(twin, twins_optimizer, 2, 3)
     assert handle.steps == before
     with pytest.raises(hw.NotFired, match=r"copied or unpickled.*Call hw\.repel on the optimizer in use"):
-        handle.verify(twins_optimizer)
-    again = hw.repel(twins_optimizer, hw.find_heads(twin), RULE)
+        handle.check(twins_optimizer)
+    again = hw.repel(hw.find_heads(twin), RULE, twins_optimizer)
     take_steps(twin, twins_optimizer, 3, 4)
-    again.verify(twins_optimizer)
+    again.check(twins_optimizer)
 
 
 def test_a_copy_of_the_handle_tells_that_its_hooks_are_lost():
     model, optimizer, handle = stepped()
     *_, twin = copy.deepcopy((model, optimizer, handle))
     with pytest.raises(hw.NotFired, match="copied or unpickled"):
-        twin.verify()
+        twin.check()
     with pytest.raises(hw.NotFired, match="not attached to its optimizer anymore"):
         twin.apply()
-    handle.verify(optimizer)
+    handle.check(optimizer)
 
 
 def test_an_optimizer_built_again_is_told():
@@ -66,7 +66,7 @@ def test_an_optimizer_built_again_is_told():
     rebuilt = AdamW(model.parameters(), lr=0.01)
     take_steps(model, rebuilt, 2, 3)
     with pytest.raises(hw.NotFired, match="another optimizer was built"):
-        handle.verify(rebuilt)
+        handle.check(rebuilt)
 
 
 def test_a_new_rate_or_a_loaded_state_does_not_take_the_hook_away():
@@ -77,7 +77,7 @@ def test_a_new_rate_or_a_loaded_state_does_not_take_the_hook_away():
     optimizer.param_groups[0]["lr"] = 0.5
     take_steps(model, optimizer, 2, 4)
     assert handle.steps == 4
-    handle.verify(optimizer)
+    handle.check(optimizer)
 
 
 @pytest.mark.parametrize("call", ["step", "apply", "verify"])
@@ -86,7 +86,7 @@ def test_a_replaced_parameter_is_told_instead_of_acting_on_a_stale_one(call):
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     optimizer.zero_grad()
     loss_of(model, 2).backward()
-    act = {"step": optimizer.step, "apply": handle.apply, "verify": handle.verify}[call]
+    act = {"step": optimizer.step, "apply": handle.apply, "verify": handle.check}[call]
     with pytest.raises(hw.LayoutError, match=r"q_proj\.weight is another tensor than when hw\.repel was called"):
         act()
 
@@ -105,7 +105,7 @@ def test_heads_frozen_later_stay_where_they_are(set_to_none):
     torch.manual_seed(0)
     model = SeparateAttention()
     optimizer = SGD(model.parameters(), lr=0.1)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     take_steps(model, optimizer, 0, 2)
     model.k_proj.weight.requires_grad_(False)
     frozen, free = model.k_proj.weight.clone(), model.q_proj.weight.detach().clone()
@@ -115,7 +115,7 @@ def test_heads_frozen_later_stay_where_they_are(set_to_none):
     assert torch.equal(model.k_proj.weight, frozen)
     assert not torch.equal(model.q_proj.weight, free)
     assert handle.last.skipped == ("key",)
-    handle.verify(optimizer)
+    handle.check(optimizer)
     for weight in (model.q_proj.weight, model.v_proj.weight):
         weight.requires_grad_(False)
     with pytest.raises(hw.NotFired, match=r"frozen for good, call \.remove\(\)"):
@@ -126,13 +126,13 @@ def test_heads_that_the_loss_never_reaches_are_told_by_name():
     model = model_with_gradients()
     model.v_proj.weight.grad = None
     optimizer = SGD(model.parameters(), lr=0.1)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     optimizer.step()
     with pytest.raises(hw.NotFired, match="value: no gradient at any step since repel"):
-        handle.verify()
+        handle.check()
     model.v_proj.weight.grad = torch.ones_like(model.v_proj.weight)
     optimizer.step()
-    handle.verify()
+    handle.check()
 
 
 def test_an_optimizer_that_never_calls_torchs_constructor_is_refused():
@@ -145,7 +145,7 @@ def test_an_optimizer_that_never_calls_torchs_constructor_is_refused():
 
     model = model_with_gradients()
     with pytest.raises(hw.SettingError, match=r"Bare does not call torch\.optim\.Optimizer\.__init__"):
-        hw.repel(Bare(model.parameters()), hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, Bare(model.parameters()))
 
 
 def test_nothing_is_acted_on_after_removal_nor_after_the_with_block():
@@ -156,7 +156,7 @@ def test_nothing_is_acted_on_after_removal_nor_after_the_with_block():
     assert not optimizer._optimizer_step_post_hooks
     take_steps(model, optimizer, 2, 3)
     assert handle.steps == 2
-    for call in (handle.apply, handle.verify):
+    for call in (handle.apply, handle.check):
         with pytest.raises(hw.NotFired, match="not attached"):
             call()
 
@@ -167,7 +167,7 @@ def test_a_run_saved_to_disk_goes_on_bit_for_bit():
         model = SeparateAttention()
         optimizer = AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return model, optimizer, scheduler, hw.repel(optimizer, hw.find_heads(model), NOISY, seed=11)
+        return model, optimizer, scheduler, hw.repel(hw.find_heads(model), NOISY, optimizer, seed=11)
 
     def train(parts, first, last):
         model, optimizer, scheduler, handle = parts
@@ -212,7 +212,7 @@ def test_models_with_equal_names_in_one_optimizer_draw_noise_apart():
     rule = hw.SGLD(inverse_temperature=5.0, step_size=0.3)
 
     def attach(optimizer, models):
-        return [hw.repel(optimizer, hw.find_heads(model), rule, seed=3) for model in models]
+        return [hw.repel(hw.find_heads(model), rule, optimizer, seed=3) for model in models]
 
     first, again = noise_of_models(attach), noise_of_models(attach)
     for index, noise in enumerate(first):
@@ -222,7 +222,7 @@ def test_models_with_equal_names_in_one_optimizer_draw_noise_apart():
 
     def removed_and_attached_again(optimizer, models):
         attach(optimizer, models)[1].remove()
-        hw.repel(optimizer, hw.find_heads(models[1]), rule, seed=3)
+        hw.repel(hw.find_heads(models[1]), rule, optimizer, seed=3)
 
     for noise, same in zip(first, noise_of_models(removed_and_attached_again), strict=True):
         assert torch.equal(noise, same)
@@ -230,7 +230,7 @@ def test_models_with_equal_names_in_one_optimizer_draw_noise_apart():
     def resumed_in_another_order(optimizer, models):
         states = [handle.state_dict() for handle in attach(SGD(nn.ModuleList(models).parameters(), lr=0.25), models)]
         for index in (2, 0, 1):
-            handle = hw.repel(optimizer, hw.find_heads(models[index]), rule, seed=3)
+            handle = hw.repel(hw.find_heads(models[index]), rule, optimizer, seed=3)
             handle.load_state_dict(states[index])
 
     for noise, same in zip(first, noise_of_models(resumed_in_another_order), strict=True):

@@ -83,7 +83,7 @@ def test_a_step_that_calls_its_parents_counts_once_and_draws_noise_once():
         torch.manual_seed(0)
         model = SeparateAttention()
         optimizer = kind(model.parameters(), lr=RATE)
-        handle = hw.repel(optimizer, hw.find_heads(model), hw.SPOS(inverse_temperature=7.0))
+        handle = hw.repel(hw.find_heads(model), hw.SPOS(inverse_temperature=7.0), optimizer)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -148,7 +148,7 @@ def test_clipping_after_apply_sees_the_rules_gradients(when):
         torch.manual_seed(0)
         model = SeparateAttention().double()
         optimizer = SGD(model.parameters(), lr=RATE)
-        handle = hw.repel(optimizer, hw.find_heads(model), RULE, when=when) if how == "repelled" else None
+        handle = hw.repel(hw.find_heads(model), RULE, optimizer, when=when) if how == "repelled" else None
         for step in range(STEPS):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -234,7 +234,7 @@ def test_apply_in_a_closure_acts_at_each_evaluation(set_to_none):
         torch.manual_seed(0)
         model = SeparateAttention().double()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=RATE, max_iter=3)
-        handle = hw.repel(optimizer, hw.find_heads(model), RULE, when="manual") if how == "repelled" else None
+        handle = hw.repel(hw.find_heads(model), RULE, optimizer, when="manual") if how == "repelled" else None
 
         def closure(model=model, optimizer=optimizer, handle=handle):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -382,7 +382,7 @@ def test_a_schedule_of_the_strength_is_followed_step_by_step():
     torch.manual_seed(0)
     model = SeparateAttention()
     optimizer = SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     norms = []
     for step in range(STEPS):
         handle.strength = 0.5**step

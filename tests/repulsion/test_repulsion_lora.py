@@ -53,10 +53,10 @@ def stepped(model: nn.Module, heads: hw.Heads, loss: Callable[[nn.Module], Tenso
     """The gradients that the optimizer gets."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0)
-    handle = hw.repel(optimizer, heads, rule, **options)
+    handle = hw.repel(heads, rule, optimizer, **options)
     loss(model).backward()
     optimizer.step()
-    handle.verify()
+    handle.check()
     handle.remove()
     return gradients(model)
 
@@ -74,7 +74,7 @@ def test_heads_without_a_gradient_are_told_where_all_of_their_kind_lack_one(unus
     plain = model.base_model.model.k_proj.weight.requires_grad_()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model).projection("query", "key"), RULE)
+    handle = hw.repel(hw.find_heads(model).projection("query", "key"), RULE, optimizer)
     squares(model).backward()
     for parameter in trained:
         if (parameter is plain) == (unused == "key"):
@@ -83,7 +83,7 @@ def test_heads_without_a_gradient_are_told_where_all_of_their_kind_lack_one(unus
     (skipped,) = handle.last.skipped
     assert skipped.endswith(unused)
     with pytest.raises(hw.NotFired, match=f"{skipped}: no gradient at any step"):
-        handle.verify()
+        handle.check()
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def test_training_equals_training_by_hand(kind):
     one = adapted(SeparateAttention())
     other = copy.deepcopy(one)
     optimizers = [kind([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in (one, other)]
-    hw.repel(optimizers[0], hw.find_heads(one), RULE)
+    hw.repel(hw.find_heads(one), RULE, optimizers[0])
     heads = hw.find_heads(other)
     for _ in range(5):
         squares(one).backward()
@@ -245,7 +245,7 @@ def test_micro_batches_a_gradient_scale_and_a_schedule_enter_as_in_full_training
     heads = hw.find_heads(model)
     expected = expected_gradients(model, heads, squares, RULE, losses=3, strength=0.25)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    handle = hw.repel(optimizer, heads, RULE)
+    handle = hw.repel(heads, RULE, optimizer)
     handle.strength = 0.25
     scale = torch.tensor(64.0, dtype=torch.float64)
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_attaching_changes_no_output_and_no_other_gradient():
     twin = copy.deepcopy(model)
     inputs = [X.clone().requires_grad_() for _ in range(2)]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model).projection("query", "value"), RULE)
+    handle = hw.repel(hw.find_heads(model).projection("query", "value"), RULE, optimizer)
     outputs = []
     for own, x in zip((model, twin), inputs, strict=True):
         torch.manual_seed(1)
@@ -281,7 +281,7 @@ def test_attaching_changes_no_output_and_no_other_gradient():
 def test_a_copy_of_the_model_is_not_routed():
     model = adapted(SeparateAttention())
     twin = copy.deepcopy(model)
-    hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
     for own in (copy.deepcopy(model), twin):
         x = X.clone().requires_grad_()
@@ -349,7 +349,7 @@ def test_functions_and_spans_of_heads_repel_as_those_of_the_effective_weights(ru
             target.bias.copy_(layer.base_layer.bias) if target.bias is not None else None
     # the force on the four effective weights, by the rule without LoRA
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
-    hw.repel(optimizer, hw.find_heads(plain), rule)
+    hw.repel(hw.find_heads(plain), rule, optimizer)
     squares(plain).backward()
     optimizer.step()
     found = stepped(model, heads, squares, rule)

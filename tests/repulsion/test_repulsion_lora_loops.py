@@ -27,7 +27,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled_and_without_a_break():
     models = [model, copy.deepcopy(model)]
     optimizers = [sgd(model) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        hw.repel(optimizer, hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, optimizer)
     calls = (torch.compile(models[0], backend="aot_eager", fullgraph=True), models[1])
     for _ in range(3):
         for call, optimizer in zip(calls, optimizers, strict=True):
@@ -53,13 +53,13 @@ def test_functions_of_heads_repel_as_they_are_now_whatever_the_optimizer():
     model = adapted(SeparateAttention(), ("q_proj", "k_proj", "v_proj", "o_proj"))
     rule = hw.FunctionSVGD(alpha=0.8, step_size=0.3)
     optimizer = Quiet([p for p in model.parameters() if p.requires_grad])
-    first = hw.repel(optimizer, hw.find_heads(model), rule)
+    first = hw.repel(hw.find_heads(model), rule, optimizer)
     squares(model).backward()
     optimizer.step()
     fresh = copy.deepcopy(model)
     for own, steps in ((model, optimizer), (fresh, sgd(fresh, 0.0))):
         if own is fresh:
-            hw.repel(steps, hw.find_heads(fresh), rule)
+            hw.repel(hw.find_heads(fresh), rule, steps)
         own.zero_grad()
         squares(own).backward()
         steps.step()
@@ -71,7 +71,7 @@ def test_an_optimizer_that_leaves_no_trace_of_what_it_writes_gets_the_coefficien
     model = adapted(SeparateAttention())
     heads = hw.find_heads(model)
     optimizer = Quiet([p for p in model.parameters() if p.requires_grad])
-    hw.repel(optimizer, heads, RULE)
+    hw.repel(heads, RULE, optimizer)
     squares(model).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -84,7 +84,7 @@ def test_an_optimizer_that_leaves_no_trace_of_what_it_writes_gets_the_coefficien
 def test_weights_loaded_between_two_steps_are_seen():
     model = adapted(SeparateAttention())
     heads, optimizer = hw.find_heads(model), sgd(model, 0.0)
-    hw.repel(optimizer, heads, RULE)
+    hw.repel(heads, RULE, optimizer)
     squares(model).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -108,7 +108,7 @@ def test_noise_is_that_of_a_and_b_once_each_and_the_same_for_a_seed(joint):
             trained = [(name, parameter) for name, parameter in own.named_parameters() if parameter.requires_grad]
             parts = [{"params": [p for name, p in trained if kind in name], "lr": rates[kind]} for kind in rates]
             optimizer = torch.optim.SGD(parts)
-            hw.repel(optimizer, hw.find_heads(own), chosen, seed=seed, joint=joint)
+            hw.repel(hw.find_heads(own), chosen, optimizer, seed=seed, joint=joint)
             squares(own).backward()
             optimizer.step()
         found.append({name: gradient - gradients(quiet)[name] for name, gradient in gradients(model).items()})
@@ -127,7 +127,7 @@ def test_noise_in_a_that_query_key_and_value_share_is_drawn_once():
     entry = BY_NAME["GPT-NeoX"]
     model = adapted(entry.build(), ("query_key_value",), r=16)
     optimizer = sgd(model, 1.0)
-    hw.repel(optimizer, hw.find_heads(model), hw.SGLD(inverse_temperature=2.0, step_size=1e-4))
+    hw.repel(hw.find_heads(model), hw.SGLD(inverse_temperature=2.0, step_size=1e-4), optimizer)
     (1e-9 * model(**entry.inputs())[0].square().mean()).backward()
     optimizer.step()
     for name, gradient in gradients(model).items():
@@ -137,7 +137,7 @@ def test_noise_in_a_that_query_key_and_value_share_is_drawn_once():
 def test_heads_repelled_after_the_forward_pass_are_refused():
     model = adapted(SeparateAttention())
     optimizer, loss = sgd(model), squares(model)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     loss.backward()
     with pytest.raises(
         hw.NotFired, match=r"'default' of \S+q_proj\S+ has a gradient from a forward pass that ran without"
@@ -146,7 +146,7 @@ def test_heads_repelled_after_the_forward_pass_are_refused():
     optimizer.zero_grad()
     squares(model).backward()
     optimizer.step()
-    handle.verify()
+    handle.check()
 
 
 def test_another_adapter_that_becomes_active_is_noticed():
@@ -154,7 +154,7 @@ def test_another_adapter_that_becomes_active_is_noticed():
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"]))
     fill(model.double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     model.set_adapter("second")
     squares(model).backward()
     with pytest.raises(
@@ -168,7 +168,7 @@ def test_an_optimizer_without_b_or_with_the_base_alone_is_refused():
     heads = hw.find_heads(model)
     without = [parameter for name, parameter in model.named_parameters() if "lora_B" not in name]
     with pytest.raises(hw.LayoutError, match=r"query: its parameters are not held by the optimizer"):
-        hw.repel(torch.optim.SGD(without, lr=0.1), heads, RULE)
+        hw.repel(heads, RULE, torch.optim.SGD(without, lr=0.1))
 
 
 def test_only_some_projections_adapted_says_what_to_select():
@@ -177,8 +177,8 @@ def test_only_some_projections_adapted_says_what_to_select():
     with pytest.raises(
         hw.LayoutError, match=r"k_proj\.weight does not require a gradient; unfreeze it \(under LoRA: name"
     ):
-        hw.repel(sgd(model), heads, RULE)
-    assert len(hw.repel(sgd(model), heads.projection("query", "value"), RULE).groups) == 2
+        hw.repel(heads, RULE, sgd(model))
+    assert len(hw.repel(heads.projection("query", "value"), RULE, sgd(model)).groups) == 2
 
 
 def test_jitter_in_a_base_that_no_adapter_saves_is_refused():
@@ -217,13 +217,13 @@ def test_heads_that_are_layers_of_their_own_are_read_under_lora_and_not_repelled
     layer = model.base_model.model.heads[2].key
     torch.testing.assert_close(site.slices[1].read()[2], layer(torch.eye(12, dtype=torch.float64)).T)
     with pytest.raises(hw.LayoutError, match=r"query: each head is a layer of its own with its own LoRA adapter"):
-        hw.repel(sgd(model), heads, RULE)
+        hw.repel(heads, RULE, sgd(model))
 
 
 def test_a_gradient_that_is_not_finite_stays_for_the_loop_to_notice():
     model = adapted(SeparateAttention())
     optimizer = sgd(model, 0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     (squares(model) * float("inf")).backward()
     optimizer.step()
     assert not handle.last.finite.any()
@@ -233,11 +233,11 @@ def test_a_gradient_that_is_not_finite_stays_for_the_loop_to_notice():
 def test_layers_like_peft_s_of_one_s_own_are_repelled_in_a_loop():
     model = wrap(SeparateAttention().double(), "q_proj", "v_proj", wrapper=LoraLinear).double()
     optimizer = sgd(model)
-    handle = hw.repel(optimizer, hw.find_heads(model).projection("query", "value"), RULE)
+    handle = hw.repel(hw.find_heads(model).projection("query", "value"), RULE, optimizer)
     for _ in range(2):
         optimizer.zero_grad()
         (model(X) - 1.0).square().mean().backward()
         optimizer.step()
-    handle.verify()
+    handle.check()
     assert "force" not in str(handle.last)
     assert bool((handle.last.force_ratio > 0).all())

@@ -14,7 +14,7 @@ def noisy(noise="step", lr=0.25, optimizer=torch.optim.SGD, rule=None, seed=3):
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     rule = rule or hw.SGLD(inverse_temperature=5.0, step_size=0.3)
     made = optimizer(model.parameters(), lr=lr)
-    handle = hw.repel(made, hw.find_heads(model).projection("query"), rule, noise=noise, seed=seed)
+    handle = hw.repel(hw.find_heads(model).projection("query"), rule, made, noise=noise, seed=seed)
     return model, before["q_proj.weight"], made, handle
 
 
@@ -39,7 +39,7 @@ def test_each_parameter_of_a_particle_gets_the_noise_of_its_own_rate():
     parts = [{"params": [model.get_parameter(name)], "lr": rate} for name, rate in rates.items()]
     optimizer = torch.optim.SGD([*parts, {"params": [model.v_proj.weight], "momentum": 0.9, "lr": 0.01}], lr=1.0)
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    hw.repel(optimizer, hw.find_heads(model), hw.SGLD(inverse_temperature=5.0, step_size=0.3), joint=True)
+    hw.repel(hw.find_heads(model), hw.SGLD(inverse_temperature=5.0, step_size=0.3), optimizer, joint=True)
     optimizer.step()
     for name, rate in {**rates, "v_proj.weight": 1.0}.items():
         # the deviation of 1200 draws is known to 2 %

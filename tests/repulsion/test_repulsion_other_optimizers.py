@@ -150,7 +150,7 @@ def test_optimizers_of_other_libraries_step_on_the_rules_gradients(kind, with_cl
 def test_a_wrapper_that_is_no_optimizer_is_refused_and_its_base_repelled_by_hand():
     model = SeparateAttention()
     with pytest.raises(hw.SettingError, match=r"Around; expected .*wraps a SGD.*optimizer\.base.*when=\"manual\""):
-        hw.repel(Around(SGD(model.parameters(), lr=RATE)), hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, Around(SGD(model.parameters(), lr=RATE)))
     results = []
     for how in ("by hand", "repelled"):
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> SGD:
 def repelled(rule=RULE, **sizes):
     model = model_with_gradients(**sizes)
     optimizer = sgd(model)
-    return model, optimizer, hw.repel(optimizer, hw.find_heads(model), rule)
+    return model, optimizer, hw.repel(hw.find_heads(model), rule, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_one_particle_everywhere_is_refused_with_the_projection_to_choose(rule):
         match=r"^no particle group has more than one particle \(key: 1, value: 1\), and one head has nothing to be "
         r"repelled from; choose heads\.projection\('query'\), with 4 heads per layer\.$",
     ):
-        hw.repel(sgd(shared), heads.projection("key", "value"), rule)
-    assert hw.repel(sgd(shared), heads.projection("query"), rule)
+        hw.repel(heads.projection("key", "value"), rule, sgd(shared))
+    assert hw.repel(heads.projection("query"), rule, sgd(shared))
     single = model_with_gradients(num_heads=1, key_value_heads=1)
     with pytest.raises(hw.LayoutError, match=r"\(query\+key\+value: 1\).*; select an attention with more heads\.$"):
-        hw.repel(sgd(single), hw.find_heads(single), rule, joint=True)
+        hw.repel(hw.find_heads(single), rule, sgd(single), joint=True)
 
 
 def test_rules_that_move_each_head_by_itself_act_on_one():
@@ -54,7 +54,7 @@ def test_rules_that_move_each_head_by_itself_act_on_one():
     model, optimizer, handle = repelled(hw.SGLD(inverse_temperature=4.0), num_heads=1, key_value_heads=1)
     before = model.q_proj.weight.grad.clone()
     optimizer.step()
-    handle.verify()
+    handle.check()
     assert not torch.allclose(model.q_proj.weight.grad, before, atol=1e-3)
     assert not handle.last.equal.any()
 
@@ -101,7 +101,7 @@ def test_heads_that_are_not_finite_are_named_and_never_called_equal(bad):
         model.k_proj.weight[[7, 13]] = bad
     message = r"^k_proj\.weight holds NaN or infinity in key heads \[1, 2\] of 4; repulsion needs finite heads"
     with pytest.raises(hw.HeadwiseError, match=message):
-        hw.repel(sgd(model), hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, sgd(model))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(hw.HeadwiseError, match=message):
         hw.jitter(hw.find_heads(model), 0.5)
@@ -123,7 +123,7 @@ def test_heads_that_become_nan_leave_their_gradient_alone_and_are_told(rule):
     model = model_with_gradients()
     expected = expected_gradients(model, rule)
     optimizer = sgd(model)
-    handle = hw.repel(optimizer, hw.find_heads(model), rule)
+    handle = hw.repel(hw.find_heads(model), rule, optimizer)
     with torch.no_grad():
         model.k_proj.weight[7, 3] = torch.nan
     before = model.k_proj.weight.grad.clone()
@@ -135,7 +135,7 @@ def test_heads_that_become_nan_leave_their_gradient_alone_and_are_told(rule):
     assert not handle.last.equal.any()
     assert "heads not finite, gradient unchanged" in str(handle.last)
     with pytest.raises(hw.HeadwiseError, match=r"k_proj\.weight holds NaN or infinity in key heads \[1\] of 4"):
-        handle.verify()
+        handle.check()
 
 
 def test_heads_held_by_two_of_the_optimizers_are_refused():
@@ -143,9 +143,9 @@ def test_heads_held_by_two_of_the_optimizers_are_refused():
     heads = hw.find_heads(model)
     both, one = sgd(model), SGD([model.q_proj.weight, nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(hw.SettingError, match=r"query: its parameters are held by 2 of the 2 optimizers"):
-        hw.repel([both, one], heads, RULE)
-    assert hw.repel([both, one], heads.projection("key", "value"), RULE)
-    assert hw.repel([both, both], heads.projection("query"), RULE)
+        hw.repel(heads, RULE, [both, one])
+    assert hw.repel(heads.projection("key", "value"), RULE, [both, one])
+    assert hw.repel(heads.projection("query"), RULE, [both, both])
 
 
 def test_a_parameter_listed_twice_is_acted_on_once():
@@ -153,7 +153,7 @@ def test_a_parameter_listed_twice_is_acted_on_once():
     expected = expected_gradients(model, RULE)
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = SGD([*model.parameters(), model.q_proj.weight], lr=0.0)
-    hw.repel(optimizer, hw.find_heads(model), RULE)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
     optimizer.step()
     torch.testing.assert_close(model.q_proj.weight.grad.double(), expected["q_proj.weight"], rtol=2e-5, atol=2e-6)
 
@@ -169,7 +169,7 @@ def test_a_sparse_gradient_is_refused_before_any_is_changed():
 
 def test_heads_without_values_are_refused():
     model = SeparateAttention().to("meta")
-    for act in (lambda: hw.repel(sgd(model), hw.find_heads(model), RULE), lambda: hw.jitter(hw.find_heads(model), 0.1)):
+    for act in (lambda: hw.repel(hw.find_heads(model), RULE, sgd(model)), lambda: hw.jitter(hw.find_heads(model), 0.1)):
         with pytest.raises(hw.LayoutError, match=r"q_proj\.weight is on the meta device and has no values"):
             act()
 
@@ -193,7 +193,7 @@ def test_a_layer_changed_after_repel_is_told_at_the_next_step_and_by_verify(chan
     optimizer.zero_grad()
     loss_of(model, 0).backward()
     before = model.q_proj.weight.grad.clone()
-    for act in (optimizer.step, handle.apply, handle.verify):
+    for act in (optimizer.step, handle.apply, handle.check):
         with pytest.raises(hw.LayoutError, match=message):
             act()
     assert torch.equal(model.q_proj.weight.grad, before)
@@ -208,7 +208,7 @@ def test_verify_tells_of_a_wrapper_whose_base_still_trains():
     loss_of(model, 0).backward()
     optimizer.step()
     with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is not where the model calls it anymore"):
-        handle.verify()
+        handle.check()
 
 
 def test_a_model_made_half_after_repel_is_repelled():
@@ -218,7 +218,7 @@ def test_a_model_made_half_after_repel_is_repelled():
     optimizer.step()
     assert model.q_proj.weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(model.q_proj.weight.grad.double(), expected["q_proj.weight"], rtol=2**-8, atol=1e-3)
-    handle.verify()
+    handle.check()
 
 
 def test_a_model_moved_by_swapping_its_tensors_is_repelled():
@@ -253,14 +253,14 @@ def test_a_model_moved_to_new_parameters_is_told():
 def test_a_setting_that_python_would_take_for_true_is_refused():
     model = model_with_gradients()
     with pytest.raises(hw.SettingError, match="joint is 'no'; expected True or False"):
-        hw.repel(sgd(model), hw.find_heads(model), RULE, joint="no")
+        hw.repel(hw.find_heads(model), RULE, sgd(model), joint="no")
 
 
 @pytest.mark.parametrize("every", [0, -3, 2.5])
 def test_a_number_of_steps_is_refused_whatever_the_strength(every):
     model = model_with_gradients()
     with pytest.raises(hw.SettingError, match=f"every is {every}"):
-        hw.repel(sgd(model), hw.find_heads(model), RULE, every=every)
+        hw.repel(hw.find_heads(model), RULE, sgd(model), every=every)
 
 
 def test_the_record_of_a_step_counts_the_particles_of_each_group():
@@ -274,30 +274,30 @@ def test_a_wrapped_optimizer_is_unwrapped_and_anything_else_refused():
     model = model_with_gradients()
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapped = SimpleNamespace(optimizer=SimpleNamespace(original_optimizer=inner))
-    handle = hw.repel([wrapped], hw.find_heads(model), RULE)
+    handle = hw.repel(hw.find_heads(model), RULE, [wrapped])
     inner.step()
     assert handle.steps == 1
     assert str(handle) == f"{RULE} on 3 particle groups of 4 heads, before each step of SGD"
     with pytest.raises(hw.SettingError, match="optimizer is str"):
-        hw.repel("adam", hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, "adam")
 
 
 def test_the_same_heads_are_not_repelled_twice_until_removed():
     model = model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     heads = hw.find_heads(model)
-    handle = hw.repel(optimizer, heads, RULE)
+    handle = hw.repel(heads, RULE, optimizer)
     with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
-        hw.repel(optimizer, heads.projection("key"), RULE)
+        hw.repel(heads.projection("key"), RULE, optimizer)
     handle.remove()
     before = model.q_proj.weight.grad.clone()
     optimizer.step()
     assert torch.equal(model.q_proj.weight.grad, before)
-    hw.repel(optimizer, heads, RULE)
+    hw.repel(heads, RULE, optimizer)
 
 
 def test_frozen_heads_are_refused_by_name():
     model = model_with_gradients()
     model.k_proj.weight.requires_grad_(False)
     with pytest.raises(hw.LayoutError, match=r"k_proj\.weight does not require a gradient"):
-        hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), RULE)
+        hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.1))

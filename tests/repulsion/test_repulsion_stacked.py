@@ -150,7 +150,7 @@ def test_more_groups_than_fit_in_one_stack_take_several(stacks, monkeypatch):
 def launches(model: nn.Module, rule: Rule) -> Launches:
     """What one optimizer step's `apply` launches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = hw.repel(optimizer, hw.find_heads(model), rule)
+    handle = hw.repel(hw.find_heads(model), rule, optimizer)
     with Launches() as counted:
         handle.apply()
     assert handle.last.finite.all()
@@ -203,7 +203,7 @@ def test_a_step_on_a_device_without_values_stays_there(rule):
 def test_noise_in_a_cuda_graph_is_refused(monkeypatch):
     model = with_gradients(packed(1), torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = hw.repel(optimizer, hw.find_heads(model), RULES["sgld"])
+    handle = hw.repel(hw.find_heads(model), RULES["sgld"], optimizer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(hw.SettingError, match="a CUDA graph would add that of one step again"):
@@ -225,7 +225,7 @@ def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient(
     model = with_gradients(SeparateAttention(), torch.float16)
     model.k_proj.weight.grad.fill_(size)
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    handle = hw.repel(torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model), rule, joint=joint)
+    handle = hw.repel(hw.find_heads(model), rule, torch.optim.SGD(model.parameters(), lr=0.1), joint=joint)
     handle.apply()
     assert dict(zip(handle.last.names, handle.last.finite.tolist(), strict=True)) == (
         {"query+key+value": False} if joint else {"query": True, "key": False, "value": True}

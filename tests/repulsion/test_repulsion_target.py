@@ -37,7 +37,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, to
 
 def attach(model: torch.nn.Module, rule, **settings) -> tuple[torch.optim.Optimizer, hw.Repulsion]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return optimizer, hw.repel(optimizer, hw.find_heads(model), rule, **settings)
+    return optimizer, hw.repel(hw.find_heads(model), rule, optimizer, **settings)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -56,7 +56,7 @@ def test_each_attention_is_repelled_at_the_ratio_of_its_controller(name: str):
     repulsion.strength = 0.5
     step(model, optimizer, 3)
     assert repulsion.last.force_ratio[0].item() == pytest.approx(ratios[0] / 2, rel=1e-4)
-    repulsion.verify()
+    repulsion.check()
 
 
 def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
@@ -163,7 +163,7 @@ def test_a_handle_in_use_goes_back_to_what_was_saved(gone_on: int):
 def test_closures_that_are_called_again_and_steps_left_out_are_no_steps_of_a_controller():
     model = make()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
-    repulsion = hw.repel(optimizer, hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    repulsion = hw.repel(hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), optimizer, every=2)
     x, calls = torch.randn(4, 7, 12), []
 
     def closure() -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_strength_that_was_never_measured_is_named():
     with pytest.raises(
         NotFired, match=r"layers\.0\.self_attn, layers\.1\.self_attn: the effective number of heads was nev"
     ):
-        repulsion.verify()
+        repulsion.check()
 
 
 def test_removing_the_repulsion_removes_what_measures():
@@ -225,7 +225,7 @@ def test_the_first_of_several_optimizers_measures_for_all(when: str):
     alone, together = make(), make()
     optimizer, expected = attach(alone, hw.SVGD(alpha=hw.Target(3.0)), every=2)
     parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in together.layers]
-    repulsion = hw.repel(parts, hw.find_heads(together), hw.SVGD(alpha=hw.Target(3.0)), every=2, when=when)
+    repulsion = hw.repel(hw.find_heads(together), hw.SVGD(alpha=hw.Target(3.0)), parts, every=2, when=when)
     for seed in range(8):
         step(alone, optimizer, seed)
         torch.manual_seed(seed)
@@ -251,7 +251,7 @@ def test_an_attention_that_was_not_called_leaves_the_others_controllers_to_go_on
     assert first.ratio > 0.0
     assert other.effective_heads is None
     with pytest.raises(NotFired, match=r"layers\.1\.self_attn"):
-        repulsion.verify()
+        repulsion.check()
 
 
 def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatch: pytest.MonkeyPatch):
@@ -272,7 +272,7 @@ def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatc
 def test_an_optimizer_that_goes_on_alone_is_measured():
     model = make()
     parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in model.layers]
-    repulsion = hw.repel(parts, hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    repulsion = hw.repel(hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), parts, every=2)
     for seed in range(4):
         step(model, parts[0], seed)
     assert repulsion.steering.steps == 4
@@ -283,7 +283,7 @@ def test_an_optimizer_that_goes_on_alone_is_measured():
     assert repulsion.steering.steps == 7
     again = make()
     parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in again.layers]
-    resumed = hw.repel(parts, hw.find_heads(again), hw.SVGD(alpha=hw.Target(3.0)), every=2)
+    resumed = hw.repel(hw.find_heads(again), hw.SVGD(alpha=hw.Target(3.0)), parts, every=2)
     resumed.load_state_dict(repulsion.state_dict())
     assert resumed.steering.steps == 7
     resumed.load_state_dict({name: value for name, value in repulsion.state_dict().items() if name != "control_steps"})

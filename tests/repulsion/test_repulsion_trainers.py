@@ -109,10 +109,10 @@ def test_the_trainer_needs_no_callback(tmp_path, made_by):
         group["weight_decay"] = 0.01  # the Trainer spares biases from it
     if made_by == "trainer after prepare":
         optimizer = trainer.accelerator.prepare(optimizer)
-    handle = hw.repel(optimizer, heads, RULE)
+    handle = hw.repel(heads, RULE, optimizer)
     trainer.train()
     assert handle.steps == UPDATES == trainer.state.global_step
-    handle.verify(trainer.optimizer)
+    handle.check(trainer.optimizer)
     assert_repelled(model)
 
 
@@ -135,7 +135,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit_with_its_noise(tmp_path):
             train_dataset=examples(),
             data_collator=collate,
         )
-        handle = hw.repel(trainer.create_optimizer(), hw.find_heads(model), NOISY, seed=5)
+        handle = hw.repel(hw.find_heads(model), NOISY, trainer.create_optimizer(), seed=5)
         if checkpoint is not None:
             handle.load_state_dict(torch.load(checkpoint / "repulsion.pt", weights_only=True))
         trainer.add_callback(KeepRepulsion(handle))
@@ -166,10 +166,10 @@ def test_accelerates_wrapper_is_seen_through_and_accumulation_acts_once_an_updat
     heads = hw.find_heads(model)
     optimizer = AdamW(model.parameters(), lr=RATE)
     if order == "before prepare":
-        handle = hw.repel(optimizer, heads, RULE)
+        handle = hw.repel(heads, RULE, optimizer)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     if order != "before prepare":
-        handle = hw.repel(wrapped, hw.find_heads(prepared) if "model" in order else heads, RULE)
+        handle = hw.repel(hw.find_heads(prepared) if "model" in order else heads, RULE, wrapped)
     rows = examples()
     for first in range(0, len(rows), 2):
         with accelerator.accumulate(prepared):
@@ -179,9 +179,9 @@ def test_accelerates_wrapper_is_seen_through_and_accumulation_acts_once_an_updat
             wrapped.step()
             wrapped.zero_grad()
     assert handle.steps == UPDATES
-    handle.verify(wrapped)
+    handle.check(wrapped)
     with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
-        hw.repel(wrapped, heads, RULE)
+        hw.repel(heads, RULE, wrapped)
     assert_repelled(model)
 
 
@@ -191,7 +191,7 @@ def test_accelerates_closure_reaches_the_inner_step(accelerator):
         model = Regression()
         optimizer = SGD(model.parameters(), lr=RATE)
         if repelled:
-            hw.repel(optimizer, hw.find_heads(model), RULE)
+            hw.repel(hw.find_heads(model), RULE, optimizer)
         prepared, wrapped = accelerator.prepare(model, optimizer)
         inputs = collate(examples(2))
 

@@ -63,7 +63,7 @@ def test_steps_part_the_spans_of_a_model(make_optimizer, rate: float):
     overlap = hw.Disagreement(heads, hw.SpanOverlap("query") + hw.SpanOverlap("value"))
     before, x = overlap().item(), torch.randn(2, 5, 12)
     optimizer = make_optimizer(model.parameters(), lr=rate)
-    repulsion = hw.repel(optimizer, heads, hw.SpanSVGD(alpha=hw.Relative(5.0)))
+    repulsion = hw.repel(heads, hw.SpanSVGD(alpha=hw.Relative(5.0)), optimizer)
     for _ in range(20):
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -84,8 +84,8 @@ def test_heads_wider_than_their_input_are_refused():
     model = torch.nn.MultiheadAttention(16, 2, kdim=3, vdim=8)
     optimizer, heads = torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model)
     with pytest.raises(SettingError, match="the heads of key have 8 features of 3 inputs, so that each spans all of"):
-        hw.repel(optimizer, heads, hw.SpanSVGD())
-    hw.repel(optimizer, heads.projection("query", "value"), hw.SpanSVGD())
+        hw.repel(heads, hw.SpanSVGD(), optimizer)
+    hw.repel(heads.projection("query", "value"), hw.SpanSVGD(), optimizer)
     with pytest.raises(LayoutError, match="its key heads have 8 features of 3 inputs"):
         hw.Disagreement(heads, hw.SpanOverlap("key"))
     hw.Disagreement(heads, hw.SpanOverlap("value"))
@@ -98,7 +98,7 @@ def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient(
     weight.grad = torch.randn_like(weight)
     weight.grad[8:16] = 4e4
     before = weight.grad.clone()
-    repulsion = hw.repel(torch.optim.SGD([weight], lr=0.1), hw.find_heads(model), hw.SpanSVGD(step_size=4.0))
+    repulsion = hw.repel(hw.find_heads(model), hw.SpanSVGD(step_size=4.0), torch.optim.SGD([weight], lr=0.1))
     repulsion.apply()
     assert repulsion.last.finite.tolist() == [True, False, True]
     assert torch.equal(weight.grad[8:16], before[8:16])
@@ -109,6 +109,6 @@ def test_wrong_settings_are_refused():
     model = torch.nn.MultiheadAttention(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SettingError, match="SpanSVGD compares the spans of one projection"):
-        hw.repel(optimizer, hw.find_heads(model), hw.SpanSVGD(), joint=True)
+        hw.repel(hw.find_heads(model), hw.SpanSVGD(), optimizer, joint=True)
     with pytest.raises(SettingError, match=r"SpanSVGD\.bandwidth is 3"):
         hw.SpanSVGD(bandwidth=3)

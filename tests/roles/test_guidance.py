@@ -161,7 +161,7 @@ def test_what_did_not_fire_is_said():
     guidance(mask)
     model.layers[0](x)
     with pytest.raises(hw.NotFired, match=r"1 of 2 attentions: layers.1.self_attn"):
-        guidance.verify()
+        guidance.check()
     guidance.remove()
 
 

@@ -119,7 +119,7 @@ def test_layers_that_training_leaves_out_by_chance_are_no_fault():
     model.eval()(torch.randint(4, 60, (2, 5)), role_mask=mask)
     guidance(mask)
     with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
-        guidance.verify()
+        guidance.check()
     guidance.remove()
 
 
@@ -134,7 +134,7 @@ def test_a_whole_model_that_is_computed_again_does_not_bring_its_mask_again():
     for before, after in zip(expected, found, strict=True):
         torch.testing.assert_close(after, before)
     # the mask given last is still the one in place, and has guided
-    guidance.verify()
+    guidance.check()
     guidance.remove()
 
 

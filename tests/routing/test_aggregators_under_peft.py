@@ -151,10 +151,10 @@ def test_penalties_and_repulsion_act_beside_an_aggregator():
     heads = hw.find_heads(model)
     penalty = hw.Disagreement(heads, hw.CKA())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
-    repulsion = hw.repel(optimizer, heads.projection("query"), hw.SVGD(alpha=0.1))
+    repulsion = hw.repel(heads.projection("query"), hw.SVGD(alpha=0.1), optimizer)
     (states(model).square().mean() + penalty()).backward()
     optimizer.step()
-    repulsion.verify()
+    repulsion.check()
 
 
 def test_an_aggregator_that_peft_froze_is_not_trained_in_silence():

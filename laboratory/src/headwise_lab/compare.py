@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from headwise.atomic import FILES, OWN, seal
 from headwise.errors import DataError, HeadwiseError, SettingError, require_choice, require_integer
-from headwise.integrations.methods import Repel
+from headwise.repulsion.repel import Repel
 from headwise_lab.experiment import run_folder as runs
 from headwise_lab.experiment.arm import Arm, Orthogonalize
 from headwise_lab.experiment.registry import named_task

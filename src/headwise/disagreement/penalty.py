@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from headwise.disagreement.terms import (
     PARAMETERS,
     READABLE,
+    GroupedQueries,
     Similarity,
     SiteSimilarity,
     Sum,
@@ -35,12 +37,15 @@ from headwise.errors import (
 )
 from headwise.heads.capture import Capture
 from headwise.heads.head_slice import is_sharded
-from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.heads import KINDS, Heads, Site, require_heads
+from headwise.heads.method import Method
 from headwise.heads.sharding import average_finite_over, average_over, is_distributed
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
 from headwise.nn.hooks import Handle
 from headwise.strength import DEFAULT, Control, Relative, Target, advance, read_controls, tell_saturated
 
+# Kinds of attention that a term has a weight for, in the order of `Penalize.kind_weights`.
+WEIGHTED_KINDS = KINDS[:3]
 # How much of the logarithm of a weight is kept at each measurement.
 KEPT = 0.9
 # A weight stays below this multiple of its first value: at the least similarity its gradient vanishes.
@@ -266,6 +271,70 @@ def _add_squares(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
     return total
 
 
+@dataclass(frozen=True)
+class Penalize(Method):
+    """A similarity of heads added to the loss: `Disagreement`, as a value.
+
+    Attributes:
+        term: The similarity.
+        weight: Its strength: a `Relative` or a `Target`, measured against the loss; or a number, the weight lambda of
+            Li et al. 2021 (1 there). With 0 the similarity is measured and not added.
+        kind_weights: Weights of the term on self, decoder and cross attention; None for 1 each. The released code of
+            Li et al. 2021 has 1, 0.5 and 0.5.
+        grouping: Under grouped queries, "within" for the query heads of each group, "across" for groups; None for all
+            query heads. See `GroupedQueries`, whose terms read outputs or weights.
+        across: As for `Disagreement`.
+
+    Raises:
+        SettingError: `term` is something else, a weight is not finite, `kind_weights` are not three, or a term cannot
+            be grouped; or as of `Method`.
+
+    Example:
+        >>> import headwise as hw
+        >>> Penalize(hw.Output() + 0.5 * hw.Subspace(), weight=0.1).weighted
+        ((0.1, Output()), (0.05, Subspace()))
+    """
+
+    term: Similarity | SiteSimilarity | Sum
+    weight: float | Relative | Target = DEFAULT
+    kind_weights: tuple[float, ...] | None = None
+    grouping: Literal["within", "across"] | None = None
+    across: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._list_grouped()
+        if not isinstance(self.weight, Relative | Target):
+            require_range("penalty_weight", self.weight)
+        if self.kind_weights is not None and len(self.kind_weights) != len(WEIGHTED_KINDS):
+            raise SettingError(
+                f"kind_weights is {self.kind_weights}; expected one number for each of {WEIGHTED_KINDS}."
+            )
+        for weight in self.kind_weights or ():
+            require_range("kind_weights", weight)
+
+    @property
+    def weighted(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
+        """The similarities, each with its whole weight, or with its share of a strength that is no weight."""
+        factor = 1.0 if isinstance(self.weight, Relative | Target) else self.weight
+        return tuple((factor * weight, similarity) for weight, similarity in self._list_grouped())
+
+    def attach(self, heads: Heads) -> Disagreement:
+        """Return the penalty on the heads of a model, which leaves evaluation alone; errors as of `Disagreement`."""
+        chosen = self.select(heads)
+        there = {site.kind for site in chosen}
+        given = zip(WEIGHTED_KINDS, self.kind_weights or (), strict=False)
+        weights = {kind: weight for kind, weight in given if kind in there}
+        term = self.term if self.grouping is None else Sum(self._list_grouped())
+        return Disagreement(chosen, term, weights=weights, across=self.across, training_only=True, strength=self.weight)
+
+    def _list_grouped(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
+        parts = tuple(list_parts(self.term))
+        if self.grouping is None:
+            return parts
+        return tuple((weight, GroupedQueries(similarity, self.grouping)) for weight, similarity in parts)
+
+
 # Attentions, and their shares of a penalty: of several, [S], or of one, [].
 Measured = tuple[tuple[Site, ...], Tensor]
 
@@ -290,13 +359,13 @@ class Disagreement(Handle):
             the penalty averaged over processes is that of the whole batch. None averages over this process's tokens.
         training_only: Whether evaluation is left alone: in evaluation mode and without gradients the model computes
             what it would without the penalty, and the penalty is 0.
-        strength: How strongly `add_to` pushes: a `Relative`, a share of the loss's own gradient, or a `Target`, which
-            pushes until an attention has as many effective heads as wanted. None is `Relative(0.1)` there, and lets a
-            call return the penalty for a weight of your own.
-        every: Number of steps from one measurement of `add_to` to the next.
+        strength: How strongly `loss` pushes: a `Relative`, a share of the loss's own gradient; a `Target`, which pushes
+            until an attention has as many effective heads as wanted; or a number, lambda. None is `Relative(0.1)`.
+            With a number or None a call returns the penalty for a weight of your own.
+        every: Number of steps from one measurement of `loss` to the next.
 
     Attributes:
-        relative: The weights that `add_to` uses, with the last measured shares and controllers; None before.
+        relative: The weights that `loss` uses, with the last measured shares and controllers; None before.
         last: The similarity at the last reading, without these weights; None before the first.
 
     The similarity of an attention with one head (for values: one key/value head) is constant. It still counts in the
@@ -313,7 +382,7 @@ class Disagreement(Handle):
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> penalty = Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
         >>> loss = model(torch.randn(3, 5, 8)).square().mean()
-        >>> penalty.add_to(loss).backward()
+        >>> penalty.loss(loss).backward()
     """
 
     def __init__(
@@ -324,11 +393,12 @@ class Disagreement(Handle):
         weights: Mapping[str, float] | None = None,
         across: Any = None,
         training_only: bool = False,
-        strength: Relative | Target | None = None,
+        strength: float | Relative | Target | None = None,
         every: int = 20,
     ) -> None:
         super().__init__()
         self._acted = False
+        self._added, self._similarity, self._losses = torch.zeros(()), torch.zeros(()), 0
         require_boolean("training_only", training_only)
         self.across, self.training_only = across, training_only
         require_heads(heads)
@@ -344,13 +414,15 @@ class Disagreement(Handle):
             require_range(f"weight of {kind}", weight)
         self.heads, self.term = heads, term
         self.weights = {kind: float((weights or {}).get(kind, 1.0)) for kind in kinds}
-        if strength is not None and not isinstance(strength, Relative | Target):
+        if isinstance(strength, int | float):
+            require_range("strength", strength)
+        elif strength is not None and not isinstance(strength, Relative | Target):
             raise SettingError(
-                f"strength is {strength!r}; expected hw.Relative(0.1), hw.Target(effective_heads=...) or None."
+                f"strength is {strength!r}; expected a number, hw.Relative(0.1), hw.Target(...) or None."
             )
         require_integer("every", every, low=1)
         self.strength, self.every = strength, every
-        self.relative = None if strength is None else self._make_relative(strength)
+        self.relative = self._make_relative(strength) if isinstance(strength, Relative | Target) else None
         needed = {similarity.reads for _, similarity in self._parts}
         if isinstance(strength, Target):
             needed.add("outputs")
@@ -383,14 +455,14 @@ class Disagreement(Handle):
                 carry no gradient while the model trains; or the penalty is no longer attached.
             ShapeError: `keep` does not fit what an attention computed.
         """
-        if self.strength is not None:
+        if isinstance(self.strength, Relative | Target):
             raise SettingError(
-                f"{self.strength} is a strength relative to a loss; write loss = penalty.add_to(loss), or leave "
+                f"{self.strength} is a strength relative to a loss; write loss = penalty.loss(loss), or leave "
                 "strength out."
             )
         return self._add_up(self._measure_sites(self._read(), keep))
 
-    def add_to(self, loss: Tensor, keep: Tensor | None = None) -> Tensor:
+    def loss(self, loss: Tensor, keep: Tensor | None = None, *, share: float = 1.0) -> Tensor:
         """Return the loss with the penalty added at its `strength`; call it in place of the penalty.
 
         With `Relative(r)`, and r = 0.1 where no strength was given, the total is L + sum_site w_site s_site, with
@@ -401,25 +473,44 @@ class Disagreement(Handle):
         such as Adam rescale gradients: r is a share of gradients, not of updates. With `Target(E)` the ratio is what
         its controller says at each measurement. Either is multiplied by the weight of the attention's kind; a factor on
         the whole term cancels, since w makes up for it. Under DistributedDataParallel(static_graph=True) nothing is
-        added in the first step.
+        added in the first step. With a number lambda the total is L + lambda sum_site s_site; with 0 the similarity is
+        measured, and not added.
 
         In evaluation the loss is returned as it is.
 
         Args:
             loss: The loss of the task, a scalar in the graph.
             keep: As for a call.
+            share: As for `Handle.loss`.
 
         Raises:
             NotFired: As for a call; the loss carries no gradient, or no parameter of an attention is trained any more.
             ShapeError: As for a call, or the loss is not a scalar.
         """
+        term = self._compute_term(loss, share, keep)
+        return loss if term is None else loss + term
+
+    def _compute_term(self, loss: Tensor, share: float, keep: Tensor | None = None) -> Tensor | None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ShapeError(f"loss is {_describe_loss(loss)}; expected a tensor of one number.")
         if not (self.heads.model.training and torch.is_grad_enabled()):
             if self.taps is not None and not self.training_only:
                 self.taps.read()
             self._acted = self._acted or not self.training_only
-            return loss
+            return None
+        if isinstance(self.strength, int | float):
+            value = self(keep)
+            term = share * self.strength * value.to(loss.device) if self.strength else None
+        else:
+            term = self._weigh(loss, keep)
+        assert self.last is not None  # it was read
+        self._losses += 1
+        self._added = self._added.to(loss.device) + (0.0 if term is None else term.detach() / share)
+        self._similarity = self._similarity.to(loss.device) + self.last.to(loss.device)
+        return term
+
+    def _weigh(self, loss: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the penalty at a strength that is relative to a loss."""
         if not loss.requires_grad:
             raise NotFired(
                 "the loss carries no gradient, of which the penalty's would be a share; compute it from what the model "
@@ -430,20 +521,37 @@ class Disagreement(Handle):
         captures = self._read()
         values = self._measure_sites(captures, keep)
         self._add_up(values)
-        return loss + self.relative.weigh(loss, _separate(values), self.across, captures, keep)
+        return self.relative.weigh(loss, _separate(values), self.across, captures, keep)
 
-    def verify(self) -> None:
-        """Raise `NotFired` unless the penalty was computed, by a call or `add_to`."""
+    def stats(self) -> dict[str, Tensor]:
+        """Return "penalty", what was added to the loss, and "similarity", the same without its strength.
+
+        Both are means over the losses since the last call; nothing where there was none.
+        """
+        if not self._losses:
+            return {}
+        found = {"penalty": self._added / self._losses, "similarity": self._similarity / self._losses}
+        self._added, self._similarity, self._losses = torch.zeros(()), torch.zeros(()), 0
+        return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Read nothing inside the block."""
+        with nullcontext() if self.taps is None else self.taps.paused():
+            yield
+
+    def check(self) -> None:
+        """Raise `NotFired` unless the penalty was computed, by a call or `loss`."""
         if self.taps is not None:
-            self.taps.verify()
+            self.taps.check()
         if not self._acted:
             raise NotFired(
-                f"the penalty {self.term} was never added to a loss; write loss = penalty.add_to(loss) after the "
+                f"the penalty {self.term} was never added to a loss; write loss = penalty.loss(loss) after the "
                 "forward pass" + (", in training mode and with gradients." if self.training_only else ".")
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs for the same weights, as plain numbers; empty before the first `add_to`."""
+        """Return what a resumed run needs for the same weights, as plain numbers; empty before the first `loss`."""
         return {} if self.relative is None else self.relative.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -452,10 +560,11 @@ class Disagreement(Handle):
         Raises:
             SettingError: It is no such state, or of other attentions or another strength. Nothing is changed then.
         """
-        if state == {} and self.strength is None:
+        relative = self.strength if isinstance(self.strength, Relative | Target) else DEFAULT
+        if state == {} and relative is not self.strength:
             self.relative = None
             return
-        weights = self._make_relative(self.strength or DEFAULT)
+        weights = self._make_relative(relative)
         weights.load_state_dict(state)
         self.relative = weights
 

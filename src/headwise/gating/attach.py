@@ -6,7 +6,8 @@ What connects the gates of an attention with its calls: it takes x before the qu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from headwise.heads.capture import Padding, list_parameters, name_arguments, rea
 from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, Undo, require_heads
 from headwise.heads.layouts.functional import hands_output, is_handing
-from headwise.heads.mixing import RequireTrained, match_placement, require_unwrapped
+from headwise.heads.method import Method, Stage
+from headwise.heads.scores.mixing import RequireTrained, match_placement, require_unwrapped
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import (
     Handle,
@@ -161,7 +163,7 @@ class Link:
         if unread > UNREAD_CALLS:
             raise NotFired(
                 f"{unread} calls of {self.label} were counted and their balance was never read; call "
-                "gating.add_to(loss) after each forward, or set balance=0 in MixtureOfHeads."
+                "gating.loss(loss) after each forward, or set balance=0 in MixtureOfHeads."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,11 +217,16 @@ class Gating(Handle):
             for link, gates in self._links:
                 self._removers += link.attach(gates)
             if balanced:
-                self._hook_before(heads.model, self._on_model_call)
-                self._hook_after(heads.model, self._on_model_return)
+                self.hook_before(heads.model, self._on_model_call)
+                self.hook_after(heads.model, self._on_model_return)
                 self._watch_padding()
 
-    def verify(self) -> None:
+    @property
+    def added(self) -> tuple[nn.Module, ...]:
+        """The gates of each attention."""
+        return tuple(gates for _, gates in self._links)
+
+    def check(self) -> None:
         """Raise `NotFired` unless the heads of every attention were gated in some call."""
         silent = [link.label for link, _ in self._links if not link.acted]
         if silent:
@@ -250,11 +257,12 @@ class Gating(Handle):
             )
         return torch.stack([term.to(terms[0].device) for term in terms]).mean()
 
-    def add_to(self, loss: Tensor) -> Tensor:
-        """Return the loss plus the setting's weight times `balance()`; raises as that does."""
-        term = self.balance()
-        assert isinstance(self.setting, MixtureOfHeads)  # balance() refuses the others
-        return loss + (self.setting.balance * term).to(loss)
+    def _compute_term(self, loss: Tensor, share: float) -> Tensor | None:
+        """Return the weight of a mixture times `balance()`; nothing without one, or in evaluation."""
+        weight = getattr(self.setting, "balance", 0.0)
+        if weight == 0.0 or not (self.heads.model.training and torch.is_grad_enabled()):
+            return None
+        return (share * weight * self.balance()).to(loss)
 
     def _describe(self) -> str:
         count = sum(parameter.numel() for _, gates in self._links for parameter in gates.parameters())
@@ -291,7 +299,35 @@ class Gating(Handle):
         def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
             link.here.own.padding = read_padding(module, name_arguments(names, args, kwargs))
 
-        self._hook_before(attention, called, prepend=True)
+        self.hook_before(attention, called, prepend=True)
+
+
+@dataclass(frozen=True)
+class GateHeads(Method):
+    """Gates on heads, before W_O: `gate_heads`, as a value.
+
+    Attributes:
+        gate: What the gates are.
+
+    Raises:
+        SettingError: `gate` is something else; or as of `Method`.
+
+    Example:
+        >>> import headwise as hw
+        >>> hw.attach(hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16)), GateHeads(hw.SigmoidGate()))
+        Attached(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 18 parameters)
+    """
+
+    gate: GateSetting
+    stage: ClassVar[Stage] = "build"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_gate(self.gate)
+
+    def attach(self, heads: Heads) -> Gating:
+        """Put the gates on heads; errors as of `gate_heads`."""
+        return gate_heads(self.select(heads), self.gate)
 
 
 def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
@@ -313,7 +349,7 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
         setting: `SigmoidGate` or `MixtureOfHeads`.
 
     Returns:
-        The handle, also a context manager. A mixture of heads has a balance term: `loss = gating.add_to(loss)`.
+        The handle, also a context manager. A mixture of heads has a balance term: `loss = gating.loss(loss)`.
 
     Raises:
         SettingError: `heads` or `setting` is something else, or an attention has fewer heads than a mixture uses.

@@ -173,7 +173,7 @@ class MixtureOfHeads:
         active: Number K of routed heads that each token uses, at least 1; None for all of them: the control.
         routing: "learned" chooses by p; "random" by a fixed random matrix in the place of W_r, while p is as it was:
             the control.
-        balance: Weight of the balance term in `Gating.add_to`, at least 0; theirs is 0.01. With 0 there is none.
+        balance: Weight of the balance term in `Gating.loss`, at least 0; theirs is 0.01. With 0 there is none.
 
     Raises:
         SettingError: A value is something else.

@@ -1,7 +1,6 @@
 """Where the heads of a model are: find, select, read, bias, remove and verify them."""
 
 from headwise.heads.ablation import Ablation, Importance, ablate, importance
-from headwise.heads.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.capture import Capture
 from headwise.heads.experiments.verify import Verification, verify
 from headwise.heads.find import LAYOUTS, find_heads
@@ -17,6 +16,7 @@ from headwise.heads.layouts.rows import (
     SeparateLinears,
     TorchMultihead,
 )
+from headwise.heads.scores.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.taps import Taps
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from headwise.heads.capture import require_joined
 from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import explain_uncalled, hands_output
+from headwise.heads.method import Method
 from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument, uncompiled
 from headwise.nn.multihead import walk_once
@@ -71,15 +72,15 @@ class Ablation(Handle):
                 continue
             projection = output_projection.module
             # before all other hooks, so that these read the input that W_O gets
-            self._hook_before(projection, self._make_zeroing(removal), prepend=True)
-            self._hook_before(removal.site.module, make_check(removal.site, output_projection, "hw.ablate"))
+            self.hook_before(projection, self._make_zeroing(removal), prepend=True)
+            self.hook_before(removal.site.module, make_check(removal.site, output_projection, "hw.ablate"))
 
     @property
     def called(self) -> bool:
         """Whether a forward pass went through every ablated site."""
         return all(removal.reached for removal in self._removals)
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Raise `NotFired` unless a forward pass went through every ablated site."""
         silent = [removal.site.label for removal in self._removals if not removal.reached]
         if silent:
@@ -202,6 +203,25 @@ def ablate(heads: Heads, *indices: int | Iterable[int]) -> Ablation:
     return Ablation(heads, listed)
 
 
+@dataclass(frozen=True)
+class Ablate(Method):
+    """Heads removed: `ablate`, as a value.
+
+    Attributes:
+        indices: Indices of the heads, counted from 0, in each attention.
+
+    Example:
+        >>> Ablate((0, 2), layers=(1,)).indices
+        (0, 2)
+    """
+
+    indices: tuple[int, ...]
+
+    def attach(self, heads: Heads) -> Ablation:
+        """Remove them from the selected attentions; errors as of `ablate`."""
+        return ablate(self.select(heads), self.indices)
+
+
 def _list_indices(given: Any) -> list[Any]:
     """Return the indices in a list, a tensor or an array, or the one index."""
     given = given.tolist() if hasattr(given, "tolist") else given
@@ -243,10 +263,10 @@ class HeadDropping(Handle):
             for dropped in self._dropped:
                 site = dropped.site
                 projection = site.expose(self._removers.append)
-                self._hook_before(projection.module, self._make_hook(dropped))
-                self._hook_before(site.module, make_check(site, projection, "hw.drop_heads", training_only=True))
+                self.hook_before(projection.module, self._make_hook(dropped))
+                self.hook_before(site.module, make_check(site, projection, "hw.drop_heads", training_only=True))
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Raise `NotFired` unless heads of every attention could be dropped in some call in training mode."""
         silent = [dropped.site.label for dropped in self._dropped if not dropped.acted]
         if silent:
@@ -255,6 +275,23 @@ class HeadDropping(Handle):
                 f"({', '.join(silent[:6])}), so none of their heads was dropped; call model.train(), and run a forward "
                 "pass."
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the generator; nothing where torch's own is drawn from."""
+        return {} if self.generator is None else {"generator": self.generator.get_state().tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on drawing from what `state_dict` returned.
+
+        Raises:
+            SettingError: It is no such state.
+        """
+        if self.generator is None:
+            return super().load_state_dict(state)
+        try:
+            self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise SettingError(f"expected the state of a generator that drops heads; {error}") from error
 
     @property
     def rate(self) -> float:
@@ -299,6 +336,54 @@ class HeadDropping(Handle):
 
     def _describe(self) -> str:
         return f"{self.rate:g} of the heads of {len(self.heads)} attentions"
+
+
+@dataclass(frozen=True)
+class DropHeads(Method):
+    """Whole heads zeroed at random while training (Zhou et al. 2020): `drop_heads`, as a value.
+
+    Attributes:
+        rate: Probability of zeroing a head, in [0, 0.99].
+        start: Probability at the first step of a schedule, in [0, 0.99]; None keeps `rate` throughout.
+        seed: As for `drop_heads`.
+
+    Raises:
+        SettingError: A setting is out of range; or as of `Method`.
+
+    Example:
+        >>> DropHeads(0.1).rate_at(7, steps=20, warmup=5)
+        0.1
+    """
+
+    rate: float
+    start: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_range("drophead", self.rate, low=0.0, high=0.99)
+        if self.start is not None:
+            require_range("start", self.start, low=0.0, high=0.99)
+
+    def attach(self, heads: Heads) -> HeadDropping:
+        """Drop heads at the rate of the first step; errors as of `drop_heads`."""
+        return HeadDropping(self.select(heads), self.rate if self.start is None else self.start, seed=self.seed)
+
+    def rate_at(self, step: int, steps: int, warmup: int) -> float:
+        """Return the rate of a step, counted from 0, of a training of `steps` steps of which `warmup` warm up.
+
+        With a `start` it falls linearly from there to 0 while the learning rate warms up, and then rises linearly to
+        `rate` at the end of training: "scheduled DropHead". Without a warmup it only rises.
+
+        >>> schedule = DropHeads(0.2, start=0.4)
+        >>> [round(schedule.rate_at(step, 101, 20), 6) for step in (0, 10, 20, 60, 100)]
+        [0.4, 0.2, 0.0, 0.1, 0.2]
+        """
+        if self.start is None:
+            return self.rate
+        if step < warmup:
+            return self.start * (1.0 - step / warmup)
+        return self.rate * (step - warmup) / max(1, steps - 1 - warmup)
 
 
 def drop_heads(heads: Heads, rate: float, *, seed: int | None = None) -> HeadDropping:
@@ -454,7 +539,7 @@ def _score_without_each(heads: Heads, site: Site, score: Callable[[], Any]) -> T
     for head in range(site.num_heads):
         with ablate(alone, head) as ablation:
             scores.append(_read_score(score()))
-            ablation.verify()
+            ablation.check()
     return torch.tensor(scores, dtype=torch.float64, device="cpu")
 
 
@@ -543,7 +628,7 @@ class _Gates(Handle):
                 listener = Observer(ignore, edit=gated.gate)
                 self._removers.append(gated.site.reach_scores(self._removers.append).listen(listener))
             else:
-                self._hook_before(projection, _make_gating(gated))
+                self.hook_before(projection, _make_gating(gated))
 
     def differentiate(self, losses: Tensor) -> None:
         """Add what the losses of a batch say of each head."""

@@ -84,7 +84,7 @@ class HeadBlocks(Handle):
         """Whether they are attached to an optimizer."""
         return bool(self._removers)
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Raise `NotFired` unless blocks were given gradients for an optimizer."""
         if not self._acted:
             raise NotFired(

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -32,6 +32,7 @@ from headwise.heads.capture import (
 )
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.layouts.functional import is_handing
+from headwise.heads.method import Method
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, unwrap_compiled
 from headwise.nn.multihead import walk_once
@@ -191,7 +192,7 @@ class Taps(Handle):
         finally:
             self._forward.own.paused = before
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Raise `NotFired` unless a tapped site was called."""
         if not any(record.reached for record in self._records):
             raise NotFired(
@@ -224,7 +225,7 @@ class Taps(Handle):
 
     def _attach(self) -> None:
         model = self.heads.model
-        self._hook_before(model, self._on_model_call)
+        self.hook_before(model, self._on_model_call)
         # after a forward that raised, too
         left = model.register_forward_hook(Hook(model, self._on_model_return), always_call=True)
         self._removers.append(left.remove)
@@ -234,16 +235,16 @@ class Taps(Handle):
         self._queries = list(crossed.values())
         for site in self.heads.found:
             if site.kind != "cross" and (site.stack, site.layer) in crossed:
-                self._hook_before(site.module, self._make_queries_hook(site, crossed[site.stack, site.layer]))
+                self.hook_before(site.module, self._make_queries_hook(site, crossed[site.stack, site.layer]))
         for site, record in zip(self.heads.sites, self._records, strict=True):
             queries = crossed[site.stack, site.layer] if site.kind == "cross" else None
             within = self._list_within(site)
             needed = self.outputs and "outputs" not in within
             expose = needed or site.prepare is not None
             projection = site.expose(self._removers.append) if expose else None
-            self._hook_before(site.module, self._make_site_hook(record, queries))
+            self.hook_before(site.module, self._make_site_hook(record, queries))
             if self.outputs and projection is not None:
-                self._hook_before(projection.module, self._make_outputs_hook(record))
+                self.hook_before(projection.module, self._make_outputs_hook(record))
             if self.mean_weights and site.divided:
                 raise LayoutError(
                     f"{site.label}: under tensor parallel no process computes the weights of all heads, "
@@ -265,7 +266,7 @@ class Taps(Handle):
                     )
                 parts = ValueParts(site)
                 for index, module in enumerate(modules):
-                    self._hook_after(module, self._make_values_hook(record, index, parts))
+                    self.hook_after(module, self._make_values_hook(record, index, parts))
 
     def _list_within(self, site: Site) -> tuple[str, ...]:
         """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
@@ -425,6 +426,32 @@ def _make_value_check(site: Site) -> Callable[[], object]:
                 )
 
     return require
+
+
+@dataclass(frozen=True)
+class Tap(Method):
+    """What heads compute, read: `Taps`, as a value.
+
+    Attributes:
+        outputs, values, weights, mean_weights, beside, training_only, newest: As for `Taps`.
+
+    Example:
+        >>> Tap(outputs=True, layers=(0,)).layers
+        (0,)
+    """
+
+    outputs: bool = False
+    values: bool = False
+    weights: bool = False
+    mean_weights: bool = False
+    beside: bool = False
+    training_only: bool = False
+    newest: int | None = None
+
+    def attach(self, heads: Heads) -> Taps:
+        """Read the selected heads; errors as of `Taps`."""
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in ("layers", "kinds")}
+        return Taps(self.select(heads), **own)
 
 
 def _never() -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from headwise.attached import Attached
 from headwise.errors import SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.integrations.attached import Attached, Method
-from headwise.integrations.methods import Aggregate
+from headwise.heads.method import Method
+from headwise.routing.aggregate import Aggregate
 
 
 def attach(
@@ -25,16 +26,16 @@ def attach(
 ) -> Attached:
     """Attach methods to a model and its optimizer, with their state in `accelerator.save_state`; returns the handle.
 
-    Call it after `prepare`. In the loop, write `accelerator.backward(attached.add_penalty(loss))`: the penalty enters
+    Call it after `prepare`. In the loop, write `accelerator.backward(attached.loss(loss))`: the penalty enters
     while the model trains, and nothing enters in evaluation. Repulsion acts in `optimizer.step()`, once an update.
-    `accelerator.log(attached.read_metrics())` logs "penalty", "similarity" and "force_ratio". Where model or optimizer
+    `accelerator.log(attached.stats())` logs "penalty", "similarity" and "force_ratio". Where model or optimizer
     is built anew, call `attached.attach(model, optimizer)`.
 
     Args:
         accelerator: The Accelerator, for its checkpoints.
         model: The model, prepared or not.
         optimizer: Its optimizer, or several, prepared or not.
-        methods: `Penalize(...)` and `Repel(...)` of `headwise.integrations`, any number of each.
+        methods: `hw.Penalize(...)` and `hw.Repel(...)`, any number of each.
         find: Returns the heads of a model.
         seed: Seed of the noise of rules that have one.
 
@@ -45,13 +46,12 @@ def attach(
 
     Example:
         >>> import accelerate, torch, headwise as hw
-        >>> from headwise.integrations import Penalize, Repel
         >>> accelerator = accelerate.Accelerator(cpu=True)
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        >>> attached = attach(accelerator, model, optimizer, Penalize(hw.Output()), Repel(hw.SVGD(alpha=0.01)))
+        >>> attached = attach(accelerator, model, optimizer, hw.Penalize(hw.Output()), hw.Repel(hw.SVGD(alpha=0.01)))
         >>> loss = model(torch.randn(3, 5, 8)).square().mean()
-        >>> accelerator.backward(attached.add_penalty(loss))
+        >>> accelerator.backward(attached.loss(loss))
         >>> optimizer.step()
         >>> attached.steps
         1
@@ -64,7 +64,7 @@ def attach(
             "there, and give attach(...) Penalize and Repel; save_state keeps the aggregators as part of the model."
         )
     if not methods:
-        raise SettingError("attach was given no method; expected Penalize(...) or Repel(...).")
+        raise SettingError("attach was given no method; expected hw.Penalize(...) or hw.Repel(...).")
     attached = Attached(methods, find=find, seed=seed)
     attached.attach(model, optimizer)
     accelerator.register_for_checkpointing(attached)

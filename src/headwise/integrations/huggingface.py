@@ -11,10 +11,13 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from headwise.attached import Attached
+from headwise.disagreement.penalty import Disagreement
 from headwise.errors import HeadwiseError, NotFired, SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.integrations.attached import Attached, Method
+from headwise.heads.method import Method
+from headwise.repulsion.repel import Repulsion
 from headwise.routing.save import find_aggregators, load
 from headwise.stock_folders import RECORD
 
@@ -45,7 +48,7 @@ def attach(
 
     Args:
         trainer: A Trainer, also a subclass with its own `compute_loss`, before `train()`.
-        methods: `Aggregate(...)`, `Penalize(...)` and `Repel(...)` of `headwise.integrations`, any number of each.
+        methods: `Aggregate(...)`, `hw.Penalize(...)` and `hw.Repel(...)`, any number of each.
             None where the model holds aggregators already, and only its checkpoints are to be loaded.
         find: Returns the heads of a model, for example `lambda model: hw.find_heads(model, layouts=[...])`.
         seed: Seed of the noise of rules that have one; by default that of the TrainingArguments.
@@ -56,7 +59,6 @@ def attach(
 
     Example:
         >>> import contextlib, tempfile, transformers, headwise as hw
-        >>> from headwise.integrations import Penalize, Repel
         >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
         >>> config = transformers.BertConfig(vocab_size=9, **sizes)
         >>> row = {"input_ids": [1, 2, 3], "labels": 1}
@@ -65,10 +67,10 @@ def attach(
         ...         use_cpu=True, logging_strategy="no", save_strategy="no", dataloader_pin_memory=False)
         ...     trainer = transformers.Trainer(args=arguments, train_dataset=[row] * 4,
         ...         model_init=lambda: transformers.BertForSequenceClassification(config))
-        ...     headwise = attach(trainer, Penalize(hw.Output(), weight=0.1), Repel(hw.SVGD(alpha=0.01)))
+        ...     headwise = attach(trainer, hw.Penalize(hw.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01)))
         ...     with contextlib.redirect_stdout(None):
         ...         _ = trainer.train()
-        >>> headwise.attached.repulsions[0].steps
+        >>> headwise.attached.of(hw.Repulsion)[0].steps
         2
     """
     if not isinstance(trainer, Trainer):
@@ -77,10 +79,10 @@ def attach(
         raise SettingError("this Trainer has methods already; give all of them to one attach(trainer, ...).")
     model: Any = trainer.model
     if not methods and not find_aggregators(model):
-        raise SettingError("attach was given no method; expected Penalize(...), Repel(...) or Aggregate(...).")
+        raise SettingError("attach was given no method; expected hw.Penalize(...), hw.Repel(...) or hw.Aggregate(...).")
     attached = Attached(methods, find=find, seed=0 if seed is None else seed)
     callback = HeadwiseCallback(trainer, attached, seed)
-    attached.aggregate(model)
+    attached.build(model)
     trainer.add_callback(callback)
     instead = {
         "train": callback.train,
@@ -110,7 +112,7 @@ class HeadwiseCallback(TrainerCallback):
         """Build the model of a trial, and put its aggregators in place before it has an optimizer."""
         self.attached.detach()
         model = original(*arguments)
-        self.attached.aggregate(model)
+        self.attached.build(model)
         return model
 
     def train(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -132,13 +134,13 @@ class HeadwiseCallback(TrainerCallback):
             scaled = counted or self.trainer.compute_loss_func is not None
         # the Trainer does not divide such a loss by the number of micro-batches, which it counts while it trains
         batches = getattr(self.trainer, "current_gradient_accumulation_steps", 1) if scaled else 1
-        loss = self.attached.add_penalty(loss, share=1 / batches)
+        loss = self.attached.loss(loss, share=1 / batches)
         return (loss, *computed[1:]) if isinstance(computed, tuple) else loss
 
     def log(self, original: Callable[..., None], logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log what the methods did beside the training loss."""
         if "loss" in logs:
-            logs = {**{name: float(value) for name, value in self.attached.read_metrics().items()}, **logs}
+            logs = {**{name: float(value) for name, value in self.attached.stats().items()}, **logs}
         original(logs, *arguments, **options)
 
     def load_checkpoint(
@@ -196,16 +198,16 @@ class HeadwiseCallback(TrainerCallback):
             NotFired: The Trainer's step did not call `compute_loss`, or stepped another optimizer.
         """
         attached = self.attached
-        if attached.penalties and attached.readings == self._readings:
+        if attached.of(Disagreement) and attached.readings == self._readings:
             raise NotFired(
                 f"the penalty entered no loss: {type(self.trainer).__name__} computes the loss of a training step "
-                "without compute_loss; add callback.attached.add_penalty(loss) there."
+                "without compute_loss; add callback.attached.loss(loss) there."
             )
         skipped = self.trainer.accelerator.optimizer_step_was_skipped
-        if attached.repulsions and attached.steps == self._steps and not skipped:
-            attached.verify(kwargs["optimizer"])
+        if attached.of(Repulsion) and attached.steps == self._steps and not skipped:
+            attached.check(kwargs["optimizer"])
             raise NotFired(f"{type(self.trainer).__name__} took a step without the optimizer that heads repel under.")
-        if attached.repulsions or attached.penalties:
+        if attached.of(Repulsion) or attached.of(Disagreement):
             kept: Any = state.stateful_callbacks
             kept[KEY] = attached.state_dict()
 
@@ -213,10 +215,10 @@ class HeadwiseCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say what `Repulsion.verify` would raise; an error here would lose a trained model."""
+        """Say what `Repulsion.check` would raise; an error here would lose a trained model."""
         try:
             if self.attached.steps:
-                self.attached.verify(kwargs["optimizer"])
+                self.attached.check(kwargs["optimizer"])
         except HeadwiseError as error:
             warnings.warn(str(error), stacklevel=2)
 

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from typing_extensions import override
 
+from headwise.attached import Attached
+from headwise.disagreement.penalty import Disagreement
 from headwise.errors import HeadwiseError, NotFired, SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
-from headwise.integrations.attached import Attached, Method
+from headwise.heads.method import Method
+from headwise.repulsion.repel import Repulsion
 
 
 def _find_callback_class() -> Any:
@@ -47,10 +50,10 @@ class HeadwiseCallback(Callback):
     "similarity" (the penalty without its weight) and "force_ratio" (the norm of the repulsion over that of the driving
     terms) are logged with `self.log` after each batch.
 
-    In manual optimization write `loss = callback.attached.add_penalty(loss)` before the backward of `training_step`.
+    In manual optimization write `loss = callback.attached.loss(loss)` before the backward of `training_step`.
 
     Args:
-        methods: `Aggregate(...)`, `Penalize(...)` and `Repel(...)` of `headwise.integrations`, any number of each.
+        methods: `Aggregate(...)`, `hw.Penalize(...)` and `hw.Repel(...)`, any number of each.
         find: Returns the heads of the LightningModule, for example `lambda module: hw.find_heads(module.encoder)`.
         seed: Seed of the noise of rules that have one.
 
@@ -62,8 +65,7 @@ class HeadwiseCallback(Callback):
 
     Example:
         >>> import headwise as hw
-        >>> from headwise.integrations import Penalize, Repel
-        >>> callback = HeadwiseCallback(Penalize(hw.Output(), weight=0.1), Repel(hw.SVGD(alpha=0.01), layers=(0,)))
+        >>> callback = HeadwiseCallback(hw.Penalize(hw.CKA()), hw.Repel(hw.SVGD(), layers=(0,)))
         >>> callback.state_key
         'HeadwiseCallback'
     """
@@ -71,7 +73,7 @@ class HeadwiseCallback(Callback):
     def __init__(self, *methods: Method, find: Callable[[nn.Module], Heads] = find_heads, seed: int = 0) -> None:
         if not methods:
             raise SettingError(
-                "HeadwiseCallback was given no method; expected Penalize(...), Repel(...) or Aggregate(...)."
+                "HeadwiseCallback was given no method; expected hw.Penalize(...), hw.Repel(...) or hw.Aggregate(...)."
             )
         self.attached = Attached(methods, find=find, seed=seed)
         self._module: Any = None
@@ -82,14 +84,14 @@ class HeadwiseCallback(Callback):
         """Put the aggregators into a model, before it has an optimizer or is loaded."""
         if not self.attached.is_on(pl_module):
             self.attached.detach()
-        self.attached.aggregate(pl_module)
+        self.attached.build(pl_module)
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the methods to the model and its new optimizers."""
         self._release()
         self.attached.attach(pl_module, trainer.optimizers)
-        if self.attached.penalties and pl_module.automatic_optimization:
+        if self.attached.of(Disagreement) and pl_module.automatic_optimization:
             original = pl_module.training_step
 
             @wraps(original)
@@ -115,25 +117,25 @@ class HeadwiseCallback(Callback):
         """
         attached = self.attached
         manual = not pl_module.automatic_optimization
-        if manual and attached.penalties and attached.readings == self._readings:
+        if manual and attached.of(Disagreement) and attached.readings == self._readings:
             raise NotFired(
                 f"the penalty entered no loss: {type(pl_module).__name__} optimizes manually; in training_step, write "
-                "loss = callback.attached.add_penalty(loss) before manual_backward(loss)."
+                "loss = callback.attached.loss(loss) before manual_backward(loss)."
             )
         # a scaler leaves steps out, and Lightning those of a training_step that returned None
         left_out = getattr(trainer.precision_plugin, "scaler", None) is not None or not (manual or outputs)
         stepped = trainer.global_step > self._global_step and not left_out
-        if attached.repulsions and stepped and attached.steps == self._steps:
-            attached.verify(trainer.optimizers)
+        if attached.of(Repulsion) and stepped and attached.steps == self._steps:
+            attached.check(trainer.optimizers)
             raise NotFired(f"{type(pl_module).__name__} took a step without the optimizer that heads repel under.")
-        pl_module.log_dict(attached.read_metrics())
+        pl_module.log_dict(attached.stats())
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say what `Repulsion.verify` would raise; an error here would lose a trained model."""
+        """Say what `Repulsion.check` would raise; an error here would lose a trained model."""
         try:
             if self.attached.steps:
-                self.attached.verify(trainer.optimizers)
+                self.attached.check(trainer.optimizers)
         except HeadwiseError as error:
             warnings.warn(str(error), stacklevel=2)
 
@@ -163,8 +165,8 @@ class HeadwiseCallback(Callback):
             self.attached.drop_forward()
             return None
         if isinstance(output, Mapping):
-            return {**output, "loss": self.attached.add_penalty(output["loss"])}
-        return self.attached.add_penalty(output)
+            return {**output, "loss": self.attached.loss(output["loss"])}
+        return self.attached.loss(output)
 
     def _release(self) -> None:
         self.attached.pause()

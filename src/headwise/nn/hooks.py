@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import NotFired, ShapeError
+from headwise.errors import NotFired, SettingError, ShapeError
 
 # The name under which torch.compile keeps the module it wraps.
 WRAPPED = "_orig_mod"
@@ -178,7 +178,7 @@ run_uncompiled(Hook.__call__)
 class Handle:
     """Something attached to a model or an optimizer until `remove()` or the end of a `with` block.
 
-    It serves each thread that runs the model. At the end of a block without an error `verify` is called, unless the
+    It serves each thread that runs the model. At the end of a block without an error `check` is called, unless the
     handle was removed inside. A copy of a handle, or an unpickled one, is attached to nothing.
     """
 
@@ -191,8 +191,41 @@ class Handle:
         """Whether it is still attached."""
         return not self._removed
 
-    def verify(self) -> None:
+    @property
+    def added(self) -> tuple[nn.Module, ...]:
+        """The modules that it has put into the model, whose parameters an optimizer must hold."""
+        return ()
+
+    def check(self) -> None:
         """Raise `NotFired` unless it acted since it was attached."""
+
+    def loss(self, loss: Tensor, *, share: float = 1.0) -> Tensor:
+        """Return the loss of a training step with what the method adds to it; in evaluation the loss as it is.
+
+        Args:
+            loss: The loss of the task, a scalar.
+            share: Factor on what has a weight: 1 / n where the loop adds up n micro-batches without dividing their
+                losses. A strength relative to the loss needs none.
+        """
+        term = self._compute_term(loss, share)
+        return loss if term is None else loss + term
+
+    def stats(self) -> dict[str, Tensor]:
+        """Return what is worth logging since the last call, as scalars by name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on alike, as plain JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            SettingError: It is no such state. Nothing is changed then.
+        """
+        if state != {}:
+            raise SettingError(f"{type(self).__name__} has no state; expected an empty one, and not {state!r:.60}.")
 
     def remove(self) -> None:
         """Detach what is attached, and leave the model as it was before; a second time does nothing."""
@@ -201,6 +234,9 @@ class Handle:
         with ExitStack() as undo:
             for remove in removers:
                 undo.callback(remove)
+
+    def _compute_term(self, loss: Tensor, share: float) -> Tensor | None:
+        """Return what the method adds to a loss of the task; None for nothing."""
 
     @contextmanager
     def _attaching(self) -> Iterator[None]:
@@ -211,12 +247,12 @@ class Handle:
             self.remove()
             raise
 
-    def _hook_before(self, module: nn.Module, function: Callable[..., object], *, prepend: bool = False) -> None:
+    def hook_before(self, module: nn.Module, function: Callable[..., object], *, prepend: bool = False) -> None:
         """Call (module, args, kwargs) -> anything before each call of a module, until `remove()`."""
         handle = module.register_forward_pre_hook(Hook(module, function), prepend=prepend, with_kwargs=True)
         self._removers.append(handle.remove)
 
-    def _hook_after(self, module: nn.Module, function: Callable[..., object]) -> None:
+    def hook_after(self, module: nn.Module, function: Callable[..., object]) -> None:
         """Call (module, args, output) -> anything after each call of a module, until `remove()`."""
         self._removers.append(module.register_forward_hook(Hook(module, function)).remove)
 
@@ -228,7 +264,7 @@ class Handle:
     ) -> None:
         try:
             if kind is None and not self._removed:
-                self.verify()
+                self.check()
         finally:
             self.remove()
 

@@ -219,7 +219,7 @@ class DriveRoutes(Handle):
         self.routes = [Route(adapter, members[key], drive) for key, adapter in adapters.items()]
         for route in self.routes:
             route.refresh()
-            self._hook_before(route.adapter.down, route.before_down)
+            self.hook_before(route.adapter.down, route.before_down)
             self._removers.append(
                 route.adapter.down.register_forward_hook(Hook(route.adapter.down, route.after_down)).remove
             )

@@ -38,7 +38,7 @@ def unwrap_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
         base = getattr(given, "base", None)
         inside = (
             f" It wraps a {type(base).__name__}, and may step it with other numbers in the parameters: call "
-            'hw.repel(optimizer.base, ..., when="manual"), and apply() before each step.'
+            'hw.repel(heads, rule, optimizer.base, when="manual"), and apply() before each step.'
             if isinstance(base, Optimizer)
             else ""
         )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from headwise.errors import (
 )
 from headwise.heads.capture import Capture
 from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
-from headwise.heads.heads import PROJECTIONS, Heads, require_heads, require_proved
+from headwise.heads.heads import GROUPINGS, PROJECTIONS, Heads, require_heads, require_proved
+from headwise.heads.method import Method, Stage, require_tuple
 from headwise.heads.sharding import add_own_part, average_finite_over, is_distributed, write_own_part
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
 from headwise.nn.hooks import Handle
@@ -330,10 +331,72 @@ class ParameterSpace:
         return self.evaluations.of(group).mixing.drive
 
 
+@dataclass(frozen=True)
+class Repel(Method):
+    """Repulsion between the parameters of heads: `repel`, as a value.
+
+    Attributes:
+        rule: How heads repel each other.
+        projections: Projections it acts on, of query, key and value; None for all.
+        grouping: Under grouped queries, "within" for query heads that repel those of their group, "across" for groups
+            that repel one another; None for all query heads. See `Heads.grouped`.
+        joint, when, noise, every: As for `repel`.
+
+    Raises:
+        SettingError: A setting is of the wrong type or out of range.
+
+    Example:
+        >>> import headwise as hw
+        >>> Repel(hw.SVGD(alpha=0.01), layers=(0,)).layers
+        (0,)
+    """
+
+    rule: Rule
+    projections: tuple[str, ...] | None = None
+    grouping: Literal["within", "across"] | None = None
+    joint: bool = False
+    when: Literal["step", "manual"] = "step"
+    noise: Literal["step", "apply"] = "step"
+    every: int = 20
+    stage: ClassVar[Stage] = "step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_rule(self.rule)
+        if self.grouping is not None:
+            require_choice("grouping", self.grouping, GROUPINGS)
+        require_tuple("projections", self.projections, "('query', 'key')")
+        for projection in self.projections or ():
+            require_choice("projections", projection, PROJECTIONS)
+        require_choice("when", self.when, ("step", "manual"))
+        require_choice("noise", self.noise, ("step", "apply"))
+        require_boolean("joint", self.joint)
+        require_integer("every", self.every, low=1)
+
+    def attach(self, heads: Heads, optimizers: Optimizer | Sequence[Optimizer] = (), seed: int = 0) -> Repulsion:
+        """Attach the rule to the optimizers of a model whose heads these are; errors as of `repel`."""
+        require_integer("seed", seed)
+        unwrapped = unwrap_optimizers(optimizers)
+        require_heads(heads)
+        chosen = self.select(heads)
+        if self.projections is not None:
+            chosen = chosen.projection(*self.projections)
+        if self.grouping is not None:
+            chosen = chosen.grouped(self.grouping)
+        require_proved(chosen)
+        rule = self.rule
+        space = rule if isinstance(rule, Space) else ParameterSpace(rule, Evaluations(rule))
+        groups = space.find_groups(chosen, joint=self.joint)
+        _require_particles(groups, chosen, rule)
+        attachments = divide_groups(unwrapped, groups)
+        steering = make_steering(chosen, rule, self.every)
+        return Repulsion(chosen, attachments, rule, space, steering, when=self.when, noise=self.noise, seed=seed)
+
+
 def repel(
-    optimizer: Optimizer | Sequence[Optimizer],
     heads: Heads,
     rule: Rule,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     joint: bool = False,
     when: Literal["step", "manual"] = "step",
@@ -353,10 +416,10 @@ def repel(
     noise is still added in `optimizer.step()` unless `noise="apply"`.
 
     Args:
-        optimizer: The optimizer that holds the heads' parameters, or several; wrappers (Accelerate) are unwrapped.
         heads: Which heads, for example `find_heads(model).layer(0)`; query, key and value separately.
         rule: `SVGD(...)`, `SPOS(...)`, `SGLD(...)`, one of the cosine family, or `FunctionSVGD(...)`, which acts on W_O
             too.
+        optimizer: The optimizer that holds the heads' parameters, or several; wrappers (Accelerate) are unwrapped.
         joint: Whether query, key and value of an attention make one particle instead of three.
         when: "step" or "manual".
         noise: "step" adds noise in `optimizer.step()`, "apply" together with the forces.
@@ -378,27 +441,13 @@ def repel(
         >>> import headwise as hw
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> repulsion = repel(optimizer, hw.find_heads(model), hw.SVGD(alpha=0.01))
+        >>> repulsion = repel(hw.find_heads(model), hw.SVGD(alpha=0.01), optimizer)
         >>> model(torch.randn(3, 5, 8)).square().mean().backward()
         >>> optimizer.step()
         >>> repulsion.steps
         1
     """
-    require_rule(rule)
-    require_choice("when", when, ("step", "manual"))
-    require_choice("noise", noise, ("step", "apply"))
-    require_boolean("joint", joint)
-    require_integer("seed", seed)
-    require_integer("every", every, low=1)
-    optimizers = unwrap_optimizers(optimizer)
-    require_heads(heads)
-    require_proved(heads)
-    space = rule if isinstance(rule, Space) else ParameterSpace(rule, Evaluations(rule))
-    groups = space.find_groups(heads, joint=joint)
-    _require_particles(groups, heads, rule)
-    attachments = divide_groups(optimizers, groups)
-    steering = make_steering(heads, rule, every)
-    return Repulsion(heads, attachments, rule, space, steering, when=when, noise=noise, seed=seed)
+    return Repel(rule, joint=joint, when=when, noise=noise, every=every).attach(heads, optimizer, seed)
 
 
 class Repulsion(Handle):
@@ -476,6 +525,13 @@ class Repulsion(Handle):
             raise NotFired("no optimizer step has been taken since repel(); there are no forces to report.")
         return ForceNorms.join(records)
 
+    def stats(self) -> dict[str, Tensor]:
+        """Return "force_ratio": the norm of all repulsion over that of all driving terms at the last step, if any."""
+        if all(attachment.last is None for attachment in self._attachments):
+            return {}
+        driving = self.last.driving_norm.norm()
+        return {"force_ratio": self.last.repulsion_norm.norm() / driving.clamp_min(torch.finfo(driving.dtype).tiny)}
+
     def apply(self) -> None:
         """Change the heads' gradients now, before clipping; the next `optimizer.step()` will not do it again.
 
@@ -493,7 +549,7 @@ class Repulsion(Handle):
                 self._act(attachment, scale=None)
                 attachment.mark()
 
-    def verify(self, *optimizers: Optimizer) -> None:
+    def check(self, *optimizers: Optimizer) -> None:
         """Raise unless the repulsion is attached and has acted on all of its heads.
 
         Args:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, MaskError, NotFired, SettingError
-from headwise.heads.bias import bias_heads
 from headwise.heads.capture import ForwardScope, drops_layers, is_partial
 from headwise.heads.heads import Heads, Site
+from headwise.heads.method import Method
+from headwise.heads.scores.bias import bias_heads
 from headwise.masks.head_mask import HeadMask
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, PerThread
@@ -310,7 +311,7 @@ class Guidance(Handle):
             self._set_mask(mask, excused=is_partial() or drops_layers(self.heads.model))
         return self
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Raise `NotFired` unless masks guided calls, and the latest of this thread every attention in its forward."""
         self._verify_latest()
         if not any(guided.calls for guided in self._guided):
@@ -380,13 +381,13 @@ class Guidance(Handle):
     def _attach(self) -> None:
         model = self.heads.model
         self._removers.append(self._forward.remove)
-        self._hook_before(model, self._take_mask, prepend=True)
+        self.hook_before(model, self._take_mask, prepend=True)
         self._removers.append(MaskedGenerate(model, ROLE_MASK, self, self._generating).remove)
         for guided in self._guided:
             site, module = guided.site, guided.site.module
             alone = Heads(model, (site,), self.heads.projections, self.heads.found)
             self._removers.append(bias_heads(alone, partial(self._compute_bias, guided)).remove)
-            self._hook_before(module, guided.note_causality)
+            self.hook_before(module, guided.note_causality)
             _guided[module] = weakref.ref(self)
 
     def _set_mask(self, mask: HeadMask | None, *, excused: bool = False) -> None:
@@ -471,6 +472,27 @@ def _build_bias(mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
     for head in set(range(mask.num_heads)).difference(mask.heads):
         bias[:, head].zero_()
     return bias
+
+
+@dataclass(frozen=True)
+class Guide(Method):
+    """Heads guided by role masks: `guide`, as a value.
+
+    Attributes:
+        mask: The mask of the next forward; None if each batch has one.
+        every_forward: Whether a mask is used until the next is set.
+
+    Example:
+        >>> Guide(layers=(0,)).every_forward
+        False
+    """
+
+    mask: HeadMask | None = None
+    every_forward: bool = False
+
+    def attach(self, heads: Heads) -> Guidance:
+        """Guide the selected heads; errors as of `guide`."""
+        return Guidance(self.select(heads), self.mask, self.every_forward)
 
 
 def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = False) -> Guidance:

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -18,7 +18,8 @@ from headwise.heads.adapters import get_called, has_peft, is_peft_layer, is_peft
 from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import hands_output
-from headwise.heads.mixing import RequireTrained, match_placement, require_unwrapped, was_called
+from headwise.heads.method import Method, Stage
+from headwise.heads.scores.mixing import RequireTrained, match_placement, require_unwrapped, was_called
 from headwise.nn.hooks import Handle
 from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
@@ -131,7 +132,12 @@ class Aggregation(Handle):
         self.model, self.setting, self.replaced, self._adapter = model, setting, replaced, adapter
         self._removers += [*([] if undo is None else [undo]), self._put_back]
 
-    def verify(self) -> None:
+    @property
+    def added(self) -> tuple[nn.Module, ...]:
+        """The aggregators."""
+        return tuple(site.new for site in self.replaced)
+
+    def check(self) -> None:
         """Raise `NotFired` unless every aggregator was called."""
         silent = [site.name or "the model" for site in self.replaced if not was_called(site.new)]
         if silent:
@@ -179,6 +185,34 @@ class Aggregation(Handle):
         return "\n".join([f"{self.setting} in {len(self.replaced)} attentions", *first, *middle, *last])
 
     __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Aggregate(Method):
+    """An aggregator instead of the output projection: `aggregate`, as a value.
+
+    Attributes:
+        setting: Setting of the aggregator.
+
+    Raises:
+        SettingError: `setting` is something else; or as of `Method`.
+
+    Example:
+        >>> import headwise as hw
+        >>> Aggregate(hw.EMRouting(iterations=2), layers=(0, 1)).setting.iterations
+        2
+    """
+
+    setting: Setting
+    stage: ClassVar[Stage] = "build"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_setting(self.setting)
+
+    def attach(self, heads: Heads) -> Aggregation:
+        """Put the aggregators into the model whose heads these are; errors as of `aggregate`."""
+        return aggregate(self.select(heads), self.setting)
 
 
 def aggregate(heads: Heads, setting: Setting) -> Aggregation:

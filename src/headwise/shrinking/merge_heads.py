@@ -66,9 +66,9 @@ class Reading(Handle):
             ) -> None:
                 receive(module, _select_real(read_first_argument(module, args, kwargs).detach(), keeps[0]))
 
-            self._hook_before(site.module, begin)
+            self.hook_before(site.module, begin)
             for module in {id(module): module for module in modules}.values():
-                self._hook_before(module, listen)
+                self.hook_before(module, listen)
 
 
 def _select_real(given: Tensor, keep: Tensor | None) -> Tensor:

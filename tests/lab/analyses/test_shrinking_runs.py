@@ -164,7 +164,7 @@ def test_the_arm_that_makes_heads_alike_pulls_where_its_opposite_pushes(runs):
         model: Any = attached.train()
         torch.manual_seed(0)
         loss = model(**batch)["loss"]
-        added = methods.add_penalty(loss) - loss
+        added = methods.loss(loss) - loss
         weights = [model.encoder.layers[0].attention.in_proj_weight]
         gradients.append(torch.autograd.grad(added, weights)[0])
     assert float(gradients[0].norm()) > 0

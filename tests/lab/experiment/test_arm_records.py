@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from headwise.integrations.methods import Penalize
+from headwise.disagreement.penalty import Penalize
 from headwise.routing.modules import Chunks
 from headwise.strength import Target
 from headwise_lab.experiment.arm import named_arms

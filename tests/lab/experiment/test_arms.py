@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 import headwise_lab.experiment.arm as arms_module
 from headwise.disagreement.invariant import CKA, SpanOverlap
+from headwise.disagreement.penalty import Penalize
 from headwise.disagreement.terms import Output, Subspace, Sum
 from headwise.errors import SettingError
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
-from headwise.integrations.methods import Aggregate, Penalize, Repel
+from headwise.heads.scores.mixing import MixHeads
 from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
+from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import SPOS, SVGD
+from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import EMRouting, Trunk
 from headwise.strength import Relative
 from headwise_lab.experiment.arm import (
@@ -28,7 +31,6 @@ from headwise_lab.experiment.arm import (
     Orthogonalize,
     OtherModel,
     PairHeads,
-    Talk,
     Widen,
     combine,
     named_arms,
@@ -128,8 +130,8 @@ def test_roles_are_judged_against_random_masks_and_what_replaces_some_against_th
 
 def test_rivals_are_written_with_their_settings_and_come_back_from_their_records():
     for text, method in {
-        "talking": Talk(),
-        "talking:weights=false": Talk(weights=False),
+        "talking": MixHeads(),
+        "talking:weights=false": MixHeads(weights=False),
         "muon:momentum=0.9": Orthogonalize(per_head=False, momentum=0.9),
         "muon-heads": Orthogonalize(per_head=True),
         "gated:scale=1.0": GateHeads(SigmoidGate(scale=1.0)),
@@ -155,7 +157,7 @@ def test_rivals_are_written_with_their_settings_and_come_back_from_their_records
     assert parse_arm("mixture:active=none").control == "plain"
     assert parse_arm("drophead-scheduled:rate=0.2,start=0.3").control == "drophead:rate=0.2"
     assert parse_arm("gated+em").control == "trunk+gated-constant"
-    with pytest.raises(SettingError, match="expected one of them to be true"):
+    with pytest.raises(SettingError, match="expected logits, weights or both"):
         parse_arm("talking:logits=false,weights=false")
     with pytest.raises(SettingError, match="muon has no setting 'per_head'"):
         parse_arm("muon:per_head=true")

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise.integrations.methods import Repel
+from headwise.repulsion.repel import Repel
 from headwise_lab.experiment.run_folder import as_record
 from headwise_lab.papers.index import REPRODUCTIONS
 from headwise_lab.papers.recomputed import find_record, recompute

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 from headwise.errors import DataError, HeadwiseError, LayoutError, NotFired, SettingError
-from headwise.gating.attach import gate_heads
+from headwise.gating.attach import Gating, gate_heads
 from headwise.gating.gates import SigmoidGate
+from headwise.heads.ablation import HeadDropping
 from headwise.heads.find import find_heads
-from headwise.heads.mixing import mix_heads
+from headwise.heads.scores.mixing import mix_heads
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.settings import RunSettings
@@ -168,7 +169,7 @@ def test_the_rate_of_scheduled_drophead_falls_while_the_learning_rate_warms_up_a
     rates, loss = [], train.HeadTrainer.compute_loss
 
     def recorded(self, model, inputs, **options):
-        rates.append(self.methods.drophead.rate)
+        rates.append(self.methods.run.of(HeadDropping)[0].rate)
         return loss(self, model, inputs, **options)
 
     monkeypatch.setattr(train.HeadTrainer, "compute_loss", recorded)
@@ -186,13 +187,14 @@ def test_the_balance_of_a_mixture_enters_the_loss_of_training_and_no_other(cache
         plain = model(**batch)["loss"]
         named_task("logic").on_dev(model, data)
     model.train()
-    assert methods.gating is not None
+    assert methods.run is not None
+    (gating,) = methods.run.of(Gating)
     with pytest.raises(NotFired, match="no gated attention ran in training mode"):
-        methods.gating.balance()
+        gating.balance()
     model(**batch)
-    term = methods.gating.balance()
+    term = gating.balance()
     assert 1.01 < term < 2.0
-    loss = methods.add_penalty(model(**batch)["loss"])
+    loss = methods.loss(model(**batch)["loss"])
     torch.testing.assert_close(loss, plain + 0.01 * term)
 
 
@@ -200,11 +202,10 @@ def test_a_relative_penalty_is_a_share_of_the_loss_without_the_balance(cache):
     data = load_logic(None, TOY, cache)
     batch: Any = named_task("logic").collate([data.train[index] for index in range(16)])
     measured = []
-    for balanced in (False, True):
-        arm = parse_arm("mixture:shared=0,active=1+output-relative")
+    for balance in (0.0, 0.01):
+        arm = parse_arm(f"mixture:shared=0,active=1,balance={balance}+output-relative")
         model, methods = attach_arm(named_task("logic"), arm, data, dataclasses.replace(TOY, dropout=0.0), seed=0)
-        methods.gating = methods.gating if balanced else None
-        methods.add_penalty(model.train()(**batch)["loss"])
+        methods.loss(model.train()(**batch)["loss"])
         assert methods.penalty is not None
         measured.append(methods.penalty.state_dict()["logarithms"])
     assert measured[0] == measured[1]

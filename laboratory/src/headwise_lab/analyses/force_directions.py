@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headwise.errors import SettingError
 from headwise.heads.heads import Heads
-from headwise.integrations.methods import Repel
 from headwise.repulsion.kernels import geometry
+from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import Rule, blend
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.training.attach import attach_arm

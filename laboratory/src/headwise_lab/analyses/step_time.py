@@ -69,7 +69,7 @@ def _make_step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Calla
     def step(batch: Batch) -> None:
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bfloat16 and device.type == "cuda"):
-            loss = methods.add_penalty(model(**inputs)["loss"])
+            loss = methods.loss(model(**inputs)["loss"])
         loss.backward()
         methods.apply_repulsion()
         if recipe.clip_norm > 0:

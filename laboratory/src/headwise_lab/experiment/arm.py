@@ -23,6 +23,7 @@ from headwise.disagreement.invariant import (
     SpanOverlap,
     SquaredCosine,
 )
+from headwise.disagreement.penalty import Penalize
 from headwise.disagreement.terms import Frobenius, Output, Position, Subspace, Sum
 from headwise.errors import (
     DataError,
@@ -33,11 +34,15 @@ from headwise.errors import (
     require_positive,
     require_range,
 )
-from headwise.gating.gates import GateSetting, MixtureOfHeads, SigmoidGate, require_gate
-from headwise.integrations.methods import Aggregate, Penalize, Repel
+from headwise.gating.attach import GateHeads
+from headwise.gating.gates import MixtureOfHeads, SigmoidGate
+from headwise.heads.ablation import DropHeads
+from headwise.heads.scores.mixing import MixHeads
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
 from headwise.repulsion.kernels import NormalizedRBF
+from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
+from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import EMRouting, SimpleRouting, Trunk
 from headwise.strength import Relative, Target
 
@@ -104,71 +109,6 @@ def require_parses(guided: Guided, there: bool) -> None:
             f"the roles {', '.join(guided.parsed)} need parses; name a spaCy pipeline with a parser, its folder or an "
             "installed package (--pipeline DIR)."
         )
-
-
-@dataclass(frozen=True)
-class DropHeads:
-    """Whole heads zeroed at random while training (Zhou et al. 2020).
-
-    With a `start` the rate falls linearly from there to 0 while the learning rate warms up, and then rises linearly to
-    `rate` at the end of training: "scheduled DropHead". Without a warmup it only rises.
-
-    Attributes:
-        rate: Probability of zeroing a head, in [0, 1).
-        start: Probability at the first step, in [0, 1); None keeps `rate` throughout.
-    """
-
-    rate: float
-    start: float | None = None
-
-    def __post_init__(self) -> None:
-        require_range("drophead", self.rate, low=0.0, high=0.99)
-        if self.start is not None:
-            require_range("start", self.start, low=0.0, high=0.99)
-
-    def rate_at(self, step: int, steps: int, warmup: int) -> float:
-        """Return the rate of a step, counted from 0, of a training of `steps` steps of which `warmup` warm up.
-
-        >>> schedule = DropHeads(0.2, start=0.4)
-        >>> [round(schedule.rate_at(step, 101, 20), 6) for step in (0, 10, 20, 60, 100)]
-        [0.4, 0.2, 0.0, 0.1, 0.2]
-        """
-        if self.start is None:
-            return self.rate
-        if step < warmup:
-            return self.start * (1.0 - step / warmup)
-        return self.rate * (step - warmup) / max(1, steps - 1 - warmup)
-
-
-@dataclass(frozen=True)
-class Talk:
-    """Talking heads in every attention: `hw.mix_heads`.
-
-    Attributes:
-        logits: Whether scores are mixed, before the masks.
-        weights: Whether weights are mixed, before dropout.
-    """
-
-    logits: bool = True
-    weights: bool = True
-
-    def __post_init__(self) -> None:
-        if not (self.logits or self.weights):
-            raise SettingError("talking has logits=false and weights=false; expected one of them to be true.")
-
-
-@dataclass(frozen=True)
-class GateHeads:
-    """Gates on the heads of every attention: `hw.gate_heads`. A balance term is added to the loss of training alone.
-
-    Attributes:
-        gate: What the gates are.
-    """
-
-    gate: GateSetting
-
-    def __post_init__(self) -> None:
-        require_gate(self.gate)
 
 
 @dataclass(frozen=True)
@@ -258,7 +198,7 @@ Method = (
     Repel
     | Penalize
     | Aggregate
-    | Talk
+    | MixHeads
     | GateHeads
     | PairHeads
     | Widen
@@ -269,7 +209,7 @@ Method = (
     | OtherModel
 )
 # Methods that a trained model still has; the others act on gradients, or during training only.
-LASTING = (Aggregate, Guided, OtherModel, Talk, GateHeads, PairHeads, Widen)
+LASTING = (Aggregate, Guided, OtherModel, MixHeads, GateHeads, PairHeads, Widen)
 
 
 M = TypeVar("M")
@@ -280,7 +220,7 @@ SET_ONCE = {
     Aggregate: "aggregation",
     DropHeads: "drophead",
     Guided: "guided",
-    Talk: "talking",
+    MixHeads: "talking",
     GateHeads: "gates",
     PairHeads: "pairs of heads",
     Widen: "wider",
@@ -401,7 +341,7 @@ def named_arms() -> Mapping[str, Arm]:
         "trunk": Aggregate(Trunk()),
         "simple": Aggregate(SimpleRouting()),
         "em": Aggregate(EMRouting()),
-        "talking": Talk(),
+        "talking": MixHeads(),
         "gated": GateHeads(SigmoidGate()),
         "gated-constant": GateHeads(SigmoidGate(token=False)),
         "gated-elements": GateHeads(SigmoidGate("element")),
@@ -510,7 +450,8 @@ def _combine_methods(arms: Sequence[Arm]) -> tuple[Method, ...]:
     elif penalties:
         term = Sum(tuple(part for _, penalty in penalties for part in penalty.weighted))
         weights = _agree("kind weights", [(name, penalty.kind_weights) for name, penalty in penalties])
-        strengths = {penalty.strength: name for name, penalty in penalties}
+        given = [(name, penalty.weight) for name, penalty in penalties]
+        strengths = {weight if isinstance(weight, Relative | Target) else None: name for name, weight in given}
         if len(strengths) > 1:
             first, second, *_ = strengths.values()
             raise _set_twice(first, second, "the strength of the penalty")

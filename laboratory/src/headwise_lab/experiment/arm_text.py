@@ -25,6 +25,7 @@ from headwise.disagreement.invariant import (
     SpanOverlap,
     SquaredCosine,
 )
+from headwise.disagreement.penalty import Penalize
 from headwise.disagreement.terms import (
     Frobenius,
     GroupedQueries,
@@ -36,10 +37,11 @@ from headwise.disagreement.terms import (
 )
 from headwise.errors import SettingError, require_choice
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
-from headwise.integrations.methods import Aggregate, Penalize, Repel
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
+from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
+from headwise.routing.aggregate import Aggregate
 from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
 from headwise.routing.save import restore
 from headwise.strength import Relative, Target
@@ -50,10 +52,10 @@ from headwise_lab.experiment.arm import (
     Guided,
     LengthenQueries,
     Method,
+    MixHeads,
     Orthogonalize,
     OtherModel,
     PairHeads,
-    Talk,
     Widen,
     combine,
     find_control,
@@ -77,8 +79,11 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
 # What the name of an arm chooses; and how a term is computed or an aggregator walks through its tokens, which changes
 # no number of a run.
 HIDDEN = {"name", "control", "parts", "recompute", "model", "chunks", "per_head", "per", "token", "routing", "second"}
+# What the loop of a run decides.
+HIDDEN |= {"joint", "when", "noise", "every", "seed", "across"}
 # Settings that choose where a method acts: without them it acts everywhere.
 PLACES = {"layers", "kinds", "projections"}
+LATE = {"layers": 1, "kinds": 2, "projections": 3, "grouping": 4}
 # Settings that replace some roles of an arm, which its control has all.
 REPLACED = {"drop", "random", "shuffled"}
 # Settings that an arm and its control are each tuned in.
@@ -208,7 +213,8 @@ def _parse_part(text: str) -> Arm:
 def _find_leaves(value: Any, path: Path) -> dict[str, Path]:
     """Return the settings of a dataclass in the order of its fields, those of what it holds in their places."""
     found: dict[str, Path] = {}
-    for field in dataclasses.fields(value):
+    # where a method acts comes after what it does, in the order of the names of finished runs
+    for field in sorted(dataclasses.fields(value), key=lambda field: LATE.get(field.name, 0)):
         held, place = getattr(value, field.name), (*path, field.name)
         if field.name in HIDDEN:
             continue
@@ -335,15 +341,17 @@ KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mappi
 }
 # Methods that a record holds whole. They and `LATER` are in a record only where they are on, unless `OFF` has them, so
 # that what was recorded before they came stays as it is.
-WHOLE: Mapping[type[Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries], str] = {
+WHOLE: Mapping[type[Guided | MixHeads | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries], str] = {
     Guided: "guided",
-    Talk: "talking",
+    MixHeads: "talking",
     GateHeads: "gates",
     PairHeads: "pairs",
     Widen: "wider",
     Orthogonalize: "muon",
     LengthenQueries: "queries",
 }
+# What a record calls a class, where that is not its name.
+RECORDED: Mapping[type, str] = {MixHeads: "Talk"}
 LATER = ("drophead_start", "grouping", "penalty_grouping")
 # The classes a record may name; `restore` knows those of aggregators.
 CLASSES = (
@@ -364,8 +372,10 @@ def record_arm(arm: Arm) -> dict[str, Any]:
     """
     values = dict(OFF)
     for method in arm.methods:
-        if isinstance(method, Guided | Talk | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries):
-            values[WHOLE[type(method)]] = as_record(method)
+        if isinstance(method, Guided | MixHeads | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries):
+            whole = as_record(method) | {"kind": RECORDED.get(type(method), type(method).__name__)}
+            off = {key for key in PLACE if whole.get(key) is None}
+            values[WHOLE[type(method)]] = {key: held for key, held in whole.items() if key not in off}
         else:
             held = {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
             values |= {key: value for key, value in held.items() if key not in LATER or value is not None}
@@ -403,5 +413,7 @@ def restore_arm(record: Mapping[str, Any]) -> Arm:
 def _name_settings(value: Any) -> Any:
     """Return a value of `as_record` as `restore` reads it."""
     if isinstance(value, dict):
-        return {"setting" if name == "kind" else name: _name_settings(inner) for name, inner in value.items()}
+        named = {"setting" if name == "kind" else name: _name_settings(inner) for name, inner in value.items()}
+        own = {name: cls.__name__ for cls, name in RECORDED.items()}
+        return named if "kind" not in value else {**named, "setting": own.get(value["kind"], value["kind"])}
     return [_name_settings(inner) for inner in value] if isinstance(value, list) else value

@@ -6,35 +6,34 @@ What some arms change in a model before its parameters are drawn: how heads atte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headwise.disagreement.penalty import Disagreement
+from headwise.attached import Attached
+from headwise.disagreement.penalty import Disagreement, Penalize
 from headwise.errors import LayoutError, SettingError
-from headwise.gating.attach import Gating, gate_heads
-from headwise.heads.ablation import HeadDropping, drop_heads
+from headwise.heads.ablation import DropHeads, HeadDropping
 from headwise.heads.find import find_heads
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads
-from headwise.heads.mixing import mix_heads, pair_decoder_heads, reads_pairs
-from headwise.integrations.methods import Aggregate, Penalize, Repel
+from headwise.heads.method import Method
+from headwise.heads.scores.mixing import pair_decoder_heads, reads_pairs
 from headwise.nn.difference import pair_heads
-from headwise.repulsion.repel import Repulsion
+from headwise.nn.hooks import Handle
+from headwise.repulsion.repel import Repel, Repulsion
 from headwise.roles.guide import Guidance, guide
+from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import Gate, Residual, Routing, Setting
 from headwise_lab.experiment.arm import (
     Arm,
-    DropHeads,
-    GateHeads,
     Guided,
     LengthenQueries,
     OtherModel,
     PairHeads,
-    Talk,
     Widen,
 )
 from headwise_lab.experiment.scale import Scale
@@ -165,6 +164,9 @@ def find_target(task: Task, arm: Arm, model: nn.Module) -> nn.Module | None:
     return None if arm.find(OtherModel) is not None else task.target(model)
 
 
+H = TypeVar("H", bound=Handle)
+
+
 class Methods:
     """The methods of one arm, attached to one model whose parameters they draw.
 
@@ -192,40 +194,38 @@ class Methods:
         masks: MaskMaker | None = None,
         rule_layers: tuple[int, ...] | None = None,
     ) -> None:
-        self.arm, self.seed, self.masks, self.rule_layers = arm, seed, masks, rule_layers
-        self.penalty: Disagreement | None = None
-        self.penalize: Penalize | None = None
-        self.gating: Gating | None = None
-        self.drophead: HeadDropping | None = None
-        self.repulsion: Repulsion | None = None
+        self.arm, self.seed, self.masks = arm, seed, masks
         self.heads: Heads | None = None
+        self.run: Attached | None = None
         if part is None:
             initialize_parameters(model, seed)
             return
         if (pairs := arm.find(PairHeads)) is not None:
             pair_all_heads(find_heads(part), second=pairs.second)
-        self.heads = find_heads(part)
+        self.heads = heads = find_heads(part)
         if (wider := arm.find(Widen)) is not None:
-            widen_feed_forward(self.heads, wider.units)
-        if (routing := arm.find(Aggregate)) is not None:
-            setting = _compile(routing.setting) if compile_routing else routing.setting
-            replace(routing, setting=setting).attach(self.heads)
-        if (talk := arm.find(Talk)) is not None:
-            mix_heads(self.heads, logits=talk.logits, weights=talk.weights)
-        if (gates := arm.find(GateHeads)) is not None:
-            self.gating = gate_heads(self.heads, gates.gate)
+            widen_feed_forward(heads, wider.units)
+        methods = [_fit(own, seed, rule_layers, compile_routing) for own in arm.methods if isinstance(own, Method)]
+        self.run = Attached(methods, find=lambda _: heads, seed=derive_key(seed, "noise"))
+        self.run.build(part)
         initialize_parameters(model, seed)
         self._lengthen_queries()
-        if (penalize := arm.find(Penalize)) is not None:
-            self.penalty = penalize.attach(self.heads, across=processes.group())
-            self.penalize = penalize
-        drop = arm.find(DropHeads)
-        if drop is not None and (drop.rate or drop.start):
-            # several processes drop other heads; the first one those that one process alone would
-            own = [processes.rank()] if processes.rank() else []
-            self.drophead = drop_heads(self.heads, drop.rate, seed=derive_key(seed, "drophead", *own))
+        self.run.attach(part)
         if masks is not None:
-            _guide(model, self.heads, masks)
+            _guide(model, heads, masks)
+
+    @property
+    def penalty(self) -> Disagreement | None:
+        """The handle of the arm's penalty."""
+        return self._find(Disagreement)
+
+    @property
+    def repulsion(self) -> Repulsion | None:
+        """The handle of the arm's rule."""
+        return self._find(Repulsion)
+
+    def _find(self, kind: type[H]) -> H | None:
+        return None if self.run is None else next(iter(self.run.of(kind)), None)
 
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
         """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips.
@@ -236,12 +236,8 @@ class Methods:
         longer = self.arm.find(LengthenQueries)
         if longer is not None and longer.rate != 1.0:
             _train_faster(optimizer, self._list_queries(), longer.rate)
-        method = self.arm.find(Repel)
-        if method is not None and self.heads is not None:
-            if method.layers is None:
-                method = replace(method, layers=self.rule_layers)
-            seed = derive_key(self.seed, "noise")
-            self.repulsion = method.attach(optimizer, self.heads, when="manual", seed=seed)
+        if self.run is not None and self.heads is not None:
+            self.run.attach(self.heads.model, optimizer)
 
     def _lengthen_queries(self) -> None:
         longer = self.arm.find(LengthenQueries)
@@ -256,18 +252,13 @@ class Methods:
 
     def begin_step(self, step: int, steps: int, warmup: int) -> None:
         """Set what depends on the step, counted from 0, of a training of `steps` steps of which `warmup` warm up."""
-        drop = self.arm.find(DropHeads)
-        if self.drophead is not None and drop is not None:
-            self.drophead.rate = drop.rate_at(step, steps, warmup)
+        drop, dropping = self.arm.find(DropHeads), self._find(HeadDropping)
+        if dropping is not None and drop is not None:
+            dropping.rate = drop.rate_at(step, steps, warmup)
 
-    def add_penalty(self, loss: Tensor) -> Tensor:
+    def loss(self, loss: Tensor) -> Tensor:
         """Return the loss of training with the arm's penalty added, and the balance of a mixture of heads."""
-        total = loss
-        if self.gating is not None and getattr(self.gating.setting, "balance", 0.0) > 0.0:
-            total = self.gating.add_to(loss)
-        if self.penalty is None or self.penalize is None:
-            return total
-        return self.penalize.add(self.penalty, total, task=loss)
+        return loss if self.run is None else self.run.loss(loss)
 
     def apply_repulsion(self) -> Tensor | None:
         """Apply the rule to the gradients and return its force ratio; without a rule, that of a measured penalty.
@@ -277,29 +268,28 @@ class Methods:
         infinite where a rule without finite forces left a gradient as it was. For a penalty whose strength is measured
         against the loss, the norm of its gradient over that of the loss's, as last measured; else None.
         """
-        if self.repulsion is None:
+        repulsion = self.repulsion
+        if repulsion is None:
             return self._find_penalty_share()
-        self.repulsion.apply()
-        last = self.repulsion.last
+        repulsion.apply()
+        last = repulsion.last
         driving = last.driving_norm.norm()
         ratio = torch.where(driving == 0, torch.nan, last.repulsion_norm.norm() / driving)
         return torch.where(last.finite.all(), ratio, torch.inf)
 
     def _find_penalty_share(self) -> Tensor | None:
         """Return the mean over attentions of |gradient of the penalty| / |gradient of the loss|, as last measured."""
-        if self.penalty is None or self.penalty.relative is None or not self.penalty.relative.shares:
+        relative = None if self.penalty is None else self.penalty.relative
+        if relative is None or not relative.shares:
             return None
-        shares = list(self.penalty.relative.shares.values())
+        shares = list(relative.shares.values())
         return torch.stack([share.to(shares[0].device) for share in shares]).mean()
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Evaluation mode without gradients, nothing captured for the penalty, and the old mode afterwards."""
+        """Evaluation mode without gradients, and the old mode afterwards."""
         training = model.training
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if self.penalty is not None and self.penalty.taps is not None:
-                stack.enter_context(self.penalty.taps.paused())
+        with torch.no_grad():
             model.eval()
             try:
                 yield
@@ -308,28 +298,38 @@ class Methods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the methods draw from, for a checkpoint; called in all processes."""
-        state: dict[str, Any] = {}
-        if self.drophead is not None and self.drophead.generator is not None:
-            state["drophead"], *others = processes.gather(self.drophead.generator.get_state())
-            if others:
-                state["drophead_others"] = others
-        if self.repulsion is not None:
-            state["repulsion"] = self.repulsion.state_dict()
-        if self.penalty is not None and self.penalty.strength is not None:
-            state["penalty"] = self.penalty.state_dict()
+        state: dict[str, Any] = {} if self.run is None else self.run.state_dict()
+        dropping = self._find(HeadDropping)
+        if dropping is not None and dropping.generator is not None:
+            # several processes drop other heads each
+            state["generators"] = [own.tolist() for own in processes.gather(dropping.generator.get_state())]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if self.drophead is not None and self.drophead.generator is not None:
-            known = [state["drophead"], *state.get("drophead_others", [])]
+        if self.run is None:
+            return
+        dropping, rank = self._find(HeadDropping), processes.rank()
+        begun = {} if dropping is None else dropping.state_dict()
+        self.run.load_state_dict(state)
+        if dropping is not None:
             # a process that the checkpoint knows nothing of begins its own
-            if processes.rank() < len(known):
-                self.drophead.generator.set_state(known[processes.rank()])
-        if self.repulsion is not None:
-            self.repulsion.load_state_dict(state["repulsion"])
-        if self.penalty is not None and self.penalty.strength is not None:
-            self.penalty.load_state_dict(state["penalty"])
+            known = state["generators"]
+            dropping.load_state_dict({"generator": known[rank]} if rank < len(known) else begun)
+
+
+def _fit(method: Method, seed: int, rule_layers: tuple[int, ...] | None, compile_routing: bool) -> Method:
+    """Return a method of an arm with what the loop decides."""
+    if isinstance(method, Repel):
+        return replace(method, when="manual", layers=rule_layers if method.layers is None else method.layers)
+    if isinstance(method, Penalize):
+        return replace(method, across=processes.group())
+    if isinstance(method, Aggregate) and compile_routing:
+        return replace(method, setting=_compile(method.setting))
+    if isinstance(method, DropHeads):
+        # the first process drops those heads that one process alone would
+        return replace(method, seed=derive_key(seed, "drophead", *filter(None, [processes.rank()])))
+    return method
 
 
 def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadSlice], factor: float) -> None:

@@ -138,7 +138,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         """Return the loss with the arm's penalty."""
         outputs = model(**inputs)
-        loss = self.methods.add_penalty(weigh_loss(outputs["loss"], inputs))
+        loss = self.methods.loss(weigh_loss(outputs["loss"], inputs))
         return (loss, outputs) if return_outputs else loss
 
     @override

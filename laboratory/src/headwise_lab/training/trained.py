@@ -15,7 +15,7 @@ from torch import nn
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.heads import Heads
 from headwise.input_files import describe_place
-from headwise.integrations.methods import Aggregate
+from headwise.routing.aggregate import Aggregate
 from headwise.stock_folders import Model, TooLarge, build_within
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import LASTING, Arm, OtherModel

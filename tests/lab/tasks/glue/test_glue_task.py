@@ -330,7 +330,7 @@ def test_minilm_can_be_begun_with():
     assert (len(data.train), len(data.test), data.classes) == (8, 4, 2)
     built, methods = attach_arm(TASK, parse_arm("svgd:layers=0+output"), data, scale, seed=0)
     methods.repel(build_optimizer(built, 1e-4, scale.recipe))
-    loss = methods.add_penalty(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
+    loss = methods.loss(built(**TASK.collate([data.train[0], data.train[1]]))["loss"])
     loss.backward()
     assert float(methods.apply_repulsion()) > 0
     assert sentence(0)

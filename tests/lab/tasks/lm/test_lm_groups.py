@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.disagreement.penalty import Penalize
 from headwise.errors import LayoutError, SettingError
-from headwise.integrations.methods import Penalize, Repel
+from headwise.repulsion.repel import Repel
 from headwise_lab.experiment.arm_text import parse_arm, record_arm, restore_arm
 from headwise_lab.tasks.lm.task import LmTask
 from headwise_lab.training.attach import attach_arm
@@ -44,7 +45,7 @@ def test_a_rule_acts_on_the_groups_that_the_arm_names(place: str, data):
         methods.repel(optimizer)
         model(**batch)["loss"].backward()
         if arm == "plain":
-            hw.repel(optimizer, CHOSEN[place](hw.find_heads(model)), hw.SVGD(alpha=0.5), when="manual").apply()
+            hw.repel(CHOSEN[place](hw.find_heads(model)), hw.SVGD(alpha=0.5), optimizer, when="manual").apply()
         methods.apply_repulsion()
         found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
     assert torch.equal(found[0], found[1])
@@ -55,7 +56,7 @@ def test_a_rule_acts_on_the_groups_that_the_arm_names(place: str, data):
 def test_a_penalty_compares_the_groups_that_the_arm_names(grouping: str, data):
     model, methods, batch = attach(f"output:grouping={grouping}", data)
     loss = model(**batch)["loss"]
-    found = methods.add_penalty(loss) - loss
+    found = methods.loss(loss) - loss
     with hw.Disagreement(hw.find_heads(model), hw.GroupedQueries(hw.Output(), grouping)) as penalty:
         model(**batch)
         torch.testing.assert_close(found, penalty())

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headwise.errors import SettingError
-from headwise.integrations.methods import Aggregate
+from headwise.routing.aggregate import Aggregate
 from headwise.texts.batching import to_device
 from headwise.texts.frozen import Frozen
 from headwise.texts.pretrained import MODEL

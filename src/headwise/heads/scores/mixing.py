@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.adapters import has_peft
 from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.method import Method, Stage
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.difference import HeadDifference, find_difference
@@ -227,8 +229,7 @@ class HeadMixing(Handle):
 
     def __init__(self, heads: Heads, *, logits: bool, weights: bool) -> None:
         require_heads(heads)
-        if not (logits or weights):
-            raise SettingError("mix_heads was given neither matrix; expected logits, weights or both to be True.")
+        _require_one(logits, weights)
         super().__init__()
         self.heads = heads
         self.mixers: dict[str, HeadMixer] = {}
@@ -251,7 +252,12 @@ class HeadMixing(Handle):
             for site, check in zip(heads, checks, strict=True):
                 self.mixers[site.name] = self._attach(site, check, logits=logits, weights=weights)
 
-    def verify(self) -> None:
+    @property
+    def added(self) -> tuple[nn.Module, ...]:
+        """The matrices of each attention."""
+        return tuple(self.mixers.values())
+
+    def check(self) -> None:
         """Raise `NotFired` unless the heads of every attention were mixed in some call."""
         silent = [name or "the model" for name, mixer in self.mixers.items() if not was_called(mixer)]
         if silent or not self.mixers:
@@ -299,6 +305,35 @@ class HeadMixing(Handle):
         return {**super().__getstate__(), "mixers": {}}
 
 
+@dataclass(frozen=True)
+class MixHeads(Method):
+    """Talking heads: `mix_heads`, as a value.
+
+    Attributes:
+        logits: Whether scores are mixed, before the masks.
+        weights: Whether weights are mixed, before dropout.
+
+    Raises:
+        SettingError: Neither is mixed; or as of `Method`.
+
+    Example:
+        >>> MixHeads(weights=False).logits
+        True
+    """
+
+    logits: bool = True
+    weights: bool = True
+    stage: ClassVar[Stage] = "build"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_one(self.logits, self.weights)
+
+    def attach(self, heads: Heads) -> HeadMixing:
+        """Let the heads of each attention talk; errors as of `mix_heads`."""
+        return HeadMixing(self.select(heads), logits=self.logits, weights=self.weights)
+
+
 def mix_heads(heads: Heads, *, logits: bool = True, weights: bool = True) -> HeadMixing:
     """Let the heads of each attention talk (Shazeer et al. 2020); returns a handle that undoes it.
 
@@ -339,6 +374,11 @@ def mix_heads(heads: Heads, *, logits: bool = True, weights: bool = True) -> Hea
         (True, torch.Size([2, 2]))
     """
     return HeadMixing(heads, logits=logits, weights=weights)
+
+
+def _require_one(logits: bool, weights: bool) -> None:
+    if not (logits or weights):
+        raise SettingError("heads are mixed by neither matrix; expected logits, weights or both to be True.")
 
 
 def _require_connected(module: nn.Module, _args: tuple) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headwise.errors import MaskError, NotFired
 from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.method import Method
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle
 from headwise.nn.multihead import walk_once
@@ -60,7 +61,7 @@ class HeadBias(Handle):
         """Calls of each site that had a bias, by its name; 1 where it had one in a compiled model."""
         return {count.site.name: count.calls for count in self._counts}
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Raise `NotFired` unless every site had a bias in some call."""
         silent = [name or "(model)" for name, calls in self.calls.items() if calls == 0]
         if silent:
@@ -124,6 +125,25 @@ class HeadBias(Handle):
         elif not is_recomputing():
             count.calls += 1
         return site.select_own_heads(found, 1, computed).to(call.device)
+
+
+@dataclass(frozen=True, eq=False)
+class BiasHeads(Method):
+    """A bias on the scores of heads: `bias_heads`, as a value.
+
+    Attributes:
+        bias: As for `bias_heads`.
+
+    Example:
+        >>> BiasHeads(torch.zeros(1, 2, 1, 5), layers=(0,)).bias.shape
+        torch.Size([1, 2, 1, 5])
+    """
+
+    bias: Tensor | BiasFunction
+
+    def attach(self, heads: Heads) -> HeadBias:
+        """Add the bias to the scores of the selected heads; errors as of `bias_heads`."""
+        return HeadBias(self.select(heads), self.bias)
 
 
 def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
