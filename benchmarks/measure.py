@@ -79,11 +79,11 @@ def main() -> None:
         }
         for start in range(0, arguments.sentences, arguments.batch)
     ]
-    report = hw.measure(model, heads, batches[:1], score=fidelity({}))
+    report = hw.measure(heads, batches[:1], score=fidelity({}))
     if not report.replayed:
         raise SystemExit(f"measure reused no computation: {report.notes}")
     sides = {
-        MEASURE: lambda: hw.measure(model, heads, batches, score=fidelity({})),
+        MEASURE: lambda: hw.measure(heads, batches, score=fidelity({})),
         SEPARATE: lambda: separate(model, heads, batches),
     }
     record = new_record("measure", device)

@@ -93,7 +93,7 @@ def main(text: Path = Path(__file__), steps: int = 400, batch_size: int = 32, se
     repulsion.check(optimizer)
     penalty.remove()
     beginning = ids[None, :CONTEXT]
-    report = hw.measure(model, heads, [beginning])
+    report = hw.measure(heads, [beginning])
     for layer in report.layers:
         print(f"{layer.site}: {layer.effective_heads:.2f} of {HEADS} heads effective")
     model.eval()

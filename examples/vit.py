@@ -62,7 +62,7 @@ def main(steps: int = 200, batch_size: int = 64, seed: int = 0) -> None:
     with torch.no_grad():
         accuracy = (model(pixel_values=images).logits.argmax(dim=-1) == labels).float().mean()
     print(f"accuracy {accuracy:.2f}")
-    for layer in hw.measure(model, heads, [{"pixel_values": images[:100]}]).layers:
+    for layer in hw.measure(heads, [{"pixel_values": images[:100]}]).layers:
         print(f"{layer.site}: {layer.effective_heads:.2f} of {layer.heads} heads effective")
 
 

@@ -29,14 +29,14 @@ print(hw.verify(heads, (tokens,)))
 # falls.
 
 # %%
-before = hw.measure(model, heads, [{"input_ids": tokens}])
+before = hw.measure(heads, [{"input_ids": tokens}])
 with torch.no_grad():
     attention = model.encoder.layer[0].attention
     for projection in (attention.self.query, attention.self.key, attention.self.value):
         projection.weight[16:32] = projection.weight[:16]  # head 1 becomes a copy of head 0
         projection.bias[16:32] = projection.bias[:16]
     attention.output.dense.weight[:, 16:32] = attention.output.dense.weight[:, :16]
-after = hw.measure(model, heads, [{"input_ids": tokens}])
+after = hw.measure(heads, [{"input_ids": tokens}])
 for name, report in (("before", before), ("after", after)):
     print(name, [round(layer.effective_heads, 2) for layer in report.layers])
 

@@ -19,7 +19,7 @@ torch.manual_seed(0)
 sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 model = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
 rows = [{"input_ids": torch.randint(1, 50, (8,)).tolist(), "labels": index % 2} for index in range(128)]
-before = hw.measure(model, hw.find_heads(model), [{"input_ids": torch.tensor([row["input_ids"] for row in rows])}])
+before = hw.measure(hw.find_heads(model), [{"input_ids": torch.tensor([row["input_ids"] for row in rows])}])
 
 # %% [markdown]
 # `CKA()` is a similarity that heads cannot lower by shrinking, by canceling or by turning in their own space. Its
@@ -45,6 +45,6 @@ print("evaluation:", round(trainer.evaluate()["eval_loss"], 3))
 
 # %%
 model.eval()
-after = hw.measure(model, hw.find_heads(model), [{"input_ids": torch.tensor([row["input_ids"] for row in rows])}])
+after = hw.measure(hw.find_heads(model), [{"input_ids": torch.tensor([row["input_ids"] for row in rows])}])
 for name, report in (("before", before), ("after", after)):
     print(name, [round(layer.effective_heads, 2) for layer in report.layers])

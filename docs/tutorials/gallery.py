@@ -14,7 +14,7 @@ layer = nn.TransformerEncoderLayer(32, 8, 64, dropout=0.0, batch_first=True)
 model = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False).eval()
 heads = hw.find_heads(model)
 tokens = torch.randn(32, 12, 32)
-report = hw.measure(model, heads, [tokens])
+report = hw.measure(heads, [tokens])
 
 # %% [markdown]
 # ## Every layer at a glance

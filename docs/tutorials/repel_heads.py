@@ -32,7 +32,7 @@ def train(rule: object = None, steps: int = 300) -> tuple[hw.Report, list[float]
     if repulsion is not None:
         repulsion.check()  # raises where it did not act on all heads
         print(repulsion.last)
-    return hw.measure(model, heads, [tokens + PLACES]), losses
+    return hw.measure(heads, [tokens + PLACES]), losses
 
 
 plain, plain_losses = train()

@@ -401,20 +401,14 @@ def _name_beside(place: Path, kind: str) -> Path:
 FILES, OWN = "file_digests", "record_digest"
 
 
-# Of earlier versions: as many digits of another hash.
-EARLIER = 32
-
-
-def digest_file(path: Path, like: str = "") -> str:
-    """Return the SHA-256 of a file as 64 hexadecimal digits, or the digest of an earlier version, `like` another one.
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits.
 
     Raises:
         DataError: It cannot be read, or is no file.
     """
     with open_input(path, unpack=False) as stream:
         try:
-            if len(like) == EARLIER:
-                return hashlib.file_digest(stream, "blake2b").hexdigest()[:EARLIER]
             return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}); fetch the file again.") from None
@@ -470,12 +464,12 @@ def require_no_others(path: Path, record: Mapping[str, Any], *, remedy: str) -> 
 
 
 def is_sealed(record: Any) -> bool:
-    """Return whether a record holds digests; one of an earlier version does not."""
+    """Return whether a record holds digests."""
     return isinstance(record, Mapping) and (FILES in record or OWN in record)
 
 
 def require_unchanged(path: Path, record: Any, names: Iterable[str] | None = None, *, remedy: str) -> None:
-    """Compare a record and the files beside it with its digests; a record of an earlier version has none.
+    """Compare a record and the files beside it with its digests.
 
     Args:
         path: The file of the record.
@@ -484,10 +478,10 @@ def require_unchanged(path: Path, record: Any, names: Iterable[str] | None = Non
         remedy: What to do about a change, as the end of a sentence.
 
     Raises:
-        DataError: The record or a file is not as it was when the record was sealed; the message names it.
+        DataError: The record has no digests, or it or a file is not as it was when it was sealed; the message names it.
     """
     if not is_sealed(record):
-        return
+        raise DataError(f"{path} holds no digests, so that a change would not be noticed; {remedy}")
     digests = record.get(FILES)
     unsealed = {name: value for name, value in record.items() if name != OWN}
     if not isinstance(digests, Mapping) or record.get(OWN) != _digest_record(unsealed):
@@ -506,7 +500,7 @@ def require_files_unchanged(path: Path, digests: Mapping[str, Any], names: Itera
         if name not in digests:
             raise DataError(f"{file} has no digest in {path.name}, so that a change would not be noticed; {remedy}")
         find_inside(path.parent, name, path.name, remedy)
-        if digest_file(file, str(digests[name])) != digests[name]:
+        if digest_file(file) != digests[name]:
             raise DataError(f"{file} was changed since it was written: its digest is another; {remedy}")
 
 

@@ -27,7 +27,7 @@ penalty = hw.Disagreement(heads.layer(0), hw.Output())
 tokens = torch.randn(2, 5, 32)
 loss: torch.Tensor = model(tokens).square().mean() + 0.1 * penalty()
 loss.backward()
-report: hw.Report = hw.measure(model, heads, [tokens])
+report: hw.Report = hw.measure(heads, [tokens])
 effective: list[float | None] = [layer.effective_heads for layer in report.layers]
 with hw.Taps(heads, weights=True) as taps:
     model(tokens)

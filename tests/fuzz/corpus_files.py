@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import headwise as hw
-from fuzz.made_files import Reader, lines, mutate_packed, packed, unsealed, write_json
+from fuzz.made_files import Reader, lines, mutate_packed, packed, write_json
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_json_lines, mutate_text
 from headwise.input_files import name_in_errors
 from headwise.roles.spacy import Parse, ParseCache
@@ -14,6 +14,7 @@ from headwise.texts.batching import read_sentences
 from headwise_lab.data.documents import find_files, read_pieces
 from headwise_lab.data.subwords import read_subwords
 from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.run_folder import write_result
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.frozen.runs import read_words
 from headwise_lab.tasks.logic.scales import LogicScale
@@ -21,6 +22,7 @@ from headwise_lab.tasks.pretraining.wordpieces import read_word_pieces
 from headwise_lab.tasks.translation.corpora import CORPORA
 from headwise_lab.tasks.translation.data import load_translation
 from headwise_lab.training.trained import read_arm, read_finished, read_scale
+from lab.sealing import resealing
 from lab.tasks.glue.glue_toy import toy_words
 from lab.tasks.logic.logic_toy import TOY
 from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl
@@ -48,18 +50,19 @@ def objects(place: Path) -> Reader:
 
 
 def prepared_text(place: Path) -> Reader:
-    made = unsealed(load_text(write_jsonl(place / "a.jsonl.gz", 120), small(), place / "cache").folder)
+    made = load_text(write_jsonl(place / "a.jsonl.gz", 120), small(), place / "cache").folder
 
     def read() -> object:
         data = open_text(made, 8, 8)
         return data.summary(), data.train[0], data.dev[0], data.test[0]
 
-    return made / "record.json", read, mutate_json
+    return made / "record.json", resealing(made / "record.json", read), mutate_json
 
 
 def shard(place: Path) -> Reader:
-    made = unsealed(load_text(write_jsonl(place / "a.jsonl.gz", 120), small(), place / "cache").folder)
-    return made / "train-00000.npy", lambda: open_text(made, 8, 8).train[0], mutate_bytes
+    made = load_text(write_jsonl(place / "a.jsonl.gz", 120), small(), place / "cache").folder
+    read = resealing(made / "record.json", lambda: open_text(made, 8, 8).train[0])
+    return made / "train-00000.npy", read, mutate_bytes
 
 
 def word_pieces(place: Path) -> Reader:
@@ -122,14 +125,13 @@ def text(place: Path) -> Reader:
 def settings(place: Path) -> Reader:
     record = RunSettings("logic", TOY, parse_arm("em"), seed=3).record()
     path = write_json(place / "settings.json", record)
-    # as version 0.1 wrote it, without digests
-    write_json(place / "result.json", {"task": "logic"})
+    write_result(place, {"task": "logic"})
 
     def read() -> object:
         found = read_finished(place, "logic")
         return read_scale(place, found, LogicScale), read_arm(place, found)
 
-    return path, read, mutate_json
+    return path, resealing(place / "result.json", read), mutate_json
 
 
 def words(place: Path) -> Reader:

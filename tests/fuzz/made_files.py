@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.mutate import Mutation, mutate_bytes, mutate_text
-from headwise.atomic import FILES, OWN
 
 # The file to change, what reads it and all that belongs to it, and how it is changed.
 Reader = tuple[Path, Callable[[], object], Mutation]
@@ -39,11 +38,3 @@ def packed(path: Path) -> Path:
 def write_json(path: Path, value: Any) -> Path:
     path.write_text(json.dumps(value), encoding="utf-8")
     return path
-
-
-def unsealed(folder: Path) -> Path:
-    """Return a prepared folder as an earlier version wrote it, without digests: no change shows but in what is read."""
-    path = folder / "record.json"
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    write_json(path, {name: value for name, value in kept.items() if name not in (FILES, OWN)})
-    return folder

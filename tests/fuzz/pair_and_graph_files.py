@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fuzz.made_files import Reader, lines, mutate_packed, packed, unsealed, write_json
+from fuzz.made_files import Reader, lines, mutate_packed, packed, write_json
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_text
 from headwise_lab.data.line_streams import read_lines
 from headwise_lab.tasks.graph2text.coder import SPECIAL
@@ -17,6 +17,7 @@ from headwise_lab.tasks.graph2text.writer import _read_coder, read_requests
 from headwise_lab.tasks.translation.corpora import CORPORA
 from headwise_lab.tasks.translation.data import load_translation, open_prepared
 from headwise_lab.tasks.translation.files import read_pairs
+from lab.sealing import resealing
 from lab.tasks.graph2text.graph_sets import write_agenda, write_triples
 from lab.tasks.translation.translation_toy import write_toy_corpus
 
@@ -63,14 +64,16 @@ def parallel_text(place: Path) -> Reader:
 
 def prepared_pairs(place: Path) -> Reader:
     folder = write_toy_corpus(place, sizes=(40, 4, 4), longest=6)
-    made = unsealed(load_translation(CORPORA["multi30k"], folder, cache=place / "cache", vocabulary_size=270).folder)
-    return made / "record.json", lambda: open_prepared(made).summary(), mutate_json
+    made = load_translation(CORPORA["multi30k"], folder, cache=place / "cache", vocabulary_size=270).folder
+    record = made / "record.json"
+    return record, resealing(record, lambda: open_prepared(made).summary()), mutate_json
 
 
 def prepared_tokens(place: Path) -> Reader:
     folder = write_toy_corpus(place, sizes=(40, 4, 4), longest=6)
-    made = unsealed(load_translation(CORPORA["multi30k"], folder, cache=place / "cache", vocabulary_size=270).folder)
-    return made / "train.source.offsets.npy", lambda: list(open_prepared(made).train), mutate_bytes
+    made = load_translation(CORPORA["multi30k"], folder, cache=place / "cache", vocabulary_size=270).folder
+    read = resealing(made / "record.json", lambda: list(open_prepared(made).train))
+    return made / "train.source.offsets.npy", read, mutate_bytes
 
 
 # ---- graphs ----

@@ -202,12 +202,12 @@ def test_a_report_measures_the_effective_weight():
     entry = BY_NAME["BERT"]
     model = adapted(entry.build(), target_modules=["query", "key", "value"]).float()
     merged = copy.deepcopy(model).merge_and_unload()
-    found, expected = (hw.measure(own, hw.find_heads(own), [entry.inputs()]).layers[0].pairs for own in (model, merged))
+    found, expected = (hw.measure(hw.find_heads(own), [entry.inputs()]).layers[0].pairs for own in (model, merged))
     assert {"query_distance", "key_cosine", "value_parameter_distance"} <= set(found)
     for name in found:
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
     base = entry.build()
-    plain = hw.measure(base, hw.find_heads(base), [entry.inputs()]).layers[0].pairs
+    plain = hw.measure(hw.find_heads(base), [entry.inputs()]).layers[0].pairs
     assert not torch.allclose(torch.tensor(found["query_distance"]), torch.tensor(plain["query_distance"]), rtol=0.01)
 
 
@@ -215,7 +215,7 @@ def test_what_heads_add_under_an_adapter_of_w_o_is_measured_by_the_effective_wei
     entry = BY_NAME["BERT"]
     model = adapted(entry.build(), target_modules=["query", "attention.output.dense"]).float()
     merged = copy.deepcopy(model).merge_and_unload()
-    found, expected = (hw.measure(own, hw.find_heads(own), [entry.inputs()]).layers[1] for own in (model, merged))
+    found, expected = (hw.measure(hw.find_heads(own), [entry.inputs()]).layers[1] for own in (model, merged))
     assert {"contribution_cka", "output_span"} <= set(found.pairs) == set(expected.pairs)
     for name, pairs in found.pairs.items():
         torch.testing.assert_close(torch.tensor(pairs), torch.tensor(expected.pairs[name]), rtol=1e-4, atol=1e-5)

@@ -197,8 +197,8 @@ def test_a_compiled_model_is_proved_and_measured_like_the_model_itself(way: str)
     def score(output: Any, _batch: dict) -> Tensor:
         return output_of(output).std((1, 2))
 
-    expected = hw.measure(plain, hw.find_heads(plain), [inputs], score=score)
-    found = hw.measure(model, heads, [inputs], score=score)
+    expected = hw.measure(hw.find_heads(plain), [inputs], score=score)
+    found = hw.measure(heads, [inputs], score=score)
     assert found.replayed
     assert [layer.drops for layer in found.layers] == [layer.drops for layer in expected.layers]
     one = hw.importance(hw.find_heads(plain).layer(1), lambda: float(score(plain(**inputs), {}).mean()))

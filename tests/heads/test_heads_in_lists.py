@@ -174,6 +174,6 @@ def test_what_heads_of_a_list_compute_is_read_penalized_and_removed():
     torch.testing.assert_close(ablated, model.proj(joined))
     drops = hw.importance(heads, lambda: float(model(x).std())).drops["(model)"]
     assert drops.shape == (HEADS,)
-    report = hw.measure(model, heads, [x], score=lambda output, _: output.std((1, 2)))
+    report = hw.measure(heads, [x], score=lambda output, _: output.std((1, 2)))
     assert {"query_cosine", "value_cosine", "output_cosine"} <= set(report.layers[0].pairs)
     assert any("attention weights of ListAttention cannot be read" in note for note in report.notes)

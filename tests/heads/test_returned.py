@@ -104,7 +104,7 @@ def check(model: nn.Module, values: nn.Module, first: int) -> None:
             (capture,) = taps.read()
         expected = F.linear(x, linear.weight, linear.bias)[..., first:]
         torch.testing.assert_close(capture.values.flatten(2), expected)
-    assert len(hw.measure(model, heads, [x]).layers) == 1
+    assert len(hw.measure(heads, [x]).layers) == 1
 
 
 @pytest.mark.parametrize(("kind", "order", "groups"), READ)

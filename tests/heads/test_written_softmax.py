@@ -182,7 +182,7 @@ def test_roles_guide_the_heads_and_a_report_has_their_attention(form):
         model(X[:1])
         weights = taps.read()[0].weights
     close(weights, written_out(model, X[:1], bias=mask.additive(torch.float64))["weights"], model)
-    report = hw.measure(model, heads, [X], forward=lambda model, x: first(model(x)))
+    report = hw.measure(heads, [X], forward=lambda model, x: first(model(x)))
     assert not any("attention weights" in note for note in report.notes)
 
 
@@ -346,6 +346,6 @@ def test_a_report_leaves_out_weights_that_cannot_be_shown():
     model = torch.nn.Sequential(build(Written), build(Transposed))
     for part in model:
         part.allow = lambda _keep: torch.ones(4, 4, dtype=torch.bool)
-    report = hw.measure(model, hw.find_heads(model), [X[:, :4]], score=lambda output, _: output.std((1, 2)))
+    report = hw.measure(hw.find_heads(model), [X[:, :4]], score=lambda output, _: output.std((1, 2)))
     assert [note for note in report.notes if "attention weights of Transposed" in note]
     assert not [note for note in report.notes if "Written" in note]

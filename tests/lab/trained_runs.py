@@ -110,7 +110,6 @@ def measure() -> hw.Report:
     encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).eval()
     hw.aggregate(hw.find_heads(encoder).layer(0), hw.EMRouting(capsules=4))
     return hw.measure(
-        encoder,
         hw.find_heads(encoder),
         [torch.randn(3, 5, 8)],
         score=lambda output, batch: -(output - batch).square().mean((1, 2)),

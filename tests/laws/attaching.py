@@ -88,7 +88,7 @@ def ranked(heads: hw.Heads, call: Call) -> Iterator[None]:
 
 @contextmanager
 def measured(heads: hw.Heads, call: Call) -> Iterator[None]:
-    report = hw.measure(heads.model, heads, [0], forward=lambda model, _: call(model))
+    report = hw.measure(heads, [0], forward=lambda model, _: call(model))
     assert report.tokens > 0
     yield
 

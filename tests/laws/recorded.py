@@ -190,11 +190,11 @@ def bias_of(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
 
 
 def list_calls(sandbox: Sandbox) -> Iterator[tuple[str, Callable[[], Any]]]:
-    model, heads = sandbox.open()
+    _, heads = sandbox.open()
     yield "find_heads", lambda: str(heads)
     yield "verify", lambda: str(hw.verify(heads, sandbox.inputs))
     yield "importance", lambda: sign([*sandbox.ranked(heads).drops.values()])
-    yield "measure", lambda: hw.measure(model, heads, [0], forward=lambda one, _: one(**sandbox.inputs)).summary
+    yield "measure", lambda: hw.measure(heads, [0], forward=lambda one, _: one(**sandbox.inputs)).summary
     for name in ("outputs", "values", "weights", "mean_weights"):
         yield f"Taps, {name}", lambda name=name: sandbox.tapped(name)
     yield "ablate", lambda: sandbox.attached(lambda heads: hw.ablate(heads, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -55,7 +56,8 @@ class Attachment:
 
 def drawn(handle: Any) -> Any:
     """The handle, with new parameters that do something."""
-    model = handle.model if isinstance(handle, hw.Aggregation) else handle.heads.model
+    first = handle.handles[0] if isinstance(handle, hw.Attached) else handle
+    model = first.model if isinstance(first, hw.Aggregation) else first.heads.model
     new = [p for name, p in model.named_parameters() if any(w in name for w in ("head_gates", "head_mixer", "gamma"))]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -94,6 +96,13 @@ def mixture(heads: hw.Heads) -> Any:
     return drawn(hw.gate_heads(heads, hw.MixtureOfHeads(shared=1, active=1, balance=0.1)))
 
 
+def together(heads: hw.Heads) -> Any:
+    methods = (hw.MixHeads(), hw.GateHeads(hw.SigmoidGate(), layers=(1,)), hw.Tap(outputs=True), hw.DropHeads(0.0))
+    run = hw.attach(heads, hw.Penalize(hw.CKA(), weight=0.5), hw.Repel(hw.SVGD()), *methods)
+    run.attach(heads.model, torch.optim.SGD(heads.model.parameters(), lr=0.1))
+    return run
+
+
 ATTACHMENTS = {
     "gates": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.SigmoidGate())), parts=True),
     "gates of features": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.SigmoidGate("element"))), parts=True),
@@ -121,6 +130,20 @@ ATTACHMENTS = {
     ),
     "repulsion": Attachment(repelled, trains=True),
     "blocks": Attachment(in_blocks, trains=True),
+    "methods together": Attachment(
+        together, lambda run: [run.loss(torch.ones(())), *run.of(hw.Taps)[0].read()[0].read], True, True
+    ),
+}
+# Each method as a value, and its own call.
+VALUES = {
+    "gates": hw.GateHeads(hw.SigmoidGate()),
+    "talking heads": hw.MixHeads(),
+    "dropped heads": hw.DropHeads(0.3, seed=4),
+    "ablation": hw.Ablate((1,)),
+    "bias": hw.BiasHeads(bias),
+    "aggregators": hw.Aggregate(hw.Residual(hw.EMRouting(votes=hw.PerHead()))),
+    "outputs": hw.Tap(outputs=True),
+    "CKA": hw.Penalize(hw.CKA()),
 }
 
 
@@ -518,8 +541,9 @@ def act(model: nn.Module, handle: Any, attachment: Attachment) -> None:
     model.train(attachment.trains)
     run(model, handle, draw_inputs(1))[0].square().mean().backward()
     attachment.read(handle)
-    if isinstance(handle, hw.Repulsion):
-        handle._attachments[0].optimizer.step()
+    for repulsion in (handle, *(handle.of(hw.Repulsion) if isinstance(handle, hw.Attached) else ())):
+        if isinstance(repulsion, hw.Repulsion):
+            repulsion._attachments[0].optimizer.step()
 
 
 @pytest.mark.parametrize("what", ATTACHMENTS)
@@ -561,6 +585,31 @@ def test_every_handle_is_used_alike(what: str):
     twin.remove()
     act(model, handle, attachment)
     handle.check()
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_a_method_as_a_value_does_what_its_own_call_does(what: str):
+    computed = []
+    own = partial(hw.drop_heads, rate=0.3, seed=4) if what == "dropped heads" else ATTACHMENTS[what].attach
+    for attach in (own, lambda heads: drawn(hw.attach(heads, VALUES[what]))):
+        model = encoder()
+        torch.manual_seed(6)
+        handle = attach(hw.find_heads(model))
+        model.train(what in ("dropped heads", "CKA"))
+        outputs = run(model, handle, draw_inputs(1))
+        computed.append([*outputs, handle.loss(outputs[0].square().mean())])
+        # the other layer alone, and then none
+        handle.remove()
+        with (
+            suppress(hw.NotFired),
+            hw.attach(hw.find_heads(model), dataclasses.replace(VALUES[what], layers=(1,))) as one,
+        ):
+            found = one.handles[0]
+            sites = getattr(found, "heads", getattr(found, "replaced", ()))
+            assert len(sites) == 1
+    assert equal(*computed)
+    plain = encoder().train(what in ("dropped heads", "CKA"))
+    assert equal(results(plain, draw_inputs(1)), computed[0][:-1]) == (what in ("outputs", "CKA"))
 
 
 def test_heads_that_nothing_repels_any_more_leave_no_object_behind():

@@ -379,13 +379,6 @@ def moved_blocks() -> Iterator[Callable[[], Any]]:
     yield lambda: step(model, moved, x.double())
 
 
-@after("heads belong to another model; expected hw.find_heads\\(model\\) of the model given")
-def heads_of_another_model() -> Iterator[Callable[[], Any]]:
-    model, other = encoder(), encoder()
-    yield lambda: hw.measure(model, hw.find_heads(other), [x])
-    yield lambda: hw.measure(model, hw.find_heads(model), [x])
-
-
 @after("expected heads of a model: hw.find_heads\\(model\\)")
 def model_for_heads() -> Iterator[Callable[[], Any]]:
     model: Any = encoder()

@@ -111,7 +111,7 @@ def test_a_text_of_padding_alone_counts_nowhere():
     heads = hw.find_heads(found)
     empty = torch.cat([padding, torch.ones(1, LENGTH, dtype=torch.bool)])
     alone, beside = (states, padding), (torch.cat([states, states[:1]]), empty)
-    reports = [hw.measure(found, heads, [given], forward=lambda model, b: model(*b)) for given in (alone, beside)]
+    reports = [hw.measure(heads, [given], forward=lambda model, b: model(*b)) for given in (alone, beside)]
     assert [report.tokens for report in reports] == [2, 2]
     assert reports[0].layers == reports[1].layers
     penalty = hw.Disagreement(heads, hw.Frobenius())

@@ -118,5 +118,5 @@ def test_a_measured_model_is_drawn():
     torch.manual_seed(1)
     stack = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     model = torch.nn.TransformerEncoder(stack, 3, enable_nested_tensor=False).eval()
-    found = hw.measure(model, hw.find_heads(model), [torch.randn(6, 7, 16)])
+    found = hw.measure(hw.find_heads(model), [torch.randn(6, 7, 16)])
     assert to_png(hw.plots.overview(found, before=found)).startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ def test_the_numbers_of_a_report_are_the_metrics():
     model = BertModel(BertConfig(num_hidden_layers=2, **SMALL)).train()
     model.encoder.layer[0].eval()
     heads, batches = hw.find_heads(model), ids()[:1]
-    report = hw.measure(model, heads, batches)
+    report = hw.measure(heads, batches)
     assert model.training
     assert not model.encoder.layer[0].training
     model.eval()
@@ -58,7 +58,7 @@ def test_how_far_heads_play_roles_is_told():
     torch.manual_seed(0)
     model = BertModel(BertConfig(num_hidden_layers=2, **SMALL))
     itself = HeadMask(torch.eye(7, dtype=torch.bool)[None, None], num_heads=4, names=("itself",))
-    report = hw.measure(model, hw.find_heads(model), ids()[:1], roles=lambda _batch: itself)
+    report = hw.measure(hw.find_heads(model), ids()[:1], roles=lambda _batch: itself)
     assert report.roles == ("itself",)
     layer = report.layers[1]
     # 14 queries see 7 keys and 4 see 4
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_left_out_and_said():
             return self.out_proj((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
 
     model = Plain()
-    report = hw.measure(model, hw.find_heads(model), tensors(), score=spread)
+    report = hw.measure(hw.find_heads(model), tensors(), score=spread)
     assert "attention_js" not in report.layers[0].pairs
     assert "output_cosine" in report.layers[0].pairs
     assert any("attention weights of Plain cannot be read" in note for note in report.notes)
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_left_out_and_said():
 def measured() -> hw.Report:
     torch.manual_seed(0)
     model = Stack("plain")
-    return hw.measure(model, hw.find_heads(model), tensors(), score=spread, score_name="spread")
+    return hw.measure(hw.find_heads(model), tensors(), score=spread, score_name="spread")
 
 
 def test_a_report_comes_back_from_its_file(tmp_path):
@@ -146,7 +146,7 @@ def test_a_report_comes_back_from_its_file(tmp_path):
 
 def test_two_reports_stand_beside_one_another_only_if_their_models_have_one_shape():
     before, model = measured(), Stack("plain")
-    after = hw.measure(model, hw.find_heads(model), tensors(), score=spread)
+    after = hw.measure(hw.find_heads(model), tensors(), score=spread)
     shown = str(after.compare(before))
     change = after.layers[1].mean("output_cosine") - before.layers[1].mean("output_cosine")
     assert f"{change:+.3f}".replace("-", "\N{MINUS SIGN}") in shown
@@ -154,7 +154,7 @@ def test_two_reports_stand_beside_one_another_only_if_their_models_have_one_shap
     assert f"{weighted:+.3f}".replace("-", "\N{MINUS SIGN}") in shown
     other = Stack("plain", layers=2)
     with pytest.raises(SettingError, match="3 and 2 modules"):
-        hw.measure(other, hw.find_heads(other), tensors()).compare(before)
+        hw.measure(hw.find_heads(other), tensors()).compare(before)
 
 
 def test_effective_heads_come_first_then_what_no_trick_fools_then_the_papers_measures():
@@ -183,28 +183,23 @@ def test_the_tables_hold_the_numbers(capsys):
 def test_progress_is_told_to_the_end():
     seen: list[tuple[int, int]] = []
     model = Stack("plain")
-    hw.measure(
-        model, hw.find_heads(model), tensors(), score=spread, advance=lambda done, total: seen.append((done, total))
-    )
+    hw.measure(hw.find_heads(model), tensors(), score=spread, advance=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (20, 20)  # two batches, each once whole, which is read, and once without each of nine heads
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_what_cannot_be_measured_is_refused():
-    model, other = Stack("plain"), Stack("plain")
-    heads = hw.find_heads(model)
-    with pytest.raises(SettingError, match="heads belong to another model"):
-        hw.measure(other, heads, tensors())
+    heads = hw.find_heads(Stack("plain"))
     with pytest.raises(SettingError, match="no batch"):
-        hw.measure(model, heads, [])
+        hw.measure(heads, [])
     with pytest.raises(SettingError, match="a batch is a tuple"):
-        hw.measure(model, heads, [(1, 2)])
+        hw.measure(heads, [(1, 2)])
     with pytest.raises(ShapeError, match="score returned float; expected a tensor with one number per item"):
-        hw.measure(model, heads, tensors(), score=lambda output, _: float(output.mean()))
+        hw.measure(heads, tensors(), score=lambda output, _: float(output.mean()))
     with pytest.raises(ShapeError, match="score returned nan"):
-        hw.measure(model, heads, tensors(), score=lambda output, _: output[:, 0, 0] * float("nan"))
+        hw.measure(heads, tensors(), score=lambda output, _: output[:, 0, 0] * float("nan"))
     with pytest.raises(NotFired, match="were not called"):
-        hw.measure(model, heads, tensors(), forward=lambda _model, batch: batch)
+        hw.measure(heads, tensors(), forward=lambda _model, batch: batch)
     assert model.training
 
 
@@ -218,7 +213,7 @@ def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
     ]
 
     def measured(*, replay: bool) -> hw.Report:
-        return hw.measure(model, heads, batches, score=lambda out, _: out[0][:, 0].sum(-1), replay=replay)
+        return hw.measure(heads, batches, score=lambda out, _: out[0][:, 0].sum(-1), replay=replay)
 
     with hw.guide(heads):
         fast, slow = measured(replay=True), measured(replay=False)
@@ -234,20 +229,20 @@ def test_numbers_that_are_none_are_refused_by_the_site():
     model = Stack("plain").eval()
     model.layers[1].self_attn.in_proj_bias.data[-1] = float("nan")
     with pytest.raises(DataError, match=r"layers\.1\.self_attn: .* of its heads is not finite on these batches"):
-        hw.measure(model, hw.find_heads(model), tensors())
+        hw.measure(hw.find_heads(model), tensors())
 
 
 def test_drops_of_two_scores_do_not_stand_beside_one_another():
     model = Stack("plain").eval()
     heads = hw.find_heads(model)
-    one, same, other = (hw.measure(model, heads, tensors(), score=spread, score_name=name) for name in ("a", "a", "b"))
+    one, same, other = (hw.measure(heads, tensors(), score=spread, score_name=name) for name in ("a", "a", "b"))
     assert "mean drop" in str(one.compare(same))
     assert "mean drop" not in str(one.compare(other))
 
 
 def test_one_token_has_no_cka_and_the_note_says_so():
     model = Stack("plain").eval()
-    report = hw.measure(model, hw.find_heads(model), [torch.randn(1, 1, 12)])
+    report = hw.measure(hw.find_heads(model), [torch.randn(1, 1, 12)])
     assert "output_cka" not in report.layers[0].pairs
     assert any("CKA was omitted: it needs at least two tokens" in note for note in report.notes)
 
@@ -255,7 +250,7 @@ def test_one_token_has_no_cka_and_the_note_says_so():
 @pytest.mark.parametrize("tokens", [3, 4])
 def test_too_few_tokens_have_no_effective_heads_and_the_note_says_so(tokens: int):
     model = Stack("plain").eval()
-    report = hw.measure(model, hw.find_heads(model), [torch.randn(1, tokens, 12)])
+    report = hw.measure(hw.find_heads(model), [torch.randn(1, tokens, 12)])
     told = "effective heads and CKA were omitted: they need at least 4 tokens." in report.notes
     assert told is (report.layers[0].effective_heads is None) is (tokens < 4)
 
@@ -264,7 +259,7 @@ def test_spans_are_the_mean_squared_cosine_of_principal_angles():
     torch.manual_seed(4)
     layer = nn.MultiheadAttention(12, 3, batch_first=True).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)
-    report = hw.measure(layer, hw.find_heads(layer), [{"query": x, "key": x, "value": x, "need_weights": False}])
+    report = hw.measure(hw.find_heads(layer), [{"query": x, "key": x, "value": x, "need_weights": False}])
     rows = dict(zip(("query", "key", "value"), layer.in_proj_weight.detach().chunk(3), strict=True))
     columns = {name: weight.unflatten(0, (3, 4)).mT for name, weight in rows.items()}
     columns["output"] = layer.out_proj.weight.detach().unflatten(1, (3, 4)).transpose(0, 1)
@@ -279,7 +274,7 @@ def test_spans_are_the_mean_squared_cosine_of_principal_angles():
 def test_what_a_report_calls_an_attention_names_it_to_prune(tmp_path):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2, enable_nested_tensor=False)
     x = torch.randn(4, 5, 8)
-    written = hw.measure(model.eval(), hw.find_heads(model), [x], score=lambda output, _: output[..., 0].mean(1))
+    written = hw.measure(hw.find_heads(model), [x], score=lambda output, _: output[..., 0].mean(1))
     written.save(tmp_path / "report.json")
     report = hw.load_report(tmp_path / "report.json")
     assert report == written

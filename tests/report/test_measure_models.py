@@ -94,7 +94,7 @@ CASES = (
 def test_what_each_head_is_worth_is_what_separate_ablations_say(name):
     model, batches, score, forward = case(name)
     heads = hw.find_heads(model)
-    report = hw.measure(model, heads, batches, score=score, forward=forward)
+    report = hw.measure(heads, batches, score=score, forward=forward)
     assert report.replayed
     run = forward or (lambda model, batch: model(batch) if isinstance(batch, Tensor) else model(**batch))
     model.eval()
@@ -112,7 +112,7 @@ def test_what_each_head_is_worth_is_what_separate_ablations_say(name):
 def test_what_heads_do_is_that_of_each_text_alone(name):
     model, batches, _, forward = case(name)
     heads = hw.find_heads(model)
-    together = hw.measure(model, heads, batches[:1], forward=forward)
+    together = hw.measure(heads, batches[:1], forward=forward)
     model.eval()
     cosines = {site.name: [] for site in heads}
     entropies = {site.name: [] for site in heads}

@@ -117,7 +117,7 @@ def test_it_is_said_whether_forwards_were_whole_and_why():
     found = measure_removal(hw.find_heads(told), batches, run, spread)
     assert not found.replayed
     assert "returned other numbers" in found.reason
-    report = hw.measure(told, hw.find_heads(told), batches, score=spread)
+    report = hw.measure(hw.find_heads(told), batches, score=spread)
     assert any("every forward pass without a head was computed in full" in note for note in report.notes)
     one = Stack("plain", layers=1).eval()
     assert measure_removal(hw.find_heads(one), batches, run, spread).reason == "no layer ends before another begins"

@@ -130,7 +130,6 @@ def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, 
     with make_bars(console=console) as bars:
         bar = bars.add_task(f"forwards of {frozen.name}", total=None)
         report = measure(
-            frozen.model,
             frozen.heads,
             inspected.batches,
             score=score,

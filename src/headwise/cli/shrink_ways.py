@@ -27,7 +27,6 @@ def weigh_heads(subject: Subject, advance: Callable[[int, int], None]) -> dict[s
     """Return what each head is worth in each way; of random choices several draws."""
     heads = subject.heads
     report = measure(
-        subject.model,
         heads,
         subject.chosen,
         score=subject.score_measured(),

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from headwise.disagreement.terms import position_similarity_sum
 from headwise.errors import DataError, HeadwiseError, LayoutError, MaskError, NotFired, SettingError
 from headwise.heads.capture import Capture
-from headwise.heads.find import unwrap_model
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
@@ -165,7 +164,6 @@ WHAT = {"outputs": "outputs", "values": "values", "weights": "attention weights"
 
 
 def measure(
-    model: nn.Module,
     heads: Heads,
     batches: Iterable[Any],
     *,
@@ -193,8 +191,7 @@ def measure(
     uncompiled, as it would be compiled again for each head.
 
     Args:
-        model: The model.
-        heads: Its heads, or some of them.
+        heads: The heads of a model, or some of them.
         batches: Inputs: tensors or mappings of keyword arguments, on the model's device; anything with `forward`. They
             are kept in memory during the measurement.
         score: Maps the model's output and the batch to one number per item, [N]; larger is better, and the model's
@@ -209,7 +206,7 @@ def measure(
         A `Report`: print it, `save` it, `compare` it.
 
     Raises:
-        SettingError: `heads` belong to another model, there is no batch, or the model cannot be called with a batch.
+        SettingError: There is no batch, or the model cannot be called with one.
         NotFired: A forward pass does not use a module of `heads`.
         ShapeError: `score` does not return one finite number per item.
 
@@ -218,14 +215,12 @@ def measure(
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3,
         ...                               enable_nested_tensor=False)
         >>> batches = [torch.randn(4, 5, 8), torch.randn(2, 7, 8)]
-        >>> report = hw.measure(model, hw.find_heads(model), batches, score=lambda output, _: output.std((1, 2)))
+        >>> report = hw.measure(hw.find_heads(model), batches, score=lambda output, _: output.std((1, 2)))
         >>> report.items, report.replayed, len(report.layers[0].drops)
         (6, True, 2)
     """
     require_heads(heads)
-    model, _ = unwrap_model(model)
-    if heads.model is not model:
-        raise SettingError("heads belong to another model; expected hw.find_heads(model) of the model given.")
+    model = heads.model
     kept, run = list(batches), forward or _call
     if not kept:
         raise SettingError("there are no batches; expected at least one.")

@@ -309,7 +309,7 @@ def load(
 ) -> nn.Module:
     """Load a model from a folder of `save`, or of `save_pretrained` after `aggregate` or `prune`, in evaluation mode.
 
-    The files are compared with the digests that `save` wrote; a folder of version 0.1 has none.
+    The files are compared with the digests that `save` wrote.
 
     Args:
         folder: The folder.

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from headwise.atomic import seal
+from headwise_lab.experiment.run_folder import write_result
+
 LABELS = 7
 
 
@@ -68,8 +71,8 @@ def write_comparison(
         "arms": [arm.name for arm in arms if not arm.baseline],
         "seeds": list(seeds),
     }
-    (out / "comparison.json").write_text(json.dumps(comparison))
     np.savez(out / "test.npz", bins=item_bins, labels=labels)
+    (out / "comparison.json").write_text(json.dumps(seal(comparison, out, ["test.npz"])))
     for number, arm in enumerate(arms):
         for run_seed in (0,) if arm.baseline else seeds:
             draws = np.random.default_rng([seed, number, run_seed])
@@ -78,6 +81,12 @@ def write_comparison(
             predicted = np.where(correct, labels, (labels + draws.integers(1, LABELS, len(labels))) % LABELS)
             write_run(out, arm, run_seed, predicted, labels, item_bins, draws.normal(0, 0.03))
     return out
+
+
+def change(path: Path, **entries: object) -> None:
+    """Change entries of a record, and give it the digests of what is beside it now."""
+    record = json.loads(path.read_text()) | entries
+    path.write_text(json.dumps(seal(record, path.parent, record["file_digests"])))
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -117,7 +126,7 @@ def write_run(
         "versions": {"python": "3.11.7", "headwise": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"},
         **changed,
     }
-    (folder / "result.json").write_text(json.dumps(result))
+    write_result(folder, result)
     return folder
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headwise.errors import DataError
-from headwise_lab.experiment.run_folder import analysis_file
+from headwise_lab.experiment.run_folder import analysis_file, write_result
 from headwise_lab.results.evidence import read_evidence, read_numbers
 from lab.results.synthetic_comparison import PAPER, write_comparison
 
@@ -35,7 +35,7 @@ def test_without_a_run_there_is_no_evidence(folder, tmp_path):
 def test_numbers_come_from_the_result_its_answers_and_its_analyses(folder):
     run = folder / "em" / "seed-3"
     result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps(result | {"answers": {"NLL": 2.5, "text": "no number"}}))
+    write_result(run, result | {"answers": {"NLL": 2.5, "text": "no number"}})
     analysis_file(run, "head-vectors").write_text(json.dumps({"numbers": {"head_vector_cosine": 0.25}, "vectors": []}))
     numbers = read_numbers(run)
     assert (numbers["NLL"], numbers["head_vector_cosine"]) == (2.5, 0.25)

@@ -22,7 +22,7 @@ from headwise_lab.results.grids import (
 from headwise_lab.results.statistics import Estimate
 from headwise_lab.results.table import Table, make_record
 from headwise_lab.results.tabulate import read_table
-from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison, write_head_costs
+from lab.results.synthetic_comparison import PAPER, Drawn, change, write_comparison, write_head_costs
 
 HOSTILE = "[red]a|b[/red] <script>x</script> *c* `d`"
 
@@ -70,12 +70,11 @@ def test_what_a_task_shows_of_its_answers_stands_beside_the_cost_with_the_better
         {"kind": "Measure", "key": "seconds", "name": "decoding", "unit": "s", "better": "lower"},
     ]
     out = write_comparison(tmp_path, PAPER[1:4], items=10, seeds=(0, 1))
-    record = json.loads((out / "comparison.json").read_text())
-    (out / "comparison.json").write_text(json.dumps(record | {"shown": shown}))
+    change(out / "comparison.json", shown=shown)
     for number, path in enumerate(sorted(out.glob("*/seed-*/result.json"))):
         answers = {"chrF": 40.0 + number} | ({} if "counts" in str(path) else {"seconds": 3.26})
         signatures = {"chrF": "nc:6|version:2.6.0"}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"answers": answers, "signatures": signatures}))
+        change(path, answers=answers, signatures=signatures)
     table = read_table(out)
     assert cost_grid(table).header == ("arm", "chrF ↑", "decoding, s ↓", "params", "step\ntime")
     assert cost_grid(table).text[0] == ("counts", "40.0", "–", "–", "–")  # noqa: RUF001

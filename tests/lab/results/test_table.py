@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from headwise.errors import DataError, NotFired
+from headwise_lab.experiment.run_folder import write_result
 from headwise_lab.results.comparison_page import write_headline
 from headwise_lab.results.grids import list_notes
 from headwise_lab.results.runs import read_results
 from headwise_lab.results.statistics import difference, holm, judge_family, score
 from headwise_lab.results.table import Row, Table, make_record
 from headwise_lab.results.tabulate import make_table, read_table
-from lab.results.synthetic_comparison import PAPER, Drawn, read_arrays, write_comparison, write_run
+from lab.results.synthetic_comparison import PAPER, Drawn, change, read_arrays, write_comparison, write_run
+from lab.sealing import seal_again
 
 SMALL = {"items": 40, "seeds": (0, 1, 2, 3, 4)}
 
@@ -32,10 +34,6 @@ def out(tmp_path: Path) -> Path:
 def known(row: Row | None) -> Row:
     assert row is not None
     return row
-
-
-def change(path: Path, **entries: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 def test_baselines_come_first_then_plain_then_arms_as_asked_for(table):
@@ -75,7 +73,7 @@ def test_each_arm_is_judged_once_against_its_control_and_holm_covers_those_tests
 def test_an_arm_that_has_no_run_yet_counts_among_the_tests(table, tmp_path):
     write_comparison(tmp_path, **SMALL)
     record = json.loads((tmp_path / "comparison.json").read_text())
-    (tmp_path / "comparison.json").write_text(json.dumps(record | {"arms": [*record["arms"], "drophead"]}))
+    change(tmp_path / "comparison.json", arms=[*record["arms"], "drophead"])
     one, more = (known(found.row("svgd")).to_control.judgement for found in (table, read_table(tmp_path)))
     assert (one.family, more.family) == (7, 8)
     assert one.estimate == more.estimate
@@ -255,7 +253,7 @@ def with_arrays(path: Path, **arrays: np.ndarray) -> None:
         ("result.json", lambda path: path.write_bytes(b"\xff\xfe"), "is not readable as JSON"),
         ("result.json", lambda path: path.write_text("[1]"), "holds no result of a run"),
         ("result.json", lambda path: path.write_text("{}"), "holds no result of a run"),
-        ("result.json", lambda path: path.write_text('{"task": "logic"}'), "has no 'settings'"),
+        ("result.json", lambda path: write_result(path.parent, {"task": "logic"}), "has no 'settings'"),
         ("result.json", lambda path: change(path, seed="x"), "is not the result of a run"),
         ("result.json", lambda path: change(path, score=None), "is not the result of a run"),
         ("result.json", lambda path: change(path, score={"pooled": 0.123}), "has accuracy 0.123000"),
@@ -274,6 +272,8 @@ def with_arrays(path: Path, **arrays: np.ndarray) -> None:
 def test_a_damaged_run_is_refused_by_its_file_with_what_to_do(out, name, spoil, message):
     path = out / "svgd" / "seed-1" / name
     spoil(path)
+    if name != "result.json":
+        seal_again(path.parent)
     with pytest.raises(DataError, match=message) as caught:
         read_table(out)
     assert str(path) in str(caught.value)
@@ -282,6 +282,7 @@ def test_a_damaged_run_is_refused_by_its_file_with_what_to_do(out, name, spoil, 
 
 def test_a_damaged_test_file_is_refused(out):
     (out / "test.npz").write_bytes(b"PK")
+    change(out / "comparison.json")
     with pytest.raises(DataError, match=r"test\.npz is damaged; delete"):
         read_table(out)
 
@@ -310,7 +311,7 @@ def test_a_run_that_lies_there_twice_is_refused(out):
 def test_measures_that_a_run_does_not_have_are_none_and_one_that_is_not_finite_is_refused(out):
     path = out / "svgd" / "seed-0" / "result.json"
     written = path.read_text()
-    path.write_text(written.replace('"particle_norm": ', '"particle_norm": null, "was": '))
+    change(path, particle_norm=None)
     results = read_results(out)
     assert next(run for run in results.runs if run.arm == "svgd").measures["particle_norm"] is None
     assert make_table(results).row("svgd") is not None

@@ -14,7 +14,7 @@ from headwise.heads.taps import Taps
 from headwise_lab.analyses.head_vectors import measure_head_vectors, vector_cosine
 from headwise_lab.analyses.registry import AnalysisSettings, analyze
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.experiment.run_folder import analysis_file
+from headwise_lab.experiment.run_folder import analysis_file, write_result
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.translation.decoding import negative_log_likelihood
 from headwise_lab.tasks.translation.model import PADDING, START
@@ -47,7 +47,7 @@ def test_a_finished_run_comes_back_with_its_aggregators_and_weights(run):
 
 def test_weights_that_are_damaged_or_missing_are_refused_by_name(run, tmp_path):
     settings, folder = run
-    (tmp_path / "result.json").write_text('{"task": "translation"}')
+    write_result(tmp_path, {"task": "translation"})
     with pytest.raises(DataError, match="holds no finished run"):
         load_trained(settings, tmp_path)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:200])

@@ -193,7 +193,7 @@ class OtherModel:
     model: str
 
 
-# In the order in which an arm holds them.
+# The methods of named arms, in the order in which an arm holds them; others come after these.
 Method = (
     Repel
     | Penalize
@@ -208,10 +208,6 @@ Method = (
     | Guided
     | OtherModel
 )
-# Methods that a trained model still has; the others act on gradients, or during training only.
-LASTING = (Aggregate, Guided, OtherModel, MixHeads, GateHeads, PairHeads, Widen)
-
-
 M = TypeVar("M")
 
 # What an arm has one of, in messages.
@@ -439,11 +435,11 @@ def _find_rivals_control(method: Method) -> str:
 def _combine_methods(arms: Sequence[Arm]) -> tuple[Method, ...]:
     found = [(arm.name, method) for arm in arms for method in arm.methods]
     methods: list[Method] = [method for _, method in found if not isinstance(method, Penalize)]
-    for kind, word in SET_ONCE.items():
+    for kind in dict.fromkeys([*SET_ONCE, *map(type, methods)]):
         same = [(name, method) for name, method in found if isinstance(method, kind)]
         # the same rate twice is no contradiction
         if len(same) > 1 and not (kind is DropHeads and len({method for _, method in same}) == 1):
-            raise _set_twice(same[0][0], same[1][0], word)
+            raise _set_twice(same[0][0], same[1][0], SET_ONCE.get(kind, kind.__name__))
     penalties = [(name, method) for name, method in found if isinstance(method, Penalize)]
     if len(penalties) == 1:
         methods.append(penalties[0][1])
@@ -481,5 +477,14 @@ def _set_twice(first: str, second: str, name: str) -> SettingError:
 
 def sort_methods(methods: Iterable[Method]) -> tuple[Method, ...]:
     """Return methods in the order in which an arm holds them."""
-    order = get_args(Method)
-    return tuple(sorted(methods, key=lambda method: order.index(type(method))))
+    order = {kind: place for place, kind in enumerate(get_args(Method))}
+    return tuple(sorted(methods, key=lambda method: order.get(type(method), len(order))))
+
+
+def lasts(method: Method) -> bool:
+    """Return whether a trained model still has a method; others act on gradients, or during training only.
+
+    >>> [lasts(method) for name in ("svgd", "em", "guided") for method in named_arms()[name].methods]
+    [False, True, True]
+    """
+    return isinstance(method, Guided | OtherModel | PairHeads | Widen) or getattr(method, "stage", "") == "build"

@@ -3,7 +3,7 @@
 `+` combines arms, `:` starts the settings of one, `,` separates settings and arms: a piece that
 begins with `name=` is a setting of the arm before it. The canonical text of an arm leaves out what is default.
 
-The record of an arm: flat JSON with one key per field of a method, whether the method is on or not.
+The record of an arm: JSON made from the fields of its methods, and read back.
 """
 
 from __future__ import annotations
@@ -14,55 +14,15 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
-from headwise.disagreement.invariant import (
-    CKA,
-    HSIC,
-    CrossCorrelation,
-    LogDeterminant,
-    MapCosine,
-    SpanOverlap,
-    SquaredCosine,
-)
-from headwise.disagreement.penalty import Penalize
-from headwise.disagreement.terms import (
-    Frobenius,
-    GroupedQueries,
-    Output,
-    Position,
-    PositionSquaredDifference,
-    Subspace,
-    Sum,
-)
-from headwise.errors import SettingError, require_choice
-from headwise.gating.gates import MixtureOfHeads, SigmoidGate
-from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
+from headwise.disagreement.terms import GroupedQueries, PositionSquaredDifference, Sum
+from headwise.errors import DataError, SettingError, require_choice
 from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
-from headwise.repulsion.repel import Repel
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
-from headwise.routing.aggregate import Aggregate
 from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
-from headwise.routing.save import restore
-from headwise.strength import Relative, Target
-from headwise_lab.experiment.arm import (
-    Arm,
-    DropHeads,
-    GateHeads,
-    Guided,
-    LengthenQueries,
-    Method,
-    MixHeads,
-    Orthogonalize,
-    OtherModel,
-    PairHeads,
-    Widen,
-    combine,
-    find_control,
-    named_arms,
-    sort_methods,
-)
-from headwise_lab.experiment.run_folder import as_record
+from headwise.routing.modules import Gate, Residual
+from headwise_lab.experiment.arm import Arm, combine, find_control, named_arms
 
 # Settings whose value is itself a value with settings: the words that choose one.
 WORDS: Mapping[str, Mapping[str, Any]] = {
@@ -97,6 +57,9 @@ FIXED = {
     "random-mask": REPLACED,
     "shuffled-parse": REPLACED,
 }
+
+# Classes that no named arm holds.
+OTHERS = (Sum, GroupedQueries, PositionSquaredDifference, Fixed, Residual, Gate)
 
 Path = tuple[str | int, ...]
 
@@ -308,112 +271,63 @@ def _write_value(name: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What a record holds where no method is on.
-OFF: Mapping[str, Any] = {
-    "rule": None,
-    "layers": None,
-    "kinds": None,
-    "projections": None,
-    "term": None,
-    "penalty_weight": 1.0,
-    "kind_weights": None,
-    "aggregation": None,
-    "aggregation_layers": None,
-    "aggregation_kinds": None,
-    "drophead": 0.0,
-    "guided": None,
-    "model": None,
-}
-PLACE = {"layers": "layers", "kinds": "kinds"}
-# Where each field of a method goes; the first key of a method tells whether it is on.
-KEYS: Mapping[type[Repel | Penalize | Aggregate | DropHeads | OtherModel], Mapping[str, str]] = {
-    Repel: {"rule": "rule", **PLACE, "projections": "projections", "grouping": "grouping"},
-    Penalize: {
-        "term": "term",
-        "weight": "penalty_weight",
-        "kind_weights": "kind_weights",
-        **PLACE,
-        "grouping": "penalty_grouping",
-    },
-    Aggregate: {"setting": "aggregation", "layers": "aggregation_layers", "kinds": "aggregation_kinds"},
-    DropHeads: {"rate": "drophead", "start": "drophead_start"},
-    OtherModel: {"model": "model"},
-}
-# Methods that a record holds whole. They and `LATER` are in a record only where they are on, unless `OFF` has them, so
-# that what was recorded before they came stays as it is.
-WHOLE: Mapping[type[Guided | MixHeads | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries], str] = {
-    Guided: "guided",
-    MixHeads: "talking",
-    GateHeads: "gates",
-    PairHeads: "pairs",
-    Widen: "wider",
-    Orthogonalize: "muon",
-    LengthenQueries: "queries",
-}
-# What a record calls a class, where that is not its name.
-RECORDED: Mapping[type, str] = {MixHeads: "Talk"}
-LATER = ("drophead_start", "grouping", "penalty_grouping")
-# The classes a record may name; `restore` knows those of aggregators.
-CLASSES = (
-    *(SVGD, SPOS, SGLD, FunctionSVGD, SpanSVGD, CosinePenalty, CosineRepulsion, Relative, Target),
-    *(RBF, IMQ, Cosine, NormalizedRBF, RadialRBF, Median, ReleasedMedian, Fixed),
-    *(Sum, Subspace, Position, PositionSquaredDifference, Output, Frobenius, *WHOLE),
-    *(SigmoidGate, MixtureOfHeads),
-    *(GroupedQueries, SquaredCosine, CKA, HSIC, CrossCorrelation, LogDeterminant, SpanOverlap, MapCosine),
-)
+def record_arm(value: Any) -> Any:
+    """Return an arm, or what it holds, as JSON data: the fields of a dataclass, and the name of its class as "kind".
 
+    What is None by default and is None is left out, so that a method may have a further setting later.
 
-def record_arm(arm: Arm) -> dict[str, Any]:
-    """Return the record of an arm.
-
-    >>> from headwise_lab.experiment.arm import named_arms
-    >>> {key: value for key, value in record_arm(named_arms()["drophead"]).items() if value}
-    {'kind': 'Arm', 'name': 'drophead', 'penalty_weight': 1.0, 'drophead': 0.1, 'control': 'plain'}
+    >>> record_arm(named_arms()["drophead"])
+    {'kind': 'Arm', 'name': 'drophead', 'methods': [{'kind': 'DropHeads', 'rate': 0.1}], 'control': 'plain'}
     """
-    values = dict(OFF)
-    for method in arm.methods:
-        if isinstance(method, Guided | MixHeads | GateHeads | PairHeads | Widen | Orthogonalize | LengthenQueries):
-            whole = as_record(method) | {"kind": RECORDED.get(type(method), type(method).__name__)}
-            off = {key for key in PLACE if whole.get(key) is None}
-            values[WHOLE[type(method)]] = {key: held for key, held in whole.items() if key not in off}
-        else:
-            held = {key: as_record(getattr(method, field)) for field, key in KEYS[type(method)].items()}
-            values |= {key: value for key, value in held.items() if key not in LATER or value is not None}
-    values["learning_rate"] = arm.learning_rate
-    if arm.dropout is not None:
-        values["dropout"] = arm.dropout
-    return {"kind": "Arm", "name": arm.name, **values, "control": arm.control}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {
+            field.name: record_arm(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.metadata.get("recorded", True)
+        }
+        defaults = {field.name: field.default for field in dataclasses.fields(value)}
+        kept = {name: one for name, one in held.items() if one is not None or defaults[name] is not None}
+        return {"kind": type(value).__name__, **kept}
+    return [record_arm(item) for item in value] if isinstance(value, tuple) else value
 
 
-def restore_arm(record: Mapping[str, Any]) -> Arm:
-    """Return the arm of a record; a method whose keys it lacks is off.
+def restore_arm(record: Any) -> Any:
+    """Return the arm, or what an arm holds, of a record.
 
     Raises:
-        DataError: It names a class that is not headwise's.
+        DataError: It names a class that no arm of the laboratory holds, or one with other fields.
         SettingError: A value is out of range.
-        KeyError: It has no name.
+
+    >>> restore_arm(record_arm(named_arms()["svgd"])) == named_arms()["svgd"]
+    True
     """
-    known = {**dict.fromkeys((*LATER, *WHOLE.values())), **OFF}
-    values = {key: restore(_name_settings(record.get(key, off)), CLASSES) for key, off in known.items()}
-    methods: list[Method] = []
-    for kind, keys in KEYS.items():
-        first = next(iter(keys.values()))
-        if values[first] != OFF[first]:
-            methods.append(kind(**{field: values[key] for field, key in keys.items()}))
-    methods += [values[key] for key in WHOLE.values() if values[key] is not None]
-    return Arm(
-        record["name"],
-        sort_methods(methods),
-        record.get("learning_rate"),
-        record.get("dropout"),
-        record.get("control", "plain"),
-    )
+    if isinstance(record, list):
+        return tuple(restore_arm(item) for item in record)
+    if not isinstance(record, Mapping):
+        return record
+    held = {name: restore_arm(value) for name, value in record.items() if name != "kind"}
+    known = _list_classes()
+    if record.get("kind") not in known:
+        raise DataError(f"the record has a {record.get('kind')!r}; expected one of {', '.join(sorted(known))}.")
+    try:
+        return known[record["kind"]](**held)
+    except TypeError as error:
+        raise DataError(f"no {record['kind']} can be built from {', '.join(held) or 'no field'} ({error}).") from error
 
 
-def _name_settings(value: Any) -> Any:
-    """Return a value of `as_record` as `restore` reads it."""
-    if isinstance(value, dict):
-        named = {"setting" if name == "kind" else name: _name_settings(inner) for name, inner in value.items()}
-        own = {name: cls.__name__ for cls, name in RECORDED.items()}
-        return named if "kind" not in value else {**named, "setting": own.get(value["kind"], value["kind"])}
-    return [_name_settings(inner) for inner in value] if isinstance(value, list) else value
+@cache
+def _list_classes() -> Mapping[str, Any]:
+    """Return the classes that arms are made of by name: those in the named ones, and those that words choose."""
+    found: dict[str, Any] = {cls.__name__: cls for cls in OTHERS}
+
+    def note(value: Any) -> None:
+        if isinstance(value, Mapping | tuple):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                note(item)
+        elif dataclasses.is_dataclass(value):
+            found[type(value).__name__] = type(value)
+            note(tuple(getattr(value, field.name) for field in dataclasses.fields(value)))
+
+    note(named_arms())
+    note(WORDS)
+    return found

@@ -211,7 +211,8 @@ def read_json(path: Path, remedy: str = "") -> Any:
         value = parse_json(read_whole(path))
     except ValueError as error:
         raise DataError(f"{path} is not readable as JSON ({error}); {remedy}") from None
-    require_unchanged(path, value, (), remedy=remedy)
+    if is_sealed(value):
+        require_unchanged(path, value, (), remedy=remedy)
     return value
 
 
@@ -315,7 +316,7 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def require_intact(folder: Path, *starts: str) -> None:
-    """Compare files of a finished run with their digests; a run of an earlier version has none.
+    """Compare files of a finished run with their digests.
 
     Args:
         folder: The run's folder.
@@ -326,13 +327,10 @@ def require_intact(folder: Path, *starts: str) -> None:
     """
     record = read_json(folder / RESULT)
     if not is_sealed(record):
-        # those of every version name the task
-        if not isinstance(record, dict) or "task" not in record:
-            raise DataError(
-                f"{folder / RESULT} holds no result of a run; copy the folder again, or delete the folder {folder} and "
-                "run the same command again."
-            )
-        return
+        raise DataError(
+            f"{folder / RESULT} holds no result of a run with its digests; copy the folder again, or delete the folder "
+            f"{folder} and run the same command again."
+        )
     digests = record.get(FILES)
     kept = digests if isinstance(digests, dict) else {}
     names = [name for name in kept if (name.startswith(starts) if starts else (folder / name).exists())]

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headwise.atomic import hold, is_sealed, require_no_others, require_unchanged
+from headwise.atomic import hold, require_no_others, require_unchanged
 from headwise.errors import DataError, SettingError, require_integer
 from headwise_lab.data.documents import FORMS, find_files
 from headwise_lab.data.subwords import TextEncoder
@@ -128,10 +128,9 @@ def open_packed(packing: Packing[Words], folder: Path) -> tuple[dict[str, Any], 
     task = str(record.get("format")).rpartition("-")[0][:60]
     if task != packing.task:
         raise DataError(f"{folder} was prepared for {task or 'no task'}; prepare the text for {packing.task}.")
-    if is_sealed(record):
-        # shards may be many gigabytes, and are compared when they are opened
-        require_unchanged(folder / RECORD, record, [TOKENIZER], remedy="prepare the text again.")
-        require_no_others(folder / RECORD, record, remedy="take it away, or prepare the text again.")
+    # shards may be many gigabytes, and are compared when they are opened
+    require_unchanged(folder / RECORD, record, [TOKENIZER], remedy="prepare the text again.")
+    require_no_others(folder / RECORD, record, remedy="take it away, or prepare the text again.")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} lacks {missing[0]}; prepare the text again.")

@@ -148,11 +148,8 @@ def _describe_settings(row: Row) -> str:
     arm = row.settings.get("arm")
     if not isinstance(arm, Mapping):
         return "no heads" if row.baseline else format_setting(row.settings)
-    fields = {name: value for name, value in arm.items() if name not in ("kind", "name", "control")}
-    if fields.get("term") is None:
-        fields.pop("penalty_weight", None)
-    shown = [f"{name} = {format_setting(value)}" for name, value in fields.items() if value not in (None, 0.0)]
-    return "; ".join(shown) or "the unmodified model"
+    changed = [f"{name} = {arm[name]}" for name in ("learning_rate", "dropout") if arm.get(name) is not None]
+    return "; ".join([*map(format_setting, arm.get("methods", [])), *changed]) or "the unmodified model"
 
 
 def _describe_protocol(table: Table) -> str:

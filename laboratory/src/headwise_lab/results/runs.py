@@ -354,11 +354,11 @@ def read_starts(runs: Iterable[Run]) -> tuple[int, ...] | None:
 def has_met_target(settings: Mapping[str, Any], force_ratios: Iterable[float | None]) -> bool:
     """Return whether an arm's strength was a target that its heads met from the start, so that nothing pushed them.
 
-    >>> has_met_target({"arm": {"penalty_weight": {"kind": "Target", "effective_heads": 3.0}}}, [0.0, 0.0])
+    >>> has_met_target({"arm": {"methods": [{"kind": "Penalize", "weight": {"kind": "Target"}}]}}, [0.0, 0.0])
     True
     """
-    arm = settings.get("arm") or {}
-    strengths = (arm.get("penalty_weight"), (arm.get("rule") or {}).get("alpha"))
+    methods = (settings.get("arm") or {}).get("methods", [])
+    strengths = [one for method in methods for one in (method.get("weight"), (method.get("rule") or {}).get("alpha"))]
     aimed = any(isinstance(strength, Mapping) and strength.get("kind") == "Target" for strength in strengths)
     return aimed and all(ratio == 0.0 for ratio in force_ratios)
 

@@ -15,11 +15,10 @@ from torch import nn
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.heads import Heads
 from headwise.input_files import describe_place
-from headwise.routing.aggregate import Aggregate
 from headwise.stock_folders import Model, TooLarge, build_within
 from headwise_lab.experiment import run_folder
-from headwise_lab.experiment.arm import LASTING, Arm, OtherModel
-from headwise_lab.experiment.arm_text import KEYS, WHOLE, restore_arm
+from headwise_lab.experiment.arm import Arm, lasts
+from headwise_lab.experiment.arm_text import restore_arm
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import require_intact
 from headwise_lab.experiment.settings import RunSettings, load_data
@@ -86,7 +85,7 @@ def restore_run(
     Raises:
         DataError: The weights are damaged or of another model.
     """
-    left = replace(arm, methods=tuple(method for method in arm.methods if isinstance(method, LASTING)))
+    left = replace(arm, methods=tuple(method for method in arm.methods if lasts(method)))
     target = find_target(task, arm, model)
     try:
         methods = Methods(left, model, target, seed=seed, compile_routing=compile_routing, masks=masks)
@@ -160,11 +159,8 @@ def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
         DataError: The record does not have it.
     """
     try:
-        arm = record["arm"]
-        lasting = {name: arm[name] for name in ("name", *KEYS[Aggregate].values())}
-        # the arm of a record from before there were such methods has none
-        whole = [name for kind, name in WHOLE.items() if issubclass(kind, LASTING)]
-        return restore_arm(lasting | {name: arm.get(name) for name in (*whole, *KEYS[OtherModel].values())})
+        arm = restore_arm(record["arm"])
+        return Arm(arm.name, tuple(method for method in arm.methods if lasts(method)))
     except MALFORMED as error:
         raise DataError(
             f"{folder / run_folder.SETTINGS} does not say what its arm is ({str(error)[:200]}); was it made by another "

@@ -22,9 +22,9 @@ def write_pair(out: Path, place: Path) -> tuple[Path, Path, Path]:
     folders = (out / "svgd" / "seed-0", out / "plain" / "seed-0")
     for folder in folders:
         folder.mkdir(parents=True)
-        (folder / run_folder.RESULT).write_text('{"task": "graph2text"}', encoding="utf-8")
         texts = [f"{folder.parent.name} writes {number} {HOSTILE}" for number in range(len(graphs))]
         (folder / run_folder.TEXT).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        run_folder.write_result(folder, {"task": "graph2text"})
     (out / "references.txt").write_text("".join(f"{graph.reference}\n" for graph in graphs), encoding="utf-8")
     return *folders, data
 

@@ -20,6 +20,7 @@ from headwise_lab.tasks.graph2text import decoding
 from headwise_lab.tasks.graph2text.data import test_graphs as graphs_of_test
 from headwise_lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
 from headwise_lab.training.train import train_run
+from lab.sealing import seal_again
 from lab.streamed import answered, started
 from lab.tasks.graph2text.graph_sets import write_triples
 from lab.tasks.graph2text.test_graph2text_task import TOY
@@ -223,8 +224,7 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
         (folder / name).unlink()
         assert f"{folder / name} is missing" in refused(folder)
     folder = Path(shutil.copytree(run, tmp_path / "changed"))
-    # a result of version 0.1 has no digests
-    (folder / run_folder.RESULT).write_text('{"task": "graph2text"}')
+    run_folder.write_result(folder, {"task": "graph2text"})
     vocabulary = json.loads((run / "vocabulary.json").read_text())
     for changes, expected in (
         ({"vocabulary": vocabulary["vocabulary"][1:]}, "does not hold a vocabulary"),
@@ -233,8 +233,10 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
         ({"vocabulary": [*vocabulary["vocabulary"], "more"]}, "does not hold the weights of this run"),
     ):
         (folder / "vocabulary.json").write_text(json.dumps({**vocabulary, **changes}))
+        seal_again(folder)
         assert expected in refused(folder)
     (folder / "vocabulary.json").write_text("[]")
+    seal_again(folder)
     assert "does not hold a vocabulary" in refused(folder)
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
     whole = json.loads((run / "settings.json").read_text())

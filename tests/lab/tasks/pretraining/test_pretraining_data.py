@@ -7,10 +7,12 @@ import json
 import tracemalloc
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from headwise.atomic import seal
 from headwise.errors import DataError
 from headwise_lab.data import documents
 from headwise_lab.data.documents import find_files, read_lines, read_pieces
@@ -308,6 +310,11 @@ def test_the_users_tokenizer_is_taken_and_one_without_masks_is_refused(prepared,
         read_word_pieces(tmp_path / "bad.json")
 
 
+def write_sealed(folder: Path, record: dict[str, Any]) -> None:
+    """Write the record of a prepared folder with the digests of what is there now."""
+    (folder / "record.json").write_text(json.dumps(seal(record, folder, record["file_digests"])))
+
+
 def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared, tmp_path):
     (tmp_path / "few.txt").write_text("a few words.\n\nand a few more.\n")
     with pytest.raises(DataError, match=r"few\.txt: of 2 documents the dev split came out empty, .* by a blank line"):
@@ -318,14 +325,12 @@ def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared,
     shard.write_bytes(shard.read_bytes()[:200])
     with pytest.raises(DataError, match=r"train-00001\.npy was changed .*; prepare the text again"):
         data.train[25]
-    # as an earlier version wrote it, without digests
     kept = json.loads((data.folder / "record.json").read_text())
-    record = {key: value for key, value in kept.items() if "digest" not in key}
     for name, value in (("shards", [20, "x"]), ("rows", {}), ("documents", -1), ("corpus", None), ("length", 2**70)):
-        (data.folder / "record.json").write_text(json.dumps(record | {name: value}))
+        write_sealed(data.folder, kept | {name: value})
         with pytest.raises(DataError, match=r"record\.json is not the record of prepared text"):
             open_text(data.folder)
-    (data.folder / "record.json").write_text(json.dumps(record | {"format": f"{'g' * 5_000}-1"}))
+    write_sealed(data.folder, kept | {"format": f"{'g' * 5_000}-1"})
     with pytest.raises(DataError, match=r"was prepared for g{60}; prepare the text for pretraining"):
         open_text(data.folder)
     (data.folder / "record.json").write_text(json.dumps(kept))

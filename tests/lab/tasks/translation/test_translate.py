@@ -24,6 +24,7 @@ from headwise_lab.tasks.translation import decoding
 from headwise_lab.tasks.translation.decoding import EXTRA, LONGER
 from headwise_lab.tasks.translation.translator import open_translator, translate_lines
 from headwise_lab.training.train import train_run
+from lab.sealing import seal_again
 from lab.streamed import answered, started
 from lab.tasks.translation.test_translation_task import ARM, TOY, settings
 from lab.tasks.translation.translation_toy import WORDS
@@ -266,8 +267,7 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
     (folder / run_folder.RESULT).unlink()
     assert "is not finished; give the command that began it again" in refused(folder)
     whole = json.loads((run / "settings.json").read_text())
-    # a result of version 0.1 has no digests
-    (folder / run_folder.RESULT).write_text('{"task": "translation"}')
+    run_folder.write_result(folder, {"task": "translation"})
     for changes, expected in (
         ({"task": "logic"}, "holds a run of logic; expected one of translation"),
         ({"scale": {"name": "x"}}, "does not say the sizes of the model"),
@@ -276,10 +276,13 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
         ({"arm": {**whole["arm"], "aggregation": None}}, "does not hold the weights of this run"),
     ):
         (folder / "settings.json").write_text(json.dumps({**whole, **changes}))
+        seal_again(folder)
         assert expected in refused(folder)
     del whole["seed"]
     (folder / "settings.json").write_text(json.dumps(whole))
+    seal_again(folder)
     assert "settings.json has no seed; was it changed" in refused(folder)
     baseline = {name: value for name, value in whole.items() if name != "arm"} | {"baseline": "copy"}
     (folder / "settings.json").write_text(json.dumps(baseline))
+    seal_again(folder)
     assert "holds the baseline 'copy', which has no model" in refused(folder)

@@ -179,7 +179,6 @@ def test_heads_with_roles_are_measured_with_them(name, place):
 
     def measured(*, replay: bool) -> hw.Report:
         return hw.measure(
-            frozen.model,
             frozen.heads,
             batches,
             score=Fidelity(),

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headwise.atomic import seal
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.arrays import RaggedWriter, open_ragged
 from headwise_lab.data.subwords import END, learn_subwords
@@ -281,8 +282,7 @@ def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_p
 def test_a_record_that_does_not_describe_the_data_is_refused(folder, tmp_path, name, value):
     path = load(folder, tmp_path).folder / "record.json"
     record = json.loads(path.read_text())
-    # as an earlier version wrote it, without digests
-    path.write_text(json.dumps({key: kept for key, kept in record.items() if "digest" not in key} | {name: value}))
+    path.write_text(json.dumps(seal(record | {name: value}, path.parent, record["file_digests"])))
     with pytest.raises(DataError, match=r"record\.json does not describe the data.*; prepare the data again"):
         open_prepared(path.parent)
 
@@ -294,9 +294,8 @@ def test_arrays_of_another_preparation_are_refused(folder, tmp_path):
             shutil.copy(other.folder / f"dev.{side}.{part}.npy", one.folder)
     with pytest.raises(DataError, match=r"dev\.source\.ids\.npy was changed since it was written"):
         open_prepared(one.folder)
-    # records of version 0.1 have no digests
-    record = {name: value for name, value in one.record.items() if "digest" not in name}
-    (one.folder / "record.json").write_text(json.dumps(record))
+    sealed = seal(one.record, one.folder, one.record["file_digests"])
+    (one.folder / "record.json").write_text(json.dumps(sealed))
     with pytest.raises(DataError, match=r"split dev is not what record\.json says"):
         open_prepared(one.folder)
 

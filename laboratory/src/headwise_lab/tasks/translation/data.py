@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from headwise.atomic import hold, is_sealed, require_no_others, require_unchanged
+from headwise.atomic import hold, require_no_others, require_unchanged
 from headwise.errors import DataError, require_choice
 from headwise.input_files import read_numbered_lines
 from headwise.texts.batching import pad
@@ -220,8 +220,7 @@ def open_prepared(folder: Path) -> TranslationData:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DataError(f"{folder / RECORD} is not of format {FORMAT}; prepare the data again.")
     require_unchanged(folder / RECORD, record, remedy="prepare the data again.")
-    if is_sealed(record):
-        require_no_others(folder / RECORD, record, remedy="take it away, or prepare the data again.")
+    require_no_others(folder / RECORD, record, remedy="take it away, or prepare the data again.")
     splits: dict[str, TranslationSplit] = {}
     subwords = read_subwords(folder / TOKENIZER)
     try:

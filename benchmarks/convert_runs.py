@@ -1,0 +1,105 @@
+"""Runs and archives of runs whose arms were recorded as flat keys, written anew as the laboratory reads them now.
+
+    python benchmarks/convert_runs.py PATH ...
+
+Each path is a folder of runs, or an archive of `papers/*/results`. What was recorded as {"rule": ..., "term": ...} is
+recorded as a list of methods, and all digests become SHA-256. A file is replaced once its new content is complete; one
+that is converted already is left as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headwise.atomic import FILES, SEAL, seal, write_whole
+from headwise.disagreement.penalty import Penalize
+from headwise.heads.ablation import DropHeads
+from headwise.input_files import encode_json, parse_json
+from headwise.repulsion.repel import Repel
+from headwise.routing.aggregate import Aggregate
+from headwise_lab.experiment.arm import Arm, OtherModel, sort_methods
+from headwise_lab.experiment.arm_text import record_arm, restore_arm
+from headwise_lab.papers.data import unpack_runs
+
+PLACE = {"layers": "layers", "kinds": "kinds"}
+# Where each field of a method was; the first tells whether the method is on.
+KEYS: Mapping[type[Any], Mapping[str, str]] = {
+    Repel: {"rule": "rule", **PLACE, "projections": "projections", "grouping": "grouping"},
+    Penalize: {
+        "term": "term",
+        "weight": "penalty_weight",
+        "kind_weights": "kind_weights",
+        **PLACE,
+        "grouping": "penalty_grouping",
+    },
+    Aggregate: {"setting": "aggregation", "layers": "aggregation_layers", "kinds": "aggregation_kinds"},
+    DropHeads: {"rate": "drophead", "start": "drophead_start"},
+    OtherModel: {"model": "model"},
+}
+WHOLE = ("guided", "talking", "gates", "pairs", "wider", "muon", "queries")
+
+
+def convert_arm(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of an arm as it is made now."""
+    if "methods" in record:
+        return dict(record)
+    methods: list[Any] = []
+    for kind, keys in KEYS.items():
+        first = next(iter(keys.values()))
+        if record.get(first) not in (None, 0.0):
+            held = {field: restore_arm(record[key]) for field, key in keys.items() if record.get(key) is not None}
+            methods.append(kind(**held))
+    for key in WHOLE:
+        whole = record.get(key)
+        if whole is not None:
+            methods.append(restore_arm({**whole, "kind": "MixHeads" if whole["kind"] == "Talk" else whole["kind"]}))
+    arm = Arm(
+        record["name"],
+        sort_methods(methods),
+        record.get("learning_rate"),
+        record.get("dropout"),
+        record.get("control", "plain"),
+    )
+    return record_arm(arm)
+
+
+def convert_folder(folder: Path) -> None:
+    """Convert every record below a folder; those that name others by their digest come last."""
+    for path in sorted(folder.rglob("settings.json")):
+        record = parse_json(path.read_bytes())
+        if "arm" in record:
+            write_whole(path, _encode(record | {"arm": convert_arm(record["arm"])}))
+    for path in sorted(folder.rglob("*.json")):
+        record = parse_json(path.read_bytes())
+        if path.name == SEAL or not isinstance(record, Mapping) or FILES not in record:
+            continue
+        settings = record.get("settings")
+        if isinstance(settings, Mapping) and "arm" in settings:
+            record |= {"settings": {**settings, "arm": convert_arm(settings["arm"])}}
+        write_whole(path, _encode(seal(record, path.parent, record[FILES])))
+
+
+def convert_archive(archive: Path) -> None:
+    """Convert the runs in an archive, whose files stay in their order."""
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(archive) as found:
+        folder, packed = Path(name), Path(name, "packed")
+        unpack_runs(archive, folder)
+        convert_folder(folder)
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as anew:
+            for one in found.infolist():
+                anew.writestr(one, (folder / one.filename).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=9)
+        write_whole(archive, packed.read_bytes())
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    return encode_json(record, indent=1).encode()
+
+
+if __name__ == "__main__":
+    for given in map(Path, sys.argv[1:]):
+        convert_folder(given) if given.is_dir() else convert_archive(given)
