@@ -80,7 +80,7 @@ def convert_folder(folder: Path) -> None:
             continue
         settings = record.get("settings")
         if isinstance(settings, Mapping) and "arm" in settings:
-            record |= {"settings": {**settings, "arm": convert_arm(settings["arm"])}}
+            record = {**record, "settings": {**settings, "arm": convert_arm(settings["arm"])}}
         write_whole(path, _encode(seal(record, path.parent, record[FILES])))
 
 

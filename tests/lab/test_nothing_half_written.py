@@ -86,8 +86,9 @@ COMMANDS = {
     "tune": Command(("tune", "logic", "output", "--draws", "1", "--workers", "1", *OUT), whole=False),
 }
 # Every so many writes of some; every write of all is slow.
-QUICK = (("inspect", 5), ("prepare translation", 13))
-SLOW = [pytest.param(name, 1, marks=pytest.mark.slow) for name in COMMANDS]
+QUICK = (("inspect", 9), ("prepare translation", 29))
+# What is unpacked for `reproduce` is many files written alike.
+SLOW = [pytest.param(name, 17 if name == "reproduce" else 1, marks=pytest.mark.slow) for name in COMMANDS]
 
 
 @pytest.fixture(scope="module")

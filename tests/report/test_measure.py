@@ -200,7 +200,7 @@ def test_what_cannot_be_measured_is_refused():
         hw.measure(heads, tensors(), score=lambda output, _: output[:, 0, 0] * float("nan"))
     with pytest.raises(NotFired, match="were not called"):
         hw.measure(heads, tensors(), forward=lambda _model, batch: batch)
-    assert model.training
+    assert heads.model.training
 
 
 def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
