@@ -2,9 +2,9 @@
 
     python benchmarks/convert_runs.py PATH ...
 
-Each path is a folder of runs, or an archive of `papers/*/results`. What was recorded as {"rule": ..., "term": ...} is
-recorded as a list of methods, and all digests become SHA-256. A file is replaced once its new content is complete; one
-that is converted already is left as it is.
+Each path is a folder of runs or of records, or an archive of `papers/*/results`. What was recorded as {"rule": ...,
+"term": ...} is recorded as a list of methods, and all digests become SHA-256. A file is replaced once its new content
+is complete; one that is converted already is left as it is.
 """
 
 from __future__ import annotations
@@ -68,20 +68,26 @@ def convert_arm(record: Mapping[str, Any]) -> dict[str, Any]:
     return record_arm(arm)
 
 
+def convert(value: Any) -> Any:
+    """Return a record with all arms in it converted."""
+    if isinstance(value, list):
+        return [convert(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return convert_arm(value) if value.get("kind") == "Arm" else {name: convert(item) for name, item in value.items()}
+
+
 def convert_folder(folder: Path) -> None:
-    """Convert every record below a folder; those that name others by their digest come last."""
-    for path in sorted(folder.rglob("settings.json")):
+    """Convert every record below a folder, and its digests: first the settings of runs, whose digest results hold."""
+    for path in sorted(folder.rglob("*.json"), key=lambda path: (path.name != "settings.json", path)):
         record = parse_json(path.read_bytes())
-        if "arm" in record:
-            write_whole(path, _encode(record | {"arm": convert_arm(record["arm"])}))
-    for path in sorted(folder.rglob("*.json")):
-        record = parse_json(path.read_bytes())
-        if path.name == SEAL or not isinstance(record, Mapping) or FILES not in record:
+        if path.name == SEAL or not isinstance(record, Mapping):
             continue
-        settings = record.get("settings")
-        if isinstance(settings, Mapping) and "arm" in settings:
-            record = {**record, "settings": {**settings, "arm": convert_arm(settings["arm"])}}
-        write_whole(path, _encode(seal(record, path.parent, record[FILES])))
+        changed = convert(record)
+        if FILES in record:
+            changed = seal(changed, path.parent, record[FILES])
+        if changed != record:
+            write_whole(path, (encode_json(changed, indent=1, ascii_only=False) + "\n").encode())
 
 
 def convert_archive(archive: Path) -> None:
@@ -94,10 +100,6 @@ def convert_archive(archive: Path) -> None:
             for one in found.infolist():
                 anew.writestr(one, (folder / one.filename).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=9)
         write_whole(archive, packed.read_bytes())
-
-
-def _encode(record: Mapping[str, Any]) -> bytes:
-    return encode_json(record, indent=1).encode()
 
 
 if __name__ == "__main__":
