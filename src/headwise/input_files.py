@@ -143,7 +143,7 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
     number = 0
     try:
         with open_input(path) as stream:
-            while line := stream.readline(longest + 1):
+            for line in split_lines(stream, longest + 1):
                 number += 1
                 if len(line) > longest and not line.endswith(b"\n"):
                     raise DataError(
@@ -158,6 +158,28 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
         raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file.") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}, after line {number}: cannot be read ({error}); fetch the file again.") from error
+
+
+def split_lines(stream: io.BufferedIOBase, longest: int) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends, LF or CRLF; those that end in CR, as of an old Mac, with LF instead.
+
+    CR ends lines where the first line would have no other end; elsewhere it is text.
+
+    Args:
+        stream: The file.
+        longest: Of a line with at least as many bytes, pieces are yielded.
+    """
+    chunk = stream.readline(longest)
+    # the last byte may be half of CRLF
+    alone, held = b"\r" in chunk[:-1] and not chunk.endswith(b"\n"), b""
+    while chunk:
+        lines = (held + chunk).splitlines(keepends=True) if alone else [chunk]
+        unfinished = alone and not lines[-1].endswith((b"\r", b"\n")) and len(lines[-1]) < longest
+        held = lines.pop() if unfinished else b""
+        yield from (line[:-1] + b"\n" if alone and line.endswith(b"\r") else line for line in lines)
+        chunk = stream.readline(longest)
+    if held:
+        yield held
 
 
 def require_text(path: Path, number: int, line: bytes, *, begins: bool = True) -> None:

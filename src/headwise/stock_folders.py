@@ -392,6 +392,10 @@ LARGEST = 1 << 30
 LAYERS = re.compile(r"layer(s|$)|blocks|depth|stages|indices|tpu_")
 NAMES = re.compile(r"labels|^id2label|^label2id|^(num|n)_(?!positions|ctx)|window(?<!sliding_window)$")
 MOST_LAYERS, MOST_NAMES = 1000, 1 << 16
+# Sizes that no model has below 0; others may have -1 for none.
+SIZES = re.compile(r"heads|head_dim$|d_model$|(hidden|intermediate|vocab)_size$|num_hidden_layers$")
+# What rotary embeddings divide by or take the logarithm of.
+ROTARY = re.compile(r"rope_theta$|rope\w*\.(.*\.)?(?!partial)\w*factor$")
 # Keys whose number is no size of a model.
 NO_SIZE = re.compile(r"theta|base$|_ids?$|_index$|rate$|seed")
 # What transformers reads beside the weights, and the most bytes of it.
@@ -429,7 +433,7 @@ def open_within(folder: Path, *, trusted: bool) -> Iterator[None]:
 
 
 def require_countable(path: Path, config: Any, stored: Stored) -> None:
-    """Refuse a configuration with a number that building a model would count to for minutes, or negative heads.
+    """Refuse a configuration with a number that building a model would count to for minutes, or that no model has.
 
     Args:
         path: The file that holds it, for the message.
@@ -449,7 +453,9 @@ def require_countable(path: Path, config: Any, stored: Stored) -> None:
         else:
             # a fraction is no size
             most = LARGEST if isinstance(value, int) else math.inf
-        if value > most or (value < 0 and "heads" in key):
+        if ROTARY.search(name) and value <= 0:
+            raise DataError(f"{path}: {name[-80:]} is {str(value)[:20]}; expected a number above 0; {REMEDY}")
+        if value > most or (value < 0 and SIZES.search(key)):
             held = f", as {path.parent} holds {stored}" if stored.tensors else ""
             raise DataError(f"{path}: {name[-80:]} is {str(value)[:20]}; expected 0 to {most:,}{held}; {REMEDY}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -109,3 +110,23 @@ def test_weights_of_layers_without_keys_are_read_token_by_token():
             assert expected is not None
             assert capture.weights is not None
             torch.testing.assert_close(capture.weights[:, :, -1], expected[:, :, -1])
+
+
+@pytest.mark.parametrize(("one", "other"), [("q_proj", "k_proj"), ("k_proj", "v_proj"), ("q_proj", "v_proj")])
+def test_a_projection_that_serves_twice_is_refused_with_remedies_that_hold(one: str, other: str):
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 4
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, 32) for _ in range(4))
+
+    model = nn.Sequential(Attention(), Attention())
+    setattr(model[0], other, getattr(model[0], one))
+    words = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+    with pytest.raises(hw.LayoutError) as refusal:
+        hw.find_heads(model)
+    assert f"one weight makes its {words[one]} heads and its {words[other]} heads" in str(refusal.value)
+    assert "exclude=('0',)" in str(refusal.value)
+    assert [site.name for site in hw.find_heads(model, exclude=("0",))] == ["1"]
+    setattr(model[0], other, copy.deepcopy(getattr(model[0], one)))
+    assert len(hw.find_heads(model)) == 2

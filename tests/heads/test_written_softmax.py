@@ -349,3 +349,19 @@ def test_a_report_leaves_out_weights_that_cannot_be_shown():
     report = hw.measure(hw.find_heads(model), [X[:, :4]], score=lambda output, _: output.std((1, 2)))
     assert [note for note in report.notes if "attention weights of Transposed" in note]
     assert not [note for note in report.notes if "Written" in note]
+
+
+def test_a_score_of_no_token_is_named():
+    class WithSink(Written):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+            scores = (q @ k.mT).masked_fill(~allowed, -math.inf)
+            return F.pad(scores, (0, 1), value=0.5).softmax(-1)[..., :-1] @ v
+
+    model = build(WithSink)
+    heads = hw.find_heads(model)
+    told = pytest.raises(hw.LayoutError, match="one score is of no token, such as a learned sink")
+    with told, hw.Taps(heads, weights=True):
+        model(X)
+    with hw.Taps(heads, outputs=True) as taps:
+        model(X)
+        assert taps.read()[0].outputs is not None

@@ -18,7 +18,7 @@ from headwise.input_files import describe_place, is_file, open_input, read_numbe
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import find_layout, read_texts
 from headwise_lab.data.arrays import digest, find_plain_or_gz, require_files
-from headwise_lab.data.documents import find_files, read_pieces
+from headwise_lab.data.documents import find_files, read_lines, read_pieces
 from headwise_lab.data.probing_files import find_probing_file, read_probing
 from headwise_lab.data.subwords import read_tokenizer
 from headwise_lab.data.word_vectors import read_word_vectors
@@ -124,6 +124,21 @@ def test_lines_end_as_they_may_and_a_mark_of_the_byte_order_is_no_text(packed: b
     content = "\ufeffone\r\n\n\ufefftwo\u2028\x0b\nthree".encode()
     path.write_bytes(gzip.compress(content) if packed else content)
     assert list(read_numbered_lines(path)) == [(1, "one"), (2, ""), (3, "\ufefftwo\u2028\x0b"), (4, "three")]
+
+
+@pytest.mark.parametrize("longest", [7, 8, 9, 100])
+@pytest.mark.parametrize("last", ["", "\r"])
+def test_a_file_whose_lines_end_in_cr_alone_is_read_by_lines_and_as_documents(longest: int, last: str, tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(f"\ufeffé\r\rtwo\rrow{last}".encode())
+    assert list(read_numbered_lines(path, longest)) == [(1, "é"), (2, ""), (3, "two"), (4, "row")]
+    assert "".join(piece.text + "\n" * piece.ends for piece in read_lines(path, longest)).split() == ["é", "two", "row"]
+    assert [piece.text for piece in read_pieces(path)] == ["é", "two\nrow"]
+    path.write_bytes(f"one\rof\nthree{last}".encode())
+    assert list(read_numbered_lines(path)) == [(1, "one\rof"), (2, "three")]
+    path.write_bytes(b"one\r" + b"y" * 101)
+    with pytest.raises(DataError, match=r"a\.txt, line 2: longer than 100 bytes"):
+        list(read_numbered_lines(path, 100))
 
 
 def test_a_line_may_be_as_long_as_the_bound_and_no_longer(tmp_path: Path):

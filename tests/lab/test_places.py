@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headwise.errors import DataError
 from lab.command import call, refused
 from lab.tasks.lm.lm_toy import write_documents
 from lab.tasks.translation.translation_toy import write_toy_corpus
@@ -33,6 +34,21 @@ def test_the_folder_that_a_link_leads_to_is_written(command, exists):
     assert Path("link").is_symlink()
     assert any(Path("target").iterdir())
     assert not [*Path().glob(".*")]
+
+
+@pytest.mark.parametrize("command", [("compare", "logic"), ("tune", "logic", "svgd"), ("download", "multi30k")])
+def test_a_command_that_fills_a_folder_step_by_step_follows_a_link_too(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("deep/target")
+    Path("loop").symlink_to("loop")
+
+    def stop(*_arguments: object, **_options: object) -> None:
+        raise DataError(f"the target is {'there' if Path('deep/target').is_dir() else 'missing'}.")
+
+    monkeypatch.setattr("headwise_lab.data.downloads._transfer", stop)
+    monkeypatch.setattr("headwise_lab.experiment.run_folder.os.getpid", stop)
+    assert "the target is there." in refused(capsys, *command, "--out", "link")
+    assert "loop is a link to itself; choose another folder." in refused(capsys, *command, "--out", "loop")
 
 
 def test_a_place_that_can_be_no_folder_is_named(command, capsys):

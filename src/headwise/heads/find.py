@@ -450,7 +450,7 @@ def _match(
         site = _mark_adapted(model, site)
         if site.prepare is None and hands_weights(module, known=is_known(module)):
             site = replace(site, prepare=call_projections)
-        check_head_slices(site.slices)
+        check_head_slices(site.slices, site.name)
         if site.output is not None:
             check_head_slice(site.output)
         clause = None if own else clause or find_mixing(site)

@@ -734,14 +734,20 @@ def _require_inside(head_slice: HeadSlice, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_head_slices(slices: Sequence[HeadSlice]) -> None:
-    """Raise `LayoutError` unless each is sound, and no row of a parameter is in two of them."""
+def check_head_slices(slices: Sequence[HeadSlice], place: str = "...") -> None:
+    """Raise `LayoutError` unless each is sound, and no row of a parameter is in two of them; `place` has them."""
     owned: dict[tuple[int, str], dict[int, HeadSlice]] = defaultdict(dict)
     for part in (part for head_slice in slices for part in head_slice.parts):
         check_head_slice(part)
         own = owned[id(part.owner), part.attribute]
         row = next((row for row in part.rows if row in own), None)
         if row is not None:
+            if own[row].projection != part.projection and {*own[row].rows} == {*part.rows}:
+                raise LayoutError(
+                    f"{part.name}: one weight makes its {own[row].projection} heads and its {part.projection} heads, "
+                    "so that whatever changes the ones changes the others; give both a projection of their own, such "
+                    f"as a copy.deepcopy of this one, or leave it out: find_heads(model, exclude=({place!r},))."
+                )
             raise LayoutError(
                 f"{part.name}: row {row} is read as part of its {own[row].projection} heads and of its "
                 f"{part.projection} heads; the layout row does not describe this module."

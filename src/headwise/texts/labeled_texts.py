@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
+from typing import Any, TypeVar
 
 from headwise.errors import DataError
 from headwise.input_files import LONGEST_LINE, is_file
@@ -16,6 +19,9 @@ TEXT_NAMES = {"text", "texts", "sentence", "review", "comment", "document", "con
 SURE_NAMES = {"text", "texts", "sentence"}
 # A column with a larger share of different values holds texts, not labels.
 MOST_LABELS = 0.5
+NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
+
+Labeled = TypeVar("Labeled", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ def read_labeled(
 
     A first line that names both columns ("label" and "text", or a similar word, or those of `columns`) is a header;
     there may then be other columns. Without a header there are two columns, and labels are in the one with fewer
-    different values in the training file. Blank texts are kept as "", whatever their label.
+    different values in the training file. Blank texts are kept as "", whatever their label; the other labels are those
+    of `join_labels`.
 
     Raises:
         DataError: A line has another number of fields or an empty label, there are fewer than two labels, or no column
@@ -112,10 +119,37 @@ def read_labeled(
     guessed = find_columns(train, columns) or _guess_columns(train)
     if train.header is None:
         _require_no_header(train, guessed[0])
-    read = {name: _read_lines(file, find_columns(file, columns) or guessed) for name, file in files.items()}
+    read = join_labels(
+        {name: _read_lines(file, find_columns(file, columns) or guessed) for name, file in files.items()}
+    )
     if len({one.label for one in read[layout.train] if one.text}) < 2:
         raise DataError(f"{train.path} has one label in {len(train.rows)} lines; expected at least two different ones.")
     return read
+
+
+def join_labels(read: Mapping[str, Sequence[Labeled]]) -> dict[str, list[Labeled]]:
+    """Return examples with labels that are equal as numbers written alike, in the shortest way, if all are numbers.
+
+    One file may have 1 where another has 1.0, as pandas writes a column in which a number is missing.
+
+    Args:
+        read: By name, dataclasses with a field `label`; an empty one is no label.
+
+    >>> read = join_labels({"train": [LabeledText("1.0", "a", 1)], "test": [LabeledText("1", "b", 1)]})
+    >>> [one.label for lines in read.values() for one in lines]
+    ['1', '1']
+    """
+    labels = {one.label for lines in read.values() for one in lines} - {""}
+    shortest: dict[Decimal, str] = {}
+    if all(NUMBER.fullmatch(label) for label in labels):
+        for label in sorted(labels, key=lambda label: (len(label), label)):
+            shortest.setdefault(Decimal(label), label)
+    if len(shortest) in (0, len(labels)):
+        return {name: [*lines] for name, lines in read.items()}
+    return {
+        name: [replace(one, label=shortest[Decimal(one.label)]) if one.label else one for one in lines]
+        for name, lines in read.items()
+    }
 
 
 def read_texts(path: Path, columns: Columns = USUAL, longest: int = LONGEST_LINE) -> Texts:

@@ -141,6 +141,37 @@ def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str,
         assert read(path) == normal, (file, raw[:80])
 
 
+JOINED = (
+    (["0", "1.0", "0.0", "01", "1"], ["0", "1", "0", "1", "1"]),
+    (["0.0", "1.0", "0.0", "1.0", "1.0"], ["0.0", "1.0", "0.0", "1.0", "1.0"]),
+    (["0", "1.0", "0.0", "x", "1"], ["0", "1.0", "0.0", "x", "1"]),
+    (["9" * 20, "1" * 20, "9" * 19 + "8", "1", "1"], ["9" * 20, "1" * 20, "9" * 19 + "8", "1", "1"]),
+)
+
+
+@pytest.mark.parametrize("name", sorted(READERS.keys() - {"texts", "glue", "without a header"}))
+@pytest.mark.parametrize(("labels", "read_as"), JOINED)
+def test_labels_that_are_equal_as_numbers_are_one_where_all_are_numbers(
+    name: str, labels: list[str], read_as: list[str], tmp_path: Path
+):
+    read, header, arrange, _ = READERS[name]
+    rows = [arrange(f"text {'abcde'[place]}", label) for place, label in enumerate(labels)]
+    path = tmp_path / "a.tsv"
+    path.write_text("".join("\t".join(row) + "\n" for row in ([header] if header else []) + rows))
+    assert [example[-1] for example in read(path)] == read_as
+
+
+def test_labels_that_are_equal_as_numbers_are_one_in_all_files_of_a_folder(tmp_path: Path):
+    for split, one in (("train", "1"), ("test", "1.0")):
+        (tmp_path / f"{split}.csv").write_text(f"label,text\n0,a\n{one},b\n{one},c\n")
+        (tmp_path / "pairs").mkdir(exist_ok=True)
+        pairs = f"label,premise,hypothesis\n0,a,x\n{one},b,y\n{one},c,z\n"
+        (tmp_path / "pairs" / f"{split}.csv").write_text(pairs)
+    for folder in (tmp_path, tmp_path / "pairs"):
+        splits = read_set(folder).splits
+        assert [[one.label for one in splits[name]] for name in ("train", "test")] == [["0", "1", "1"]] * 2
+
+
 def test_two_keys_that_are_one_when_joined_are_told(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"data": {"body": "inside"}, "data.body": "beside"}\n')

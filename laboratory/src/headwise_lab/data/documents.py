@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
-from headwise.input_files import is_file, open_input, parse_json, read_numbered_lines, require_text
+from headwise.input_files import is_file, open_input, parse_json, read_numbered_lines, require_text, split_lines
 from headwise.texts.tables import flatten
 
 FORMS = (
@@ -152,7 +152,7 @@ def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
     number, begins, decoder = 1, True, codecs.getincrementaldecoder("utf-8-sig")()
     try:
         with open_input(path) as stream:
-            while raw := stream.readline(longest):
+            for raw in split_lines(stream, longest):
                 ends = raw.endswith(b"\n")
                 require_text(path, number, raw, begins=begins)
                 text = decoder.decode(raw)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from headwise.atomic import PARTIAL, new_file, put
+from headwise.atomic import PARTIAL, follow, new_file, put
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.texts.progress import make_bars
 
@@ -82,7 +82,7 @@ def fetch(download: Download, folder: Path, *, progress: bool = False) -> tuple[
         partial.unlink(missing_ok=True)  # of a process that was killed after it had unpacked it
         return wanted
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        follow(folder).mkdir(parents=True, exist_ok=True)
         if archive.is_file():
             _require_checksum(archive, download, f"{archive} is another file; take it away and run again.")
             _unpack(archive, download)

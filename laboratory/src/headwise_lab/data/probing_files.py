@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import is_file
-from headwise.texts.labeled_texts import DEV, TEST, TRAIN, LabeledText, Layout
+from headwise.texts.labeled_texts import DEV, TEST, TRAIN, LabeledText, Layout, join_labels
 from headwise.texts.tables import count_fields, read_table
 
 
@@ -102,6 +102,7 @@ def read_probing(path: Path) -> dict[str, list[LabeledText]]:
         if text and not label:
             raise DataError(f"{path}, line {number}: the label is empty; fill it in or drop the line.")
         found[partition].append(LabeledText(label, text, number))
+    found = join_labels(found)
     labels = {one.label for lines in found.values() for one in lines if one.text}
     if len(labels) < 2:
         raise DataError(f"{path} has {len(labels)} labels in its lines; expected at least two different ones.")

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from headwise.atomic import (
     FILES,
+    follow,
     is_sealed,
     new_file,
     put,
@@ -88,9 +89,10 @@ def prepare_folder(folder: Path) -> None:
 
     Raises:
         SettingError: The folder cannot be created or written to.
+        DataError: It is a link to itself, or the root of all folders.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        follow(folder).mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-{os.getpid()}"
         probe.touch()
         probe.unlink()

@@ -227,6 +227,12 @@ def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
                     "shown by these inputs, as the values of all their tokens are the same; give other inputs first."
                 )
             return {axis for axis in uneven if differs(weights.roll(1, axis))}
+    if len(values.flatten(0, -3)) == batch * (keys - 1):
+        raise LayoutError(
+            f"{given} writes a softmax out over {keys} scores of each query, and has values of {keys - 1} tokens: one "
+            "score is of no token, such as a learned sink. Weights and biases of its heads cannot be reached; read "
+            "their outputs: Taps(heads, outputs=True)."
+        )
     raise LayoutError(
         f"{given} writes a softmax out over {tuple(used.shape)}, read as (sequences, heads, queries, keys), and the "
         f"outputs of its heads {tuple(witness.outputs.shape)} are not these weights times their values "

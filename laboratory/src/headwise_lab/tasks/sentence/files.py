@@ -24,6 +24,7 @@ from headwise.texts.labeled_texts import (
     find_layout,
     find_names,
     has_splits,
+    join_labels,
     read_labeled,
 )
 from headwise.texts.tables import USUAL, Columns, Table, read_table
@@ -194,7 +195,7 @@ def read_set(place: Path, columns: Columns = USUAL) -> SentenceSet:
     parts = tuple(sorted([*place.glob("part*.tsv"), *place.glob("part*.tsv.gz")]))
     if parts:
         found = [one for path in parts for one in _read_table(path, columns)[1]]
-        return SentenceSet("reviews by stars", {"all": found}, parts)
+        return SentenceSet("reviews by stars", join_labels({"all": found}), parts)
     if find_truth(place) is not None:
         profiles = read_profiles(place)
         examples = [Example(one.age, (one.text,), one.author, one.number) for one in profiles.tweets]
@@ -213,7 +214,7 @@ def _read_folder(place: Path, columns: Columns) -> SentenceSet:
     tables = {name: _open(path, columns) for name, path in paths.items()}
     if _find_pair(tables[layout.train], columns) is not None:
         pairs = {names[name]: _read_pairs(table, columns) for name, table in tables.items()}
-        return SentenceSet("pairs", pairs, tuple(paths.values()))
+        return SentenceSet("pairs", join_labels(pairs), tuple(paths.values()))
     read = read_labeled(layout, paths, columns)
     return SentenceSet(
         "texts", {names[name]: _make_examples(lines) for name, lines in read.items()}, (*paths.values(),)
@@ -224,7 +225,7 @@ def _read_table(path: Path, columns: Columns) -> tuple[str, list[Example]]:
     """Return what a file holds, and its examples."""
     table = _open(path, columns)
     if _find_pair(table, columns) is not None:
-        return "pairs of texts", _read_pairs(table, columns)
+        return "pairs of texts", join_labels({"all": _read_pairs(table, columns)})["all"]
     return "texts", _make_examples(read_labeled(Layout("all"), {"all": path}, columns)["all"])
 
 
