@@ -3,7 +3,7 @@
 #
 # A penalty is a frozen dataclass that says what it reads of each head, and returns a sum over tokens with their
 # number. A rule of repulsion is one that turns the geometry of heads into coefficients. Both then work on every model
-# and in every loop, with relative strengths and targets.
+# and in every loop, with relative strengths and targets. Whatever else is done to heads is a `hw.Method`.
 
 # %%
 from dataclasses import dataclass
@@ -72,3 +72,28 @@ for _ in range(3):
 print(repulsion.last)
 print("similarity", float(penalty.last))
 assert torch.allclose(repulsion.last.force_ratio, torch.tensor(0.3))
+
+# %% [markdown]
+# Anything else is a `hw.Method`: its settings, and `attach`, which returns a handle. Layers, kinds of attention, removal,
+# the end of a `with` block, trainers and the laboratory's arms are there already. This one scales what heads put out:
+
+# %%
+
+
+@dataclass(frozen=True)
+class Damp(hw.Method):
+    """O_h <- factor O_h."""
+
+    factor: float = 0.5
+
+    def attach(self, heads: hw.Heads) -> hw.Handle:
+        """Scale the selected heads before W_O."""
+        handle = hw.Handle()
+        for site in self.select(heads):
+            handle.hook_before(site.expose().module, lambda _, args, kwargs: ((args[0] * self.factor,), kwargs))
+        return handle
+
+
+model.eval()
+with torch.no_grad(), hw.attach(heads, Damp(), hw.Tap(outputs=True)):
+    print("damped", model(tokens).std())
