@@ -74,8 +74,9 @@ print("similarity", float(penalty.last))
 assert torch.allclose(repulsion.last.force_ratio, torch.tensor(0.3))
 
 # %% [markdown]
-# Anything else is a `hw.Method`: its settings, and `attach`, which returns a handle. Layers, kinds of attention, removal,
-# the end of a `with` block, trainers and the laboratory's arms are there already. This one scales what heads put out:
+# Anything else is a `hw.Method`: its settings, and `attach`, which returns a handle. Layers, kinds of attention,
+# removal, the end of a `with` block, trainers and the laboratory's arms are there already. This one scales what heads
+# put out:
 
 # %%
 
