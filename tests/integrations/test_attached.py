@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from headwise.integrations import Aggregate, Attached, Penalize, Repel
@@ -66,6 +67,16 @@ def test_a_state_of_something_else_is_refused(state):
     attached = Attached([NOISY])
     with pytest.raises(hw.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
         attached.load_state_dict(state)
+
+
+def test_of_a_state_whose_last_part_is_refused_nothing_is_loaded():
+    model, optimizer, attached = start(PENALTY, NOISY)
+    attached.attach(model, optimizer)
+    before = attached.state_dict()
+    good = {"steps": [9], "turns": [0], "strength": 0.5}
+    with pytest.raises(hw.SettingError):
+        attached.load_state_dict({"repulsions": [good], "penalties": [3]})
+    assert attached.state_dict() == before
 
 
 def test_aggregators_that_a_model_built_anew_lacks_are_told():
@@ -143,6 +154,15 @@ def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
     with pytest.raises(hw.NotFired, match="the penalty is attached to no model; call attach"):
         attached.add_penalty(torch.zeros(()))
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_that_a_checkpoint_runs_again_was_not_called_for_the_next_loss():
+    model, optimizer, attached = start(PENALTY)
+    attached.attach(model, optimizer)
+    loss = checkpoint(lambda: model(**collate(make_rows(2))).loss, use_reentrant=False)
+    attached.add_penalty(loss).backward()
+    with pytest.raises(hw.NotFired, match="a model that was not called since the last loss"):
+        attached.add_penalty(torch.zeros(()))
 
 
 @pytest.mark.parametrize("method", [Repel(hw.SVGD(), layers=(7,)), Penalize(hw.Output(), weight=0.1, layers=(7,))])
