@@ -42,6 +42,7 @@ def test_other_arguments_are_refused():
     refused(model, hw.SettingError, r"the setting is the class SigmoidGate; expected hw\.SigmoidGate", hw.SigmoidGate)
     refused(model, hw.SettingError, r"the setting is a Gate; expected", hw.Gate())
     refused(model, hw.SettingError, "uses 5 heads of an attention that has 4", hw.MixtureOfHeads(2, 3))
+    refused(model, hw.LayoutError, "gate_heads was given no attention", heads=hw.Heads(model, ()))
 
 
 def test_second_gates_are_refused_and_the_first_ones_stay():
@@ -108,8 +109,9 @@ def test_a_model_that_an_engine_has_wrapped_is_refused(monkeypatch: pytest.Monke
     refused(model, hw.LayoutError, r"wrapped by FSDP.*call hw\.gate_heads first and wrap the model afterwards")
 
 
-def test_weights_divided_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headwise.gating.attach.is_sharded", lambda _parameter: True)
+@pytest.mark.parametrize("what", ["headwise.gating.attach.is_sharded", "headwise.heads.heads.computes_part"])
+def test_weights_divided_over_processes_are_refused(what: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(what, lambda *_weight: True)
     refused(encoder(), hw.LayoutError, "its heads or its output projection are divided over processes")
 
 

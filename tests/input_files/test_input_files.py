@@ -5,16 +5,20 @@ from __future__ import annotations
 import gzip
 import os
 import socket
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import headwise as hw
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError
 from headwise.input_files import describe_place, is_file, open_input, read_numbered_lines, read_whole
+from headwise.stock_folders import TooLarge, limit_size
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import find_layout, read_texts
 from headwise_lab.data.arrays import digest, find_plain_or_gz, require_files
@@ -176,3 +180,20 @@ def test_a_small_packed_file_of_one_endless_line_does_not_fill_the_memory(name: 
         assert tracemalloc.get_traced_memory()[1] < (140 << 20)
     finally:
         tracemalloc.stop()
+
+
+def make_large(module: nn.Linear, times: int = 1) -> None:
+    for _ in range(times):
+        module.weight = nn.Parameter(torch.empty(1 << 13, 1 << 10, device="meta"))
+
+
+def test_a_model_is_counted_in_the_thread_that_builds_it_and_what_is_replaced_once():
+    module = nn.Linear(1, 1, device="meta")
+    with limit_size(1, 8):
+        make_large(module, times=9)
+        thread = threading.Thread(target=lambda: [make_large(nn.Linear(1, 1, device="meta")) for _ in range(9)])
+        thread.start()
+        thread.join()
+        # the bound is that of the thread of the block
+        with pytest.raises(TooLarge):
+            [make_large(nn.Linear(1, 1, device="meta")) for _ in range(9)]

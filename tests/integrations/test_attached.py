@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from integrations.loops import FIXED, NOISY, PENALTY, RATE, ROUTED, assert_same, build_bert, collate, make_rows
@@ -65,6 +66,16 @@ def test_a_state_of_something_else_is_refused(state):
     attached = hw.Attached([NOISY])
     with pytest.raises(hw.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
         attached.load_state_dict(state)
+
+
+def test_of_a_state_whose_last_part_is_refused_nothing_is_loaded():
+    model, optimizer, attached = start(NOISY, PENALTY)
+    attached.attach(model, optimizer)
+    before = attached.state_dict()
+    good = {"steps": [9], "turns": [0], "strength": 0.5}
+    with pytest.raises(hw.SettingError):
+        attached.load_state_dict({"methods": [good, 3]})
+    assert attached.state_dict() == before
 
 
 def test_aggregators_that_a_model_built_anew_lacks_are_told():
@@ -142,6 +153,15 @@ def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_model_that_a_checkpoint_runs_again_was_not_called_for_the_next_loss():
+    model, optimizer, attached = start(PENALTY)
+    attached.attach(model, optimizer)
+    loss = checkpoint(lambda: model(**collate(make_rows(2))).loss, use_reentrant=False)
+    attached.loss(loss).backward()
+    with pytest.raises(hw.NotFired, match="a model that was not called since the last loss"):
+        attached.loss(torch.zeros(()))
+
+
 @pytest.mark.parametrize(
     "method", [hw.Repel(hw.SVGD(), layers=(7,)), hw.Penalize(hw.Output(), weight=0.1, layers=(7,))]
 )
@@ -211,3 +231,24 @@ def test_a_penalty_on_what_a_cached_loss_computes_later_is_refused_and_one_on_pa
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         if one.grad is not None:
             torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_what_acts_in_steps_waits_for_an_optimizer_that_holds_the_new_parameters_and_goes_on_under_the_next():
+    model = build_bert(dropout=0.0).train()
+    early = SGD(model.parameters(), lr=RATE)
+    run = hw.attach(hw.find_heads(model), NOISY, hw.GateHeads(hw.SigmoidGate()))
+    with pytest.raises(hw.NotFired, match=r"Repel.* is not attached; call attach\(model, optimizer\)"):
+        run.check()
+    with pytest.raises(hw.LayoutError, match="does not hold .* that GateHeads has put into the model"):
+        run.attach(model, early)
+    run.load_state_dict({"methods": [{"steps": [9], "turns": [0], "strength": 0.5}, {}]})
+    run.attach(model, SGD(model.parameters(), lr=RATE))
+    assert (run.steps, run.of(hw.Repulsion)[0].strength) == (9, 0.5)
+    optimizer = SGD(model.parameters(), lr=RATE)
+    run.attach(model, optimizer)
+    assert (run.steps, run.of(hw.Repulsion)[0].strength) == (9, 0.5)
+    take_steps(model, optimizer, run, 0, 1)
+    run.check(optimizer)
+    run.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any("head_gates" in name for name, _ in model.named_modules())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headwise.atomic import seal
+from headwise.atomic import seal, seal_folder
 
 RECORD = "headwise.json"
 CANARY = "canary"
@@ -210,6 +210,7 @@ def rename_key(record: dict[str, Any], old: str, new: str) -> None:
 FOLDERS: dict[str, Callable[[Path], object]] = {
     # files
     "an empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "a file added since it was sealed": lambda folder: (seal_folder(folder), (folder / "added.txt").touch()),
     "no record": lambda folder: (folder / RECORD).unlink(),
     "an empty record": set_bytes(b""),
     "a record of zeros": set_bytes(bytes(4096)),

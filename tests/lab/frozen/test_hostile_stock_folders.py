@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel
 
 from fuzz.mutate import BYTES, limit_memory, ran_out, read_in_time
+from headwise.atomic import seal_folder
 from headwise.errors import DataError
 from headwise.texts.transformer import open_folder
 from lab.command import refused
@@ -42,6 +43,12 @@ def config(**values: Any) -> Change:
 
 def tokenizer(**values: Any) -> Change:
     return edit("tokenizer.json", **values)
+
+
+def put_far(folder: Path) -> None:
+    """Give a word of a tokenizer an id far behind the others."""
+    kept = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokenizer(model=kept | {"vocab": kept["vocab"] | {"zebra": HUGE}})(folder)
 
 
 def normalizer(*steps: dict[str, Any]) -> Change:
@@ -94,6 +101,17 @@ def save_bin(**more: Any) -> Change:
         (folder / WEIGHTS).unlink()
 
     return change
+
+
+def save_later(folder: Path) -> None:
+    """Save with a protocol of pickle that takes the names of what it makes from anywhere."""
+    torch.save(load_file(folder / WEIGHTS), folder / BIN, pickle_protocol=4)
+    (folder / WEIGHTS).unlink()
+
+
+def change_sealed(folder: Path) -> None:
+    seal_folder(folder)
+    config(initializer_range=0.5)(folder)
 
 
 def save_packed(folder: Path) -> None:
@@ -171,6 +189,8 @@ FOLDERS: dict[str, tuple[Change, str]] = {
     "tensors in two shards": (put_twice, "both hold the tensor"),
     "a packed archive": (save_packed, "is packed, so that loading it may fill the memory"),
     "a pickle of something large": (save_bin(more=Large()), "holds '__builtin__ bytearray', which is no tensor"),
+    "a pickle of a later protocol": (save_later, "holds 'STACK_GLOBAL', which is no tensor"),
+    "a sealed folder that was changed": (change_sealed, "config.json was changed since it was written"),
     "no archive": (put(WEIGHTS, lambda path: path.with_name(BIN).write_bytes(b"x" * 99)), "is no file of torch.save"),
     "a pipe for the generation": (put("generation_config.json", os.mkfifo), "generation_config.json is a pipe"),
     "a pipe for the tokenizer": (put("tokenizer.json", os.mkfifo), "tokenizer.json is a pipe"),
@@ -203,6 +223,7 @@ FOLDERS: dict[str, tuple[Change, str]] = {
     "a replaced pattern that does": (normalizer(replace(r"(\s+)+\d", "b", "Regex")), "Regex search error"),
     "pieces of no length": (tokenizer(pre_tokenizer={"type": "FixedLength", "length": 0}), "chunk size must be"),
     "a table of nothing": (normalizer({"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "precompiled_charsmap"),
+    "an id of no vocabulary": (put_far, "its largest id is 1,000,000,000"),
     "padding": (pad(strategy={"Fixed": HUGE}), "pads each text to 1,000,000,000 tokens"),
     "padding to a multiple": (pad(pad_to_multiple_of=HUGE), "pads each text to 1,000,000,000 tokens"),
     "a template that repeats": (template(single=[{"Sequence": {"id": "A", "type_id": 0}}] * 1000), "1,000 times"),
