@@ -239,7 +239,7 @@ def test_what_acts_in_steps_waits_for_an_optimizer_that_holds_the_new_parameters
     run = hw.attach(hw.find_heads(model), NOISY, hw.GateHeads(hw.SigmoidGate()))
     with pytest.raises(hw.NotFired, match=r"Repel.* is not attached; call attach\(model, optimizer\)"):
         run.check()
-    with pytest.raises(hw.LayoutError, match="does not hold .* that GateHeads has put into the model"):
+    with pytest.raises(hw.LayoutError, match=r"does not hold .* that GateHeads has put into the model"):
         run.attach(model, early)
     run.load_state_dict({"methods": [{"steps": [9], "turns": [0], "strength": 0.5}, {}]})
     run.attach(model, SGD(model.parameters(), lr=RATE))
