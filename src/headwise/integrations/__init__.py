@@ -7,10 +7,10 @@ state in its checkpoints. These modules are imported where they are named, as th
 import importlib
 from types import ModuleType
 
-TRAINERS = ("accelerate", "huggingface", "lightning")
+__all__ = ["accelerate", "huggingface", "lightning"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in TRAINERS:
+    if name in __all__:
         return importlib.import_module(f"headwise.integrations.{name}")
     raise AttributeError(f"module 'headwise.integrations' has no attribute {name!r}")

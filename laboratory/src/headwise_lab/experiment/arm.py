@@ -270,8 +270,8 @@ class Arm:
     def find(self, kind: type[M]) -> M | None:
         """Return the arm's method of a type, or None.
 
-        >>> named_arms()["drophead"].find(DropHeads)
-        DropHeads(rate=0.1, start=None)
+        >>> named_arms()["drophead"].find(DropHeads).rate
+        0.1
         """
         return next((method for method in self.methods if isinstance(method, kind)), None)
 

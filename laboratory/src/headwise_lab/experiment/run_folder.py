@@ -10,9 +10,8 @@ A run to do, its failure, and callbacks while runs are done.
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +52,6 @@ CHECKPOINT = "checkpoint-"
 # Prefix of the weights of single epochs.
 EPOCH = "epoch-"
 UNFINISHED = ".writing"
-# A file that an earlier version was killed before giving its name.
-PARTIAL = re.compile(r"\.[\w.-]+\.\d+(?:\.npz)?|\.write-\d+|\.(?:model|epoch-\w+)\.safetensors")
 
 
 class InFolder(Protocol):
@@ -93,9 +90,9 @@ def prepare_folder(folder: Path) -> None:
     """
     try:
         follow(folder).mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        # a file without a name, of which nothing is left where the process is killed
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         reason = error.strerror or str(error)
         raise SettingError(f"cannot write to {folder} ({reason}); choose another --out.") from None
@@ -157,9 +154,6 @@ def clean(folder: Path) -> None:
         path.unlink()
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     sweep(folder)
-    for path in folder.iterdir():
-        if PARTIAL.fullmatch(path.name):
-            path.unlink(missing_ok=True)
 
 
 def analysis_file(folder: Path, name: str) -> Path:

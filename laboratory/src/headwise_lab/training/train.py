@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -299,12 +300,19 @@ def _build_trainer(
         )
 
 
+def _hold_back(args: threading.ExceptHookArgs) -> None:
+    """Print what ended a thread, but for TensorBoard's, whose error is raised again in the thread that trains."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)
+
+
 @contextmanager
 def _events_in(folder: Path) -> Iterator[None]:
     """Make a Trainer that is built in the block write TensorBoard's files to a folder."""
     name = "TENSORBOARD_LOGGING_DIR"
     before = os.environ.get(name)
     os.environ[name] = str(folder)
+    threading.excepthook = _hold_back
     try:
         yield
     finally:
