@@ -133,8 +133,9 @@ def write_run(
 def _settings(arm: Drawn) -> Mapping[str, object]:
     if arm.baseline:
         return {"baseline": arm.name}
-    rule = None if arm.force is None else {"kind": "SVGD", "alpha": arm.force, "kernel": {"kind": "RBF"}}
-    return {"arm": {"kind": "Arm", "name": arm.name, "rule": rule, "layers": None, "penalty_weight": 1.0}}
+    rule = {"kind": "SVGD", "alpha": arm.force, "kernel": {"kind": "RBF"}}
+    methods = [] if arm.force is None else [{"kind": "Repel", "rule": rule}]
+    return {"arm": {"kind": "Arm", "name": arm.name, "methods": methods}}
 
 
 def _measures(arm: Drawn, jitter: float) -> Mapping[str, object]:

@@ -29,7 +29,7 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
         "data:image/png",
         ">How alike the heads are",
         ">Settings of the arms<",
-        "rule = SVGD(alpha=0.004, kernel=RBF())",
+        "Repel(rule=SVGD(alpha=0.004, kernel=RBF()))",
         ">How it was judged<",
         ">Made with<",
         "torch 2.13.0",

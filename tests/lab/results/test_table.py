@@ -209,7 +209,7 @@ def test_an_arm_whose_target_was_met_from_the_start_is_no_error_and_is_said(out)
     with pytest.raises(NotFired, match="arm cka-target gave the answers of plain"):
         read_table(out)
     for seed in (0, 1):
-        arm = {"kind": "Arm", "name": "cka-target", "penalty_weight": {"kind": "Target", "effective_heads": 3.0}}
+        arm = {"kind": "Arm", "name": "cka-target", "methods": [{"kind": "Penalize", "weight": {"kind": "Target"}}]}
         change(out / "cka-target" / f"seed-{seed}" / "result.json", settings={"seed": seed, "arm": arm})
     table = read_table(out)
     assert table.row("cka-target") is not None

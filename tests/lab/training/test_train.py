@@ -110,7 +110,7 @@ def test_a_run_leaves_everything_the_table_needs(whole, cache):
 def test_a_measured_strength_is_recorded(whole):
     found = result(whole(TARGETS))
     assert 0 < found["force_ratio"] <= 1
-    assert found["settings"]["arm"]["penalty_weight"]["kind"] == "Target"
+    assert {one["kind"] for one in found["settings"]["arm"]["methods"]} == {"Repel", "Penalize"}
 
 
 def test_two_runs_with_the_same_settings_have_the_same_bits(whole, cache, tmp_path):

@@ -243,7 +243,8 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
     for changes, expected in (
         ({"task": "translation"}, "holds a run of translation; expected one of graph2text"),
         ({"scale": {"name": "x"}}, "does not say the sizes of the model"),
-        ({"arm": {**whole["arm"], "aggregation": None}}, "does not hold the weights of this run"),
+        ({"arm": {**whole["arm"], "methods": []}}, "does not hold the weights of this run"),
     ):
         (folder / "settings.json").write_text(json.dumps({**whole, **changes}))
+        seal_again(folder)
         assert expected in refused(folder)

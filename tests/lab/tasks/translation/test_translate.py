@@ -272,8 +272,8 @@ def test_a_folder_that_is_no_finished_run_is_refused_in_one_sentence(trained, tm
         ({"task": "logic"}, "holds a run of logic; expected one of translation"),
         ({"scale": {"name": "x"}}, "does not say the sizes of the model"),
         ({"arm": {}}, "does not say what its arm is"),
-        ({"arm": {**whole["arm"], "aggregation": {"kind": "Other"}}}, "does not say what its arm is"),
-        ({"arm": {**whole["arm"], "aggregation": None}}, "does not hold the weights of this run"),
+        ({"arm": {**whole["arm"], "methods": [{"kind": "Other"}]}}, "does not say what its arm is"),
+        ({"arm": {**whole["arm"], "methods": []}}, "does not hold the weights of this run"),
     ):
         (folder / "settings.json").write_text(json.dumps({**whole, **changes}))
         seal_again(folder)

@@ -165,7 +165,7 @@ def test_the_pipeline_is_remembered_or_named_and_has_to_be_the_same(place, tmp_p
 def test_a_pipeline_is_no_matter_of_sources_that_were_not_parsed(place, tmp_path, capsys):
     record = read_json(place / "roles" / "settings.json")
     shutil.copytree(place / "roles", tmp_path / "free")
-    (tmp_path / "free" / "settings.json").write_text(json.dumps({**record, "arm": {**record["arm"], "guided": None}}))
+    (tmp_path / "free" / "settings.json").write_text(json.dumps({**record, "arm": {**record["arm"], "methods": []}}))
     seal_again(tmp_path / "free")
     for run in (place / "roles", tmp_path / "free"):
         said = command.refused(capsys, "translate", str(run), "--pipeline", str(place / "pipeline"))
