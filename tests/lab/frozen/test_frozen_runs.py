@@ -272,7 +272,8 @@ def test_what_has_no_words_or_no_sentences_is_refused(run_of, pipeline, tmp_path
 def test_what_is_no_model_with_heads_is_refused(run_of, tmp_path):
     copy = Path(shutil.copytree(run_of("sentence")[0], tmp_path / "copy"))
     record = json.loads((copy / "settings.json").read_text())
-    (copy / "settings.json").write_text(json.dumps({**record, "arm": {**record["arm"], "methods": [{"kind": "OtherModel", "model": "cnn"}]}}))
+    other = {**record["arm"], "methods": [{"kind": "OtherModel", "model": "cnn"}]}
+    (copy / "settings.json").write_text(json.dumps({**record, "arm": other}))
     with pytest.raises(DataError, match=r"settings\.json was changed since it was written"):
         open_frozen(copy)
     seal_again(copy)
