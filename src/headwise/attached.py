@@ -166,12 +166,12 @@ class Attached(Handle):
         penalties = self.of(Disagreement)
         if penalties and not self._read_forward(penalties):
             return loss
-        terms = [None if handle is None else handle._compute_term(loss, share) for handle in self.handles]
+        terms = [None if handle is None else handle.compute_term(loss, share) for handle in self.handles]
         self.readings += 1
         return sum((term for term in terms if term is not None), loss)
 
     def stats(self) -> dict[str, Tensor]:
-        """Return what is worth logging: what each method says, the second with a name under `name_2`, and so on."""
+        """Return what is worth logging: what each method says, the second with a name under `name-2`, and so on."""
         found: dict[str, Tensor] = {}
         for handle in self.handles:
             for name, value in {} if handle is None else handle.stats().items():

@@ -487,10 +487,11 @@ class Disagreement(Handle):
             NotFired: As for a call; the loss carries no gradient, or no parameter of an attention is trained any more.
             ShapeError: As for a call, or the loss is not a scalar.
         """
-        term = self._compute_term(loss, share, keep)
+        term = self.compute_term(loss, share, keep)
         return loss if term is None else loss + term
 
-    def _compute_term(self, loss: Tensor, share: float, keep: Tensor | None = None) -> Tensor | None:
+    def compute_term(self, loss: Tensor, share: float, keep: Tensor | None = None) -> Tensor | None:
+        """Return the penalty at its strength, measured anew where it is time to; nothing in evaluation."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ShapeError(f"loss is {_describe_loss(loss)}; expected a tensor of one number.")
         if not (self.heads.model.training and torch.is_grad_enabled()):

@@ -257,7 +257,7 @@ class Gating(Handle):
             )
         return torch.stack([term.to(terms[0].device) for term in terms]).mean()
 
-    def _compute_term(self, loss: Tensor, share: float) -> Tensor | None:
+    def compute_term(self, loss: Tensor, share: float) -> Tensor | None:
         """Return the weight of a mixture times `balance()`; nothing without one, or in evaluation."""
         weight = getattr(self.setting, "balance", 0.0)
         if weight == 0.0 or not (self.heads.model.training and torch.is_grad_enabled()):

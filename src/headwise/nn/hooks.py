@@ -207,7 +207,7 @@ class Handle:
             share: Factor on what has a weight: 1 / n where the loop adds up n micro-batches without dividing their
                 losses. A strength relative to the loss needs none.
         """
-        term = self._compute_term(loss, share)
+        term = self.compute_term(loss, share)
         return loss if term is None else loss + term
 
     def stats(self) -> dict[str, Tensor]:
@@ -235,7 +235,7 @@ class Handle:
             for remove in removers:
                 undo.callback(remove)
 
-    def _compute_term(self, loss: Tensor, share: float) -> Tensor | None:
+    def compute_term(self, loss: Tensor, share: float) -> Tensor | None:
         """Return what the method adds to a loss of the task; None for nothing."""
 
     @contextmanager
