@@ -18,11 +18,22 @@ from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads, require_heads
 from headwise.heads.method import Method
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, Hook
+from headwise.nn.hooks import Handle, Hook, PerThread
 from headwise.repulsion.optimizers import list_held, unwrap_optimizers
 from headwise.repulsion.repel import Repulsion
 
 H = TypeVar("H", bound=Handle)
+
+
+class _Forward:
+    """Whether penalized attentions were called since the last loss, and with gradients."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.called = self.learned = False
 
 
 class Attached(Handle):
@@ -69,7 +80,7 @@ class Attached(Handle):
         self._loaded: Mapping[str, Any] | None = None
         self._hooks: list[RemovableHandle] = []
         self._pauses = ExitStack()
-        self._called = self._learned = False
+        self._forward = PerThread(_Forward)
         self.readings = 0
         self._removers.append(self._take_all_off)
 
@@ -138,7 +149,7 @@ class Attached(Handle):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._model, self._optimizers, self._called, self._learned = None, [], False, False
+        self._model, self._optimizers, self._forward = None, [], PerThread(_Forward)
 
     def pause(self) -> None:
         """Read nothing of the model until the next `attach`, so that what it does elsewhere is not kept."""
@@ -148,7 +159,7 @@ class Attached(Handle):
 
     def drop_forward(self) -> None:
         """Forget the last forward, whose loss is left out."""
-        self._called = self._learned = False
+        self._forward.own.forget()
         for penalty in self.of(Disagreement):
             if penalty.taps is not None:
                 penalty.taps.read_called()
@@ -284,17 +295,19 @@ class Attached(Handle):
 
     def _note_call(self, _module: nn.Module, _arguments: tuple) -> None:
         if not is_recomputing():
-            self._called = True
-            self._learned = self._learned or torch.is_grad_enabled()
+            forward = self._forward.own
+            forward.called, forward.learned = True, forward.learned or torch.is_grad_enabled()
 
     def _read_forward(self, penalties: Sequence[Disagreement]) -> bool:
         """Return whether a loss takes penalties of the last forward."""
-        if not self._called:
+        forward = self._forward.own
+        if not forward.called:
             raise NotFired(
                 "the penalty is attached to a model that was not called since the last loss: another one runs; call "
                 "attach(model, optimizer) with those in use."
             )
-        learned, self._called, self._learned = self._learned, False, False
+        learned = forward.learned
+        forward.forget()
         if not (penalties[0].heads.model.training and torch.is_grad_enabled()):
             return False
         if not learned and any(penalty.taps is not None for penalty in penalties):

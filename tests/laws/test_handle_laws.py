@@ -103,6 +103,11 @@ def together(heads: hw.Heads) -> Any:
     return run
 
 
+def read_together(run: hw.Attached) -> list[Tensor]:
+    captures = [capture for taps in run.of(hw.Taps) for capture in taps.read()]
+    return [run.loss(torch.ones(())), *(own for capture in captures for own in capture.read if own is not None)]
+
+
 ATTACHMENTS = {
     "gates": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.SigmoidGate())), parts=True),
     "gates of features": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.SigmoidGate("element"))), parts=True),
@@ -130,9 +135,7 @@ ATTACHMENTS = {
     ),
     "repulsion": Attachment(repelled, trains=True),
     "blocks": Attachment(in_blocks, trains=True),
-    "methods together": Attachment(
-        together, lambda run: [run.loss(torch.ones(())), *run.of(hw.Taps)[0].read()[0].read], True, True
-    ),
+    "methods together": Attachment(together, read_together, trains=True, parts=True),
 }
 # Each method as a value, and its own call.
 VALUES = {

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -278,6 +278,35 @@ class Handle:
     def __getstate__(self) -> dict[str, Any]:
         # for copy and pickle: a copy must not detach the original
         return {**vars(self), "_removers": [], "_removed": True}
+
+
+class Held(Protocol):
+    """What was changed for as long as someone needs it."""
+
+    holders: int
+
+
+def hold(held: Held, undo: Callable[[], object]) -> Callable[[], None]:
+    """Count one more that needs something; return what ends that need, and undoes the change after the last.
+
+    >>> from types import SimpleNamespace
+    >>> release = hold(SimpleNamespace(holders=0), lambda: print("undone"))
+    >>> release(), release()
+    undone
+    (None, None)
+    """
+    held.holders += 1
+    ended = False
+
+    def release() -> None:
+        nonlocal ended
+        if not ended:
+            ended = True
+            held.holders -= 1
+            if held.holders == 0:
+                undo()
+
+    return release
 
 
 def require_original(module: nn.Module) -> None:

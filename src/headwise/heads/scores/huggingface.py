@@ -27,7 +27,7 @@ from headwise.heads.scores.sdpa import list_methods, repeat_groups
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, resolve_request
 from headwise.nn.difference import find_difference
-from headwise.nn.hooks import Hook
+from headwise.nn.hooks import Hook, hold
 from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
 from headwise.nn.scores import (
     Bias,
@@ -115,21 +115,13 @@ def _reach(module: nn.Module) -> tuple[_Reached, Callable[[], None]]:
     listeners = _find_listeners(module)
     if listeners is None:
         listeners = module.__dict__[LISTENERS] = _Reached(module)
-    listeners.holders += 1
-    ended = False
 
-    def release() -> None:
-        nonlocal ended
-        if ended:
-            return
-        ended = True
-        listeners.holders -= 1
-        if listeners.holders == 0:
-            module.__dict__.pop(LISTENERS, None)
-            for hook in listeners.hooks:
-                hook.remove()
+    def undo() -> None:
+        module.__dict__.pop(LISTENERS, None)
+        for hook in listeners.hooks:
+            hook.remove()
 
-    return listeners, release
+    return listeners, hold(listeners, undo)
 
 
 def _find_listeners(module: nn.Module) -> _Reached | None:

@@ -40,7 +40,7 @@ from headwise.heads.scores.written_softmax import (
 )
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, is_recomputing, outside_graphs, resolve_request
-from headwise.nn.hooks import Hook, run_uncompiled
+from headwise.nn.hooks import Hook, hold, run_uncompiled
 from headwise.nn.mixing import drop_weights, find_mixer
 from headwise.nn.scores import (
     Bias,
@@ -288,22 +288,15 @@ def _intercept(module: nn.Module, site: Site, writes: bool) -> tuple[Intercepted
     forward = module.__dict__.get("forward")
     if not isinstance(forward, InterceptedForward):
         forward = module.__dict__["forward"] = InterceptedForward(module, site, writes)
-    forward.holders += 1
-    ended = False
 
-    def release() -> None:
-        nonlocal ended
-        if ended:
-            return
-        ended = True
-        forward.holders -= 1
+    def undo() -> None:
         # what was wrapped around it since keeps calling it, and it does nothing without listeners
-        if forward.holders == 0 and module.__dict__.get("forward") is forward:
+        if module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
             if forward.previous is not None:
                 module.__dict__["forward"] = forward.previous
 
-    return forward, release
+    return forward, hold(forward, undo)
 
 
 @dataclass
