@@ -114,6 +114,10 @@ def test_a_model_that_takes_no_tokens_or_fails_on_a_text_is_refused_by_folder(tm
         open_frozen(folder)
     sliding = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": -(2**63)}
     path.write_text(json.dumps({**config, **sliding}))
+    with pytest.raises(DataError, match=re.escape(f"{path}: sliding_window is -{2**63}; expected at least 1, or")):
+        open_frozen(folder)
+    path.write_text(json.dumps(config))
     frozen = open_frozen(folder)
+    frozen.model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(IndexError("out of range")))
     with pytest.raises(DataError, match=re.escape(f"{folder} holds a model that fails on a text (")):
         frozen.run(next(iter(frozen.read(["a b c"]))))

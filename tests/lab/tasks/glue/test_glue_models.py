@@ -16,6 +16,7 @@ from transformers import (
     GPT2Model,
     MarianConfig,
     MarianMTModel,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     RoFormerConfig,
     RoFormerModel,
@@ -88,7 +89,8 @@ def test_what_a_model_makes_itself_or_is_not_read_of_it_does_not_lack(tmp_path):
 
 
 def test_numbers_of_one_byte_are_looked_at(tmp_path):
-    small = torch.nn.Linear(2, 2)
+    small: Any = torch.nn.Linear(2, 2)
+    small.config = PreTrainedConfig()
     small.weight = torch.nn.Parameter(small.weight.to(torch.float8_e4m3fn), requires_grad=False)
     said: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
     require_whole(tmp_path, small, said)
