@@ -46,7 +46,7 @@ def write_reference() -> list[dict[str, str]]:
     """Write a page of every documented module, and return their entries in the navigation."""
     entries = []
     for name in ("headwise", *generate_api.MODULES):
-        public = importlib.import_module(name).__all__
+        public = getattr(importlib.import_module(name), "__all__", ())
         page = PAGES / "docs" / "reference" / f"{name}.md"
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text("\n\n".join([f"# {name}", *(f"::: {name}.{member}" for member in public)]) + "\n")

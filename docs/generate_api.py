@@ -58,7 +58,7 @@ def render() -> str:
         parts += [
             f"## `{module_name}`",
             _first_paragraph(module),
-            _table((name, name, getattr(module, name)) for name in module.__all__),
+            _table((name, name, getattr(module, name)) for name in getattr(module, "__all__", None) or dir(module)),
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -7,10 +7,14 @@ state in its checkpoints. These modules are imported where they are named, as th
 import importlib
 from types import ModuleType
 
-__all__ = ["accelerate", "huggingface", "lightning"]
+TRAINERS = ("accelerate", "huggingface", "lightning")
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in __all__:
+    if name in TRAINERS:
         return importlib.import_module(f"headwise.integrations.{name}")
     raise AttributeError(f"module 'headwise.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*TRAINERS]
