@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from headwise.disagreement.penalty import Disagreement
-from headwise.errors import LayoutError, NotFired, SettingError
+from headwise.errors import LayoutError, NotFired, SettingError, warn_renamed
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads, require_heads
 from headwise.heads.method import Method
@@ -21,8 +21,17 @@ from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, Hook, PerThread
 from headwise.repulsion.optimizers import list_held, unwrap_optimizers
 from headwise.repulsion.repel import Repulsion
+from headwise.routing.aggregate import Aggregation
 
 H = TypeVar("H", bound=Handle)
+
+
+# What the handles of a class were called in earlier versions.
+KINDS: Mapping[str, type[Handle]] = {
+    "aggregations": Aggregation,
+    "penalties": Disagreement,
+    "repulsions": Repulsion,
+}
 
 
 class _Forward:
@@ -87,6 +96,13 @@ class Attached(Handle):
     def of(self, kind: type[H]) -> tuple[H, ...]:
         """Return the handles of a class, such as `hw.Repulsion`."""
         return tuple(handle for handle in self.handles if isinstance(handle, kind))
+
+    def __getattr__(self, name: str) -> Any:
+        # names of before
+        if name not in KINDS:
+            return super().__getattr__(name)
+        warn_renamed(f"Attached.{name}", f"of({KINDS[name].__name__})")
+        return self.of(KINDS[name])
 
     def is_on(self, model: nn.Module) -> bool:
         """Whether what acts in forwards and steps is attached to this model."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -118,3 +119,8 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> N
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected ({wanted}).")
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn the caller of a caller that a name of before still works, and will not in version 0.4."""
+    warnings.warn(f"{old} is now {new}, and goes in version 0.4.", DeprecationWarning, stacklevel=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,34 @@ def test_aggregators_are_put_into_the_layers_that_are_named():
 def test_a_wrong_setting_is_refused_when_it_is_made(build, message: str):
     with pytest.raises(hw.SettingError, match=message):
         build()
+
+
+def test_what_was_called_otherwise_before_works_with_a_warning():
+    model = transformer().encoder.train()
+    heads, x = hw.find_heads(model), torch.randn(3, 5, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    renamed = partial(pytest.warns, DeprecationWarning, match=r" is now .*, and goes in version 0\.4")
+    with renamed():
+        repulsion = hw.repel(optimizer, heads, hw.SVGD(), seed=3)
+    assert (repulsion.heads, repulsion.seed) == (heads, 3)
+    with renamed():
+        assert str(hw.measure(model, heads, [x])) == str(hw.measure(heads, [x]))
+    penalty = hw.Disagreement(heads, hw.Output(), strength=0.5)
+    loss = model(x).square().mean()
+    with renamed():
+        assert penalty.add_to(loss) > loss
+    with renamed():
+        penalty.verify()
+    with renamed():
+        attached = hw.integrations.Attached([hw.integrations.Penalize(hw.Output())])
+    attached.attach(model)
+    loss = model(x).square().mean()
+    with renamed():
+        assert attached.add_penalty(loss) >= loss
+    with renamed():
+        assert attached.penalties == attached.of(hw.Disagreement)
+    with renamed():
+        assert {*attached.read_metrics()} == {"penalty", "similarity"}
+    for name in ("aggregate", "nonsense"):
+        with pytest.raises(AttributeError, match=f"'Disagreement' object has no attribute '{name}'"):
+            getattr(penalty, name)

@@ -7,15 +7,16 @@ shapes alone do not determine is a guess until a call settles it, and nothing ac
 from __future__ import annotations
 
 import fnmatch
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from headwise.errors import LayoutError, SettingError, require_choice
+from headwise.errors import LayoutError, SettingError, require_choice, warn_renamed
 from headwise.heads.adapters import find_lora_obstacle
 from headwise.heads.head_slice import HeadSlice, OutputProjection, gather_full, read_projection
 from headwise.heads.sharding import computes_part, count_parts, gather_features, scale_features, select_own_heads
@@ -423,6 +424,31 @@ def _describe_row(site: Site) -> tuple[str, ...]:
     if output is not None:
         shown = f"{output.attribute}: {type(unwrap_compiled(output.module)).__name__}"
     return site.shown, site.kind, str(site.layer), heads, str(site.head_size), site.layout, shown
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def heads_first(before: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function whose first argument is heads take them second, after what it took first before.
+
+    Args:
+        before: Name of the argument that came first; None for one that is not needed any more.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > 1 and isinstance(args[1], Heads) and not isinstance(args[0], Heads):
+                warn_renamed(f"{function.__name__} with heads second", f"called with heads first ({before or 'model'})")
+                same: Any = function
+                return same(*args[1:], **kwargs, **({} if before is None else {before: args[0]}))
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def require_heads(given: object) -> None:

@@ -5,14 +5,28 @@ state in its checkpoints. These modules are imported where they are named, as th
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
+
+from headwise.errors import warn_renamed
 
 TRAINERS = ("accelerate", "huggingface", "lightning")
 
 
-def __getattr__(name: str) -> ModuleType:
+# Where the methods are, which were here before.
+MOVED = {
+    "Aggregate": "headwise.routing.aggregate",
+    "Attached": "headwise.attached",
+    "Penalize": "headwise.disagreement.penalty",
+    "Repel": "headwise.repulsion.repel",
+}
+
+
+def __getattr__(name: str) -> Any:
     if name in TRAINERS:
         return importlib.import_module(f"headwise.integrations.{name}")
+    if name in MOVED:
+        warn_renamed(f"headwise.integrations.{name}", f"headwise.{name}")
+        return getattr(importlib.import_module(MOVED[name]), name)
     raise AttributeError(f"module 'headwise.integrations' has no attribute {name!r}")
 
 

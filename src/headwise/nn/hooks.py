@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import NotFired, SettingError, ShapeError
+from headwise.errors import NotFired, SettingError, ShapeError, warn_renamed
 
 # The name under which torch.compile keeps the module it wraps.
 WRAPPED = "_orig_mod"
@@ -175,6 +175,16 @@ def run_uncompiled(function: Callable[..., object]) -> None:
 run_uncompiled(Hook.__call__)
 
 
+# What handles were asked by in earlier versions.
+RENAMED = {
+    "verify": "check",
+    "add_to": "loss",
+    "add_penalty": "loss",
+    "read_metrics": "stats",
+    "aggregate": "build",
+}
+
+
 class Handle:
     """Something attached to a model or an optimizer until `remove()` or the end of a `with` block.
 
@@ -185,6 +195,14 @@ class Handle:
     def __init__(self) -> None:
         self._removers: list[Callable[[], object]] = []
         self._removed = False
+
+    def __getattr__(self, name: str) -> Any:
+        # names of before
+        new = RENAMED.get(name)
+        if new is None or not hasattr(type(self), new):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warn_renamed(f"{type(self).__name__}.{name}", new)
+        return getattr(self, new)
 
     @property
     def attached(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwise.disagreement.terms import position_similarity_sum
 from headwise.errors import DataError, HeadwiseError, LayoutError, MaskError, NotFired, SettingError
 from headwise.heads.capture import Capture
-from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.heads import Heads, Site, heads_first, require_heads
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval
@@ -163,6 +163,7 @@ def _to_rows(matrix: Tensor) -> Matrix:
 WHAT = {"outputs": "outputs", "values": "values", "weights": "attention weights"}
 
 
+@heads_first(None)
 def measure(
     heads: Heads,
     batches: Iterable[Any],

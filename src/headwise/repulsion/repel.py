@@ -29,7 +29,7 @@ from headwise.errors import (
 )
 from headwise.heads.capture import Capture
 from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
-from headwise.heads.heads import GROUPINGS, PROJECTIONS, Heads, require_heads, require_proved
+from headwise.heads.heads import GROUPINGS, PROJECTIONS, Heads, heads_first, require_heads, require_proved
 from headwise.heads.method import Method, Stage, require_tuple
 from headwise.heads.sharding import add_own_part, average_finite_over, is_distributed, write_own_part
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
@@ -393,6 +393,7 @@ class Repel(Method):
         return Repulsion(chosen, attachments, rule, space, steering, when=self.when, noise=self.noise, seed=seed)
 
 
+@heads_first("optimizer")
 def repel(
     heads: Heads,
     rule: Rule,
