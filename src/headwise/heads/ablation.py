@@ -375,9 +375,10 @@ class DropHeads(Method):
         With a `start` it falls linearly from there to 0 while the learning rate warms up, and then rises linearly to
         `rate` at the end of training: "scheduled DropHead". Without a warmup it only rises.
 
-        >>> schedule = DropHeads(0.2, start=0.4)
-        >>> [round(schedule.rate_at(step, 101, 20), 6) for step in (0, 10, 20, 60, 100)]
-        [0.4, 0.2, 0.0, 0.1, 0.2]
+        Example:
+            >>> schedule = DropHeads(0.2, start=0.4)
+            >>> [round(schedule.rate_at(step, 101, 20), 6) for step in (0, 10, 20, 60, 100)]
+            [0.4, 0.2, 0.0, 0.1, 0.2]
         """
         if self.start is None:
             return self.rate

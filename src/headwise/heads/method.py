@@ -67,11 +67,12 @@ class Method:
         Raises:
             LayoutError: There is no attention of that kind or in that layer.
 
-        >>> import headwise as hw
-        >>> from torch import nn
-        >>> heads = hw.find_heads(nn.Transformer(8, 2, 2, 2, 16, batch_first=True))
-        >>> [site.name for site in hw.MixHeads(layers=(0,), kinds=("self", "cross")).select(heads)]
-        ['encoder.layers.0.self_attn', 'decoder.layers.0.multihead_attn']
+        Example:
+            >>> import headwise as hw
+            >>> from torch import nn
+            >>> heads = hw.find_heads(nn.Transformer(8, 2, 2, 2, 16, batch_first=True))
+            >>> [site.name for site in hw.MixHeads(layers=(0,), kinds=("self", "cross")).select(heads)]
+            ['encoder.layers.0.self_attn', 'decoder.layers.0.multihead_attn']
         """
         chosen = heads if self.kinds is None else heads.kind(*self.kinds)
         if self.layers is None:
