@@ -15,7 +15,6 @@ from heads.forwards import checkpoint_activations
 
 # torch's own, while it traces
 TRACING = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.* should not be instantiated. Methods on autograd functions"),
 ]
 

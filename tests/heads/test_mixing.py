@@ -263,7 +263,6 @@ def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_a
 
 
 # torch's own, where a graph ends between the projections and the scores
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_compiled_before_talks_as_one_that_is_not():
     model = nn.TransformerEncoderLayer(12, 3, 8, 0.0, batch_first=True).double().eval()
     [site.expose() for site in hw.find_heads(model)]

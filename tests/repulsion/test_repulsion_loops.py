@@ -315,7 +315,7 @@ def test_a_compiled_model_is_repelled(repel_first):
 
 
 # torch's own, when it traces a step
-@pytest.mark.filterwarnings("ignore:Profiler record function", "ignore:`torch.jit", "ignore:The .grad attribute of")
+@pytest.mark.filterwarnings("ignore:Profiler record function", "ignore:`torch.jit")
 @pytest.mark.parametrize("with_closure", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_step_is_repelled(with_closure):
     def loop(model, repel, edit):

@@ -221,7 +221,7 @@ def test_lightnings_closure_is_followed_by_the_rule(make, wrapped):
 
 
 # torch's own, when it traces a step
-@pytest.mark.filterwarnings("ignore:Profiler record function", "ignore:`torch.jit", "ignore:The .grad attribute of")
+@pytest.mark.filterwarnings("ignore:Profiler record function", "ignore:`torch.jit")
 def test_a_step_that_was_compiled_before_is_repelled_afterwards():
     def loop(model, repel, edit):
         torch.compiler.reset()

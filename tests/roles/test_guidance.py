@@ -246,7 +246,6 @@ def test_a_copy_of_a_guided_model_is_not_guided():
 
 
 # torch's own, where a graph ends between the projections and the scores
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_is_guided_by_the_mask_of_each_batch():
     model = encoder().eval()
     guidance = hw.guide(hw.find_heads(model))
