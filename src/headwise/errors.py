@@ -122,5 +122,5 @@ def require_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> N
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warn the caller of a caller that a name of before still works, and will not in version 0.4."""
+    """Warn whoever uses a name of an earlier version, two calls up, that it works until version 0.4."""
     warnings.warn(f"{old} is now {new}, and goes in version 0.4.", DeprecationWarning, stacklevel=3)

@@ -441,7 +441,8 @@ def heads_first(before: str | None) -> Callable[[Callable[P, R]], Callable[P, R]
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if len(args) > 1 and isinstance(args[1], Heads) and not isinstance(args[0], Heads):
-                warn_renamed(f"{function.__name__} with heads second", f"called with heads first ({before or 'model'})")
+                name = function.__name__
+                warn_renamed(f"{name}({before or 'model'}, heads, ...)", f"{name}(heads, ...)")
                 same: Any = function
                 return same(*args[1:], **kwargs, **({} if before is None else {before: args[0]}))
             return function(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -13,7 +14,7 @@ Stage = Literal["build", "forward", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(ABC):
     """What can be done to heads; a subclass is a frozen dataclass of its settings, and `attach` does it.
 
     Attributes:
@@ -54,12 +55,12 @@ class Method:
         for kind in self.kinds or ():
             require_choice("kinds", kind, KINDS)
 
+    @abstractmethod
     def attach(self, heads: Heads) -> Handle:
         """Act on the selected ones of these heads until the handle that is returned is removed.
 
         Where the stage is "step", the method is given optimizers and a seed too: (heads, optimizers, seed).
         """
-        raise NotImplementedError
 
     def select(self, heads: Heads) -> Heads:
         """Return the heads that it acts on: those of its kinds, in its layers of each kind.

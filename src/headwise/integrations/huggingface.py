@@ -48,7 +48,7 @@ def attach(
 
     Args:
         trainer: A Trainer, also a subclass with its own `compute_loss`, before `train()`.
-        methods: `Aggregate(...)`, `hw.Penalize(...)` and `hw.Repel(...)`, any number of each.
+        methods: `hw.Aggregate(...)`, `hw.Penalize(...)`, `hw.Repel(...)` or another `hw.Method`, any number of each.
             None where the model holds aggregators already, and only its checkpoints are to be loaded.
         find: Returns the heads of a model, for example `lambda model: hw.find_heads(model, layouts=[...])`.
         seed: Seed of the noise of rules that have one; by default that of the TrainingArguments.

@@ -53,7 +53,7 @@ class HeadwiseCallback(Callback):
     In manual optimization write `loss = callback.attached.loss(loss)` before the backward of `training_step`.
 
     Args:
-        methods: `Aggregate(...)`, `hw.Penalize(...)` and `hw.Repel(...)`, any number of each.
+        methods: `hw.Aggregate(...)`, `hw.Penalize(...)`, `hw.Repel(...)` or another `hw.Method`, any number of each.
         find: Returns the heads of the LightningModule, for example `lambda module: hw.find_heads(module.encoder)`.
         seed: Seed of the noise of rules that have one.
 
