@@ -16,10 +16,10 @@ from numpy.random import Generator
 from torch import Tensor
 
 from headwise import metrics
-from headwise.disagreement.terms import position_similarity
-from headwise.similarity.alignment import cross_correlation, effective_number, log_determinant, multiply_features
-from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.subspaces import map_cosine, span_similarity
+from headwise.functional.alignment import cross_correlation, effective_number, log_determinant, multiply_features
+from headwise.functional.cosine import squared_cosine_sum
+from headwise.functional.subspaces import map_cosine, span_similarity
+from headwise.similarity.terms import position_similarity
 
 TOKENS, HEADS, SIZE, WIDTH, CLASSES = 512, 8, 16, 160, 10
 TOLERANCE = 0.1

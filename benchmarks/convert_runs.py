@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from headwise.atomic import FILES, SEAL, seal, write_whole
-from headwise.disagreement.penalty import Penalize
 from headwise.heads.ablation import DropHeads
 from headwise.input_files import encode_json, parse_json
 from headwise.repulsion.repel import Repel
 from headwise.routing.aggregate import Aggregate
+from headwise.similarity.penalty import Penalize
 from headwise_lab.experiment.arm import Arm, OtherModel, sort_methods
 from headwise_lab.experiment.arm_text import record_arm, restore_arm
 from headwise_lab.papers.data import unpack_runs

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 import overhead
-from headwise.disagreement.terms import output_similarity
 from headwise.repulsion.groups import ParticleGroup, find_groups
 from headwise.repulsion.step import apply_rule
+from headwise.similarity.terms import output_similarity
 from timing import console, default_device, interleaved, interleaved_clocks, new_record, ratio, write
 
 RULE = hw.SVGD(alpha=0.01)
@@ -35,7 +35,7 @@ TOKENS = (32, 64)
 # Wide layers, by number of heads.
 WIDE, WIDE_HEADS = 4096, (32, 128)
 NARROW, DEEP, ATTACHED = 16, 96, 384
-THREE = hw.Output() + hw.Subspace() + hw.Position()
+THREE = hw.similarity.Output() + hw.similarity.Subspace() + hw.similarity.Position()
 # sentences, tokens and heads
 SCALING = [(32, 64, 8), (128, 64, 8), (8, 256, 8), (32, 64, 4), (32, 64, 16)]
 # What is wanted at most: times the floor, microseconds per layer, times the operators of plain, seconds.
@@ -182,7 +182,7 @@ def penalty(term: Any) -> Callable[[hw.Heads, torch.optim.Optimizer], hw.Disagre
 METHODS: dict[str, Callable[[hw.Heads, torch.optim.Optimizer], Any]] = {
     "plain": leave,
     "plain again": leave,
-    "output": penalty(hw.Output()),
+    "output": penalty(hw.similarity.Output()),
     "three terms": penalty(THREE),
     "svgd": lambda heads, optimizer: hw.repel(heads, RULE, optimizer),
 }
@@ -204,7 +204,7 @@ def python_table(rounds: int) -> dict[str, object]:
     heads = hw.find_heads(Narrow(ATTACHED, METHODS["plain"]).model)
     attach = interleaved(
         torch.device("cpu"),
-        {"attach": lambda: hw.Disagreement(heads, hw.Output()).remove()},
+        {"attach": lambda: hw.Disagreement(heads, hw.similarity.Output()).remove()},
         5,
         "attaching",
         time.process_time,

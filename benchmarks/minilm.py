@@ -51,7 +51,7 @@ def reading(**what: bool) -> Callable[[nn.Module], Callable[[], float]]:
     return attach
 
 
-def penalized(term: hw.Output | hw.Position) -> Callable[[nn.Module], Callable[[], Tensor]]:
+def penalized(term: hw.similarity.Output | hw.similarity.Position) -> Callable[[nn.Module], Callable[[], Tensor]]:
     return lambda model: hw.Disagreement(hw.find_heads(model), term)
 
 
@@ -68,8 +68,8 @@ VARIANTS: dict[str, Callable[[nn.Module], Callable[[], Tensor | float]]] = {
     "tap of outputs": reading(outputs=True),
     "tap of values": reading(values=True),
     "tap of attention weights": reading(weights=True),
-    "output penalty": penalized(hw.Output()),
-    "position penalty": penalized(hw.Position()),
+    "output penalty": penalized(hw.similarity.Output()),
+    "position penalty": penalized(hw.similarity.Position()),
     "per-head bias": biased,
 }
 

@@ -133,15 +133,15 @@ def no_penalty(_model: Translation) -> Callable[[], Tensor]:
     return lambda: zero
 
 
-def with_penalty(term: hw.Output | hw.Position) -> Callable[[Translation], Callable[[], Tensor]]:
+def with_penalty(term: hw.similarity.Output | hw.similarity.Position) -> Callable[[Translation], Callable[[], Tensor]]:
     return lambda model: hw.Disagreement(hw.find_heads(model), term)
 
 
 def with_em(layers: int) -> Callable[[Translation], Callable[[], Tensor]]:
     def attach(model: Translation) -> Callable[[], Tensor]:
         # on CUDA the routing is one Triton program and needs no torch.compile
-        chunks = hw.Chunks(compile=COMPILE and next(model.parameters()).device.type == "cpu")
-        hw.aggregate(hw.find_heads(model).kind("self").layers(*range(layers)), hw.EMRouting(chunks=chunks))
+        chunks = hw.routing.Chunks(compile=COMPILE and next(model.parameters()).device.type == "cpu")
+        hw.aggregate(hw.find_heads(model).kind("self").layers(*range(layers)), hw.routing.EMRouting(chunks=chunks))
         return no_penalty(model)
 
     return attach
@@ -193,8 +193,8 @@ def model_table(
     attachments: dict[str, Callable[[Translation], Callable[[], Tensor]]] = {
         "plain": no_penalty,
         "plain again": no_penalty,
-        "output": with_penalty(hw.Output()),
-        "position": with_penalty(hw.Position()),
+        "output": with_penalty(hw.similarity.Output()),
+        "position": with_penalty(hw.similarity.Position()),
         "em in 2 encoder layers": with_em(2),
         "em in 6 encoder layers": with_em(6),
     }
@@ -203,7 +203,7 @@ def model_table(
         # on a CPU the noise of a long step hides the repulsion, so apply() is timed alone there
         attachments |= {
             "svgd, all layers": no_penalty,
-            "position, recomputed": with_penalty(hw.Position(recompute=True)),
+            "position, recomputed": with_penalty(hw.similarity.Position(recompute=True)),
         }
         rules["svgd, all layers"] = RULE
     if naive:
@@ -249,11 +249,11 @@ def choose_clock(device: torch.device, wall: Seconds, cpu: Seconds) -> Seconds:
 def module_table(device: torch.device, tokens: int, rounds: int) -> dict[str, object]:
     """Compare EM and simple routing with the same votes under uniform weights: forward and backward of one module."""
     settings = {
-        "trunk": hw.Trunk(),
-        "trunk again": hw.Trunk(),
-        "em": hw.EMRouting(chunks=hw.Chunks(compile=COMPILE)),
-        "em, not compiled": hw.EMRouting(),
-        "simple": hw.SimpleRouting(chunks=hw.Chunks(compile=COMPILE)),
+        "trunk": hw.routing.Trunk(),
+        "trunk again": hw.routing.Trunk(),
+        "em": hw.routing.EMRouting(chunks=hw.routing.Chunks(compile=COMPILE)),
+        "em, not compiled": hw.routing.EMRouting(),
+        "simple": hw.routing.SimpleRouting(chunks=hw.routing.Chunks(compile=COMPILE)),
     }
     modules: dict[str, nn.Module] = {"output projection": nn.Linear(WIDTH, WIDTH).to(device)}
     for name, setting in settings.items():

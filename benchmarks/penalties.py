@@ -29,33 +29,33 @@ WIDTH, HEADS, INNER, LAYERS = 512, 8, 2048, 2
 BATCH, LENGTH = 16, 64
 PLAIN, AGAIN = "plain", "plain again"
 TERMS = {
-    "Output": hw.Output(),
-    "SquaredCosine": hw.SquaredCosine(),
-    "CKA": hw.CKA(),
-    "CKA of contributions": hw.CKA(of="contributions"),
-    "CKA, 8 random directions": hw.CKA(sketch=8),
-    "HSIC": hw.HSIC(),
-    "HSIC of contributions": hw.HSIC(of="contributions"),
-    "CrossCorrelation": hw.CrossCorrelation(),
-    "CrossCorrelation, matched": hw.CrossCorrelation(matched=True),
-    "LogDeterminant": hw.LogDeterminant(),
-    "SpanOverlap": hw.SpanOverlap(),
-    "MapCosine": hw.MapCosine(),
+    "Output": hw.similarity.Output(),
+    "SquaredCosine": hw.similarity.SquaredCosine(),
+    "CKA": hw.similarity.CKA(),
+    "CKA of contributions": hw.similarity.CKA(of="contributions"),
+    "CKA, 8 random directions": hw.similarity.CKA(sketch=8),
+    "HSIC": hw.similarity.HSIC(),
+    "HSIC of contributions": hw.similarity.HSIC(of="contributions"),
+    "CrossCorrelation": hw.similarity.CrossCorrelation(),
+    "CrossCorrelation, matched": hw.similarity.CrossCorrelation(matched=True),
+    "LogDeterminant": hw.similarity.LogDeterminant(),
+    "SpanOverlap": hw.similarity.SpanOverlap(),
+    "MapCosine": hw.similarity.MapCosine(),
 }
 GATES = {
-    "SigmoidGate": hw.SigmoidGate(),
-    "SigmoidGate per element": hw.SigmoidGate("element"),
-    "MixtureOfHeads": hw.MixtureOfHeads(shared=2, active=4),
+    "SigmoidGate": hw.gating.SigmoidGate(),
+    "SigmoidGate per element": hw.gating.SigmoidGate("element"),
+    "MixtureOfHeads": hw.gating.MixtureOfHeads(shared=2, active=4),
 }
 MIXED = (("logits",), ("weights",), ("logits", "weights"))
 PAIRED = {"differential attention": True, "differential attention, one map": False}
 MUON = {"Muon": False, "Muon per head": True}
 RULES: dict[str, Rule] = {
     "SVGD": hw.SVGD(),
-    "SVGD on directions": hw.SVGD(kernel=hw.NormalizedRBF()),
-    "FunctionSVGD": hw.FunctionSVGD(),
-    "FunctionSVGD on directions": hw.FunctionSVGD(kernel=hw.NormalizedRBF()),
-    "SpanSVGD": hw.SpanSVGD(),
+    "SVGD on directions": hw.SVGD(kernel=hw.kernels.NormalizedRBF()),
+    "FunctionSVGD": hw.repulsion.FunctionSVGD(),
+    "FunctionSVGD on directions": hw.repulsion.FunctionSVGD(kernel=hw.kernels.NormalizedRBF()),
+    "SpanSVGD": hw.repulsion.SpanSVGD(),
 }
 TARGET = hw.Target(effective_heads=HEADS)
 STRENGTHS = {"relative": hw.Relative(0.1), "target": TARGET}
@@ -82,12 +82,12 @@ class Variant:
     def __init__(
         self,
         device: torch.device,
-        term: hw.Output | hw.CKA | None = None,
+        term: hw.similarity.Output | hw.similarity.CKA | None = None,
         *,
         strength: hw.Relative | hw.Target | None = None,
         every: int = 20,
         rule: Rule | None = None,
-        gates: hw.SigmoidGate | hw.MixtureOfHeads | None = None,
+        gates: hw.gating.SigmoidGate | hw.gating.MixtureOfHeads | None = None,
         mixed: Sequence[str] = (),
         second: bool | None = None,
         dropped: float = 0.0,
@@ -107,7 +107,7 @@ class Variant:
         self.gating = None if gates is None else hw.gate_heads(heads, gates)
         if mixed:
             hw.mix_heads(heads, logits="logits" in mixed, weights="weights" in mixed)
-        self.balanced = isinstance(gates, hw.MixtureOfHeads)
+        self.balanced = isinstance(gates, hw.gating.MixtureOfHeads)
         self.optimizer = make_optimizer(self.model, heads, per_head)
         self.penalty = None if term is None else hw.Disagreement(heads, term, strength=strength, every=every)
         if rule is not None:
@@ -130,7 +130,7 @@ def make_optimizer(model: nn.Module, heads: Heads, per_head: bool | None) -> tor
     groups = [{"params": list(model.parameters()), "lr": 1e-4, "weight_decay": 0.01}]
     if per_head is None:
         return torch.optim.AdamW(groups, fused=True)
-    blocks = hw.head_blocks(heads, per_head=per_head)
+    blocks = hw.heads.head_blocks(heads, per_head=per_head)
     return MuonAndRest(blocks, groups, partial(torch.optim.AdamW, fused=True), momentum=0.95)
 
 
@@ -138,7 +138,7 @@ def make_variants(device: torch.device) -> dict[str, Variant]:
     variants = {PLAIN: Variant(device), AGAIN: Variant(device)}
     variants |= {name: Variant(device, term) for name, term in TERMS.items()}
     variants |= {
-        f"CKA, {kind}, {when}": Variant(device, hw.CKA(), strength=strength, every=every)
+        f"CKA, {kind}, {when}": Variant(device, hw.similarity.CKA(), strength=strength, every=every)
         for kind, strength in STRENGTHS.items()
         for when, every in EVERY.items()
     }

@@ -42,15 +42,15 @@ class Classifier(nn.Module):
         return self.output(states.sum(1) / (~padding).sum(1, keepdim=True))
 
 
-def sentence(words: int, rng: random.Random) -> hw.WordTable:
+def sentence(words: int, rng: random.Random) -> hw.roles.WordTable:
     """Return a sentence with realistic word frequencies, a random tree, occasional punctuation and a final period."""
     chosen = [int(WORDS ** rng.random()) for _ in range(words - 1)]
     texts = [rng.choice(MARKS) if rng.random() < 0.08 else f"w{number}" for number in chosen]
     heads = [rng.randrange(words) for _ in range(words)]
-    return hw.WordTable([*texts, "."], heads, [rng.choice(RELATIONS) for _ in range(words)])
+    return hw.roles.WordTable([*texts, "."], heads, [rng.choice(RELATIONS) for _ in range(words)])
 
 
-def ids(tables: list[hw.WordTable]) -> Tensor:
+def ids(tables: list[hw.roles.WordTable]) -> Tensor:
     length = max(map(len, tables))
     rows = [[1 + hash(word) % (WORDS - 1) for word in table.words] + [0] * (length - len(table)) for table in tables]
     return torch.tensor(rows)
@@ -68,7 +68,7 @@ def making(device: torch.device, sentences: int, rounds: int) -> dict[str, float
     """Return the median seconds to make the masks of some sentences, and to train an epoch on them."""
     rng = random.Random(0)
     tables = [sentence(min(56, max(2, round(rng.gauss(20, 9)))), rng) for _ in range(sentences)]
-    roles = hw.Roles.paper(hw.idf(tables))
+    roles = hw.roles.Roles.paper(hw.roles.idf(tables))
     batches = [tables[i : i + BATCH] for i in range(0, sentences, BATCH)]
     model = Classifier().to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -90,7 +90,7 @@ def guiding(device: torch.device, length: int, rounds: int) -> dict[str, list[fl
     """Return the seconds of a forward and backward pass of each variant at one length."""
     rng = random.Random(length)
     tables = [sentence(length if index % 2 else length // 2, rng) for index in range(BATCH if length < 100 else 8)]
-    mask = hw.Roles.paper(hw.idf(tables))(tables, HEADS).to(device)
+    mask = hw.roles.Roles.paper(hw.roles.idf(tables))(tables, HEADS).to(device)
     tokens, labels = ids(tables).to(device), torch.zeros(len(tables), dtype=torch.long, device=device)
     runs: dict[str, Callable[[], None]] = {}
     for name in (PADDING, AGAIN, GUIDED, PLAIN):
@@ -99,7 +99,9 @@ def guiding(device: torch.device, length: int, rounds: int) -> dict[str, list[fl
         guidance = hw.guide(hw.find_heads(model)) if name != PLAIN else None
         given = mask if name == GUIDED else mask.without(*mask.names)
 
-        def run(model: nn.Module = model, guidance: hw.Guidance | None = guidance, given: hw.HeadMask = given) -> None:
+        def run(
+            model: nn.Module = model, guidance: hw.roles.Guidance | None = guidance, given: hw.roles.HeadMask = given
+        ) -> None:
             if guidance is not None:
                 guidance(given)
             step(model, tokens, labels)

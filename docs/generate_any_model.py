@@ -43,7 +43,7 @@ def _reaches(family: Family) -> bool:
     try:
         with hw.Taps(hw.find_heads(model), weights=True):
             model(**family.inputs())
-    except hw.HeadwiseError:
+    except hw.errors.HeadwiseError:
         return False
     return True
 

@@ -13,15 +13,19 @@ PAGE = Path(__file__).parent / "api.md"
 
 # Modules whose names are imported from them, in the order of the page.
 MODULES = (
+    "headwise.errors",
     "headwise.heads",
+    "headwise.heads.layouts",
+    "headwise.kernels",
     "headwise.repulsion",
-    "headwise.disagreement",
+    "headwise.similarity",
     "headwise.routing",
     "headwise.gating",
     "headwise.roles",
     "headwise.masks",
     "headwise.metrics",
     "headwise.report",
+    "headwise.shrinking",
     "headwise.plots",
     "headwise.integrations",
     "headwise.nn",
@@ -55,8 +59,9 @@ def render() -> str:
     ]
     for module_name in MODULES:
         module = importlib.import_module(module_name)
+        space = module_name.rpartition(".")[2]
         parts += [
-            f"## `{module_name}`",
+            f"## `hw.{space}`" if space in public else f"## `{module_name}`",
             _first_paragraph(module),
             _table((name, name, getattr(module, name)) for name in getattr(module, "__all__", None) or dir(module)),
         ]

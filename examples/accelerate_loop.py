@@ -26,7 +26,10 @@ def main(epochs: int = 3, rows: int = 2048, seed: int = 0) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = DataLoader(TensorDataset(tokens, labels), batch_size=32, shuffle=True)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    methods = hw.Penalize(hw.Output() + 0.5 * hw.Subspace(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01))
+    methods = (
+        hw.Penalize(hw.similarity.Output() + 0.5 * hw.similarity.Subspace(), weight=0.1),
+        hw.Repel(hw.SVGD(alpha=0.01)),
+    )
     attached = accelerate.attach(accelerator, model, optimizer, *methods)
     for epoch in range(1, epochs + 1):
         losses = []

@@ -71,7 +71,7 @@ def main(
         eval_dataset=test,
     )
     before = trainer.evaluate()["eval_loss"]
-    huggingface.attach(trainer, hw.Penalize(hw.CKA()), hw.Repel(hw.SVGD(alpha=hw.Relative(0.1))))  # headwise
+    huggingface.attach(trainer, hw.Penalize(hw.similarity.CKA()), hw.Repel(hw.SVGD(alpha=hw.Relative(0.1))))  # headwise
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     print(f"perplexity before {math.exp(before):.2f}, after {math.exp(after):.2f}")

@@ -76,9 +76,9 @@ def main(text: Path = Path(__file__), steps: int = 400, batch_size: int = 32, se
     ids = torch.tensor([letters.index(letter) for letter in whole])
     model = GPT(len(letters))
     heads = hw.find_heads(model)  # headwise
-    penalty = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.1))  # headwise
+    penalty = hw.Disagreement(heads, hw.similarity.CKA(), strength=hw.Relative(0.1))  # headwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    repulsion = hw.repel(heads, hw.SpanSVGD(), optimizer)  # headwise
+    repulsion = hw.repel(heads, hw.repulsion.SpanSVGD(), optimizer)  # headwise
     for step in range(1, steps + 1):
         starts = torch.randint(len(ids) - CONTEXT, (batch_size, 1))
         rows = ids[starts + torch.arange(CONTEXT + 1)]

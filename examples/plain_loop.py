@@ -39,7 +39,7 @@ def main(steps: int = 500, batch_size: int = 64, seed: int = 0, penalty_weight: 
     torch.manual_seed(seed)
     model = Reverser()
     heads = hw.find_heads(model)  # headwise
-    penalty = hw.Disagreement(heads, hw.Output())  # headwise
+    penalty = hw.Disagreement(heads, hw.similarity.Output())  # headwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     # an encoder-decoder has three attention modules numbered 0; this one is in the encoder

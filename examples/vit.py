@@ -43,7 +43,7 @@ def main(steps: int = 200, batch_size: int = 64, seed: int = 0) -> None:
     )
     model = ViTForImageClassification(config)
     heads = hw.find_heads(model)  # headwise
-    penalty = hw.Disagreement(heads, hw.SquaredCosine(), strength=hw.Relative(0.1))  # headwise
+    penalty = hw.Disagreement(heads, hw.similarity.SquaredCosine(), strength=hw.Relative(0.1))  # headwise
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     repulsion = hw.repel(heads.layer(0), hw.SVGD(alpha=hw.Relative(0.1)), optimizer)  # headwise
     for step in range(1, steps + 1):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.disagreement.terms import Arithmetic
+from headwise.kernels import Geometry
 from headwise.repulsion import Mixing
-from headwise.repulsion.kernels import Geometry
 from headwise.repulsion.rules import RepulsiveRule
+from headwise.similarity.terms import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SameNorm(Arithmetic):
 torch.manual_seed(0)
 model = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
 heads = hw.find_heads(model)
-penalty = hw.Disagreement(heads, SameNorm() + 0.5 * hw.CKA(), strength=hw.Relative(0.2))
+penalty = hw.Disagreement(heads, SameNorm() + 0.5 * hw.similarity.CKA(), strength=hw.Relative(0.2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 # %% [markdown]
@@ -87,9 +87,9 @@ class Damp(hw.Method):
 
     factor: float = 0.5
 
-    def attach(self, heads: hw.Heads) -> hw.Handle:
+    def attach(self, heads: hw.Heads) -> hw.nn.Handle:
         """Scale the selected heads before W_O."""
-        handle = hw.Handle()
+        handle = hw.nn.Handle()
         for site in self.select(heads):
             handle.hook_before(site.expose().module, lambda _, args, kwargs: ((args[0] * self.factor,), kwargs))
         return handle

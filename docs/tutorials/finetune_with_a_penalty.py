@@ -31,7 +31,7 @@ arguments = TrainingArguments(
     tempfile.mkdtemp(), num_train_epochs=2, logging_steps=8, report_to="none", disable_tqdm=True, use_cpu=True
 )
 trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-attached = huggingface.attach(trainer, hw.Penalize(hw.CKA(), weight=hw.Relative(0.1))).attached
+attached = huggingface.attach(trainer, hw.Penalize(hw.similarity.CKA(), weight=hw.Relative(0.1))).attached
 _ = trainer.train()
 
 # %% [markdown]

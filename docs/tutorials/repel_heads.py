@@ -13,7 +13,7 @@ import headwise as hw
 PLACES = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
 
 
-def train(rule: object = None, steps: int = 300) -> tuple[hw.Report, list[float]]:
+def train(rule: object = None, steps: int = 300) -> tuple[hw.report.Report, list[float]]:
     """Train an encoder, and return the report of its heads with the losses."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
@@ -43,7 +43,7 @@ plain, plain_losses = train()
 # means that the loss no longer has a say.
 
 # %%
-repelled, losses = train(hw.SpanSVGD(alpha=hw.Relative(0.2)))
+repelled, losses = train(hw.repulsion.SpanSVGD(alpha=hw.Relative(0.2)))
 
 # %%
 print(f"loss of the last ten steps: plain {sum(plain_losses[-10:]) / 10:.3f}, repelled {sum(losses[-10:]) / 10:.3f}")

@@ -10,13 +10,15 @@ from torch import nn
 
 import headwise as hw
 
-table = hw.WordTable(
+table = hw.roles.WordTable(
     ["The", "old", "man", "bought", "a", "red", "car", "."],
     heads=[2, 2, 3, 3, 6, 6, 3, 3],  # the head of each word in the tree; its own index at the root
     relations=["det", "amod", "nsubj", "ROOT", "det", "amod", "obj", "punct"],
 )
-idf = hw.idf([["the", "man", "bought", "a", "car", "."], ["the", "old", "car", "."]])
-roles = hw.Roles(hw.Rare(), hw.Separator(), hw.Dependency(), hw.Major(), hw.Window(3), idf=idf)
+idf = hw.roles.idf([["the", "man", "bought", "a", "car", "."], ["the", "old", "car", "."]])
+roles = hw.roles.Roles(
+    hw.roles.Rare(), hw.roles.Separator(), hw.roles.Dependency(), hw.roles.Major(), hw.roles.Window(3), idf=idf
+)
 mask = roles([table], num_heads=8)  # heads 0 to 4 have roles, the others are free
 print(mask)
 
@@ -41,9 +43,9 @@ for head, name in enumerate(mask.names):
 # %%
 
 
-def previous(table: hw.WordTable) -> list[tuple[int, int]]:
+def previous(table: hw.roles.WordTable) -> list[tuple[int, int]]:
     """Let each word attend to the one before it."""
     return [(word, word - 1) for word in range(1, len(table))]
 
 
-print(hw.Roles(previous, hw.Separator())([table], num_heads=4))
+print(hw.roles.Roles(previous, hw.roles.Separator())([table], num_heads=4))

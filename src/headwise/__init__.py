@@ -8,6 +8,8 @@ import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from headwise.errors import warn_renamed
+
 __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ else:
                 gc.enable()
         # from here on they are found without this function
         globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
+        if name in api.MOVED:
+            space = api.MOVED[name]
+            warn_renamed(f"headwise.{name}", f"headwise.{space.__name__.rpartition('.')[2]}.{name}")
+            return getattr(space, name)
         if name not in globals():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]

@@ -1,215 +1,119 @@
-"""The public names of headwise, which `import headwise` offers and loads when the first is used."""
+"""The public names of headwise, which `import headwise` offers and loads when the first is used.
 
-from headwise import integrations, nn, plots
-from headwise.attached import Attached, attach
-from headwise.disagreement.invariant import (
-    CKA,
-    HSIC,
-    CrossCorrelation,
-    LogDeterminant,
-    MapCosine,
-    SpanOverlap,
-    SquaredCosine,
+The calls, the methods and their strengths are here; everything else is in the namespace of its subject.
+"""
+
+from headwise import (
+    attached,
+    errors,
+    gating,
+    heads,
+    integrations,
+    kernels,
+    nn,
+    plots,
+    report,
+    repulsion,
+    roles,
+    routing,
+    shrinking,
+    similarity,
 )
-from headwise.disagreement.penalty import Disagreement, Penalize
-from headwise.disagreement.terms import Frobenius, GroupedQueries, Output, Position, PositionSquaredDifference, Subspace
-from headwise.errors import (
-    DataError,
-    HeadwiseError,
-    LayoutError,
-    MaskError,
-    NotFired,
-    SettingError,
-    ShapeError,
-)
-from headwise.gating.attach import GateHeads, Gating, gate_heads
-from headwise.gating.gates import MixtureOfHeads, SigmoidGate
-from headwise.heads.ablation import (
-    Ablate,
-    Ablation,
-    DropHeads,
-    HeadDropping,
-    Importance,
-    ablate,
-    drop_heads,
-    importance,
-)
-from headwise.heads.blocks import HeadBlocks, head_blocks
-from headwise.heads.capture import Capture
-from headwise.heads.experiments.verify import Verification, verify
-from headwise.heads.find import LAYOUTS, find_heads
-from headwise.heads.heads import Heads, Site
-from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters
-from headwise.heads.layouts.rows import (
-    AdditiveQueries,
-    FusedLinear,
-    HeadList,
-    LatentLinears,
-    Layout,
-    SeparateLinears,
-    TorchMultihead,
-)
+from headwise.attached import attach
+from headwise.gating.attach import GateHeads, gate_heads
+from headwise.heads import layouts
+from headwise.heads.ablation import Ablate, DropHeads, ablate, drop_heads, importance
+from headwise.heads.experiments.verify import verify
+from headwise.heads.find import find_heads
+from headwise.heads.heads import Heads
 from headwise.heads.method import Method
-from headwise.heads.scores.bias import BiasHeads, HeadBias, bias_heads
-from headwise.heads.scores.mixing import HeadMixing, MixHeads, mix_heads
+from headwise.heads.scores.bias import BiasHeads, bias_heads
+from headwise.heads.scores.mixing import MixHeads, mix_heads
 from headwise.heads.taps import Tap, Taps
-from headwise.masks.head_mask import HeadMask
-from headwise.nn.hooks import Handle
-from headwise.nn.scores import ScoreCall
-from headwise.report.layer import LayerReport
 from headwise.report.measure import measure
-from headwise.report.report import Comparison, Report, load_report
-from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
-from headwise.repulsion.repel import Repel, Repulsion, jitter, repel
-from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
-from headwise.roles.align import Alignment, align
-from headwise.roles.build import Roles
-from headwise.roles.collator import RoleCollator
-from headwise.roles.conllu import read_conllu
-from headwise.roles.guide import Guidance, Guide, guide
-from headwise.roles.idf import IDF, idf
-from headwise.roles.roles import Dependency, Major, Rare, Role, Separator, Window
-from headwise.roles.word_table import WordTable
-from headwise.routing.aggregate import Aggregate, Aggregation, aggregate
-from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
-from headwise.routing.modules import Chunks, EMRouting, Gate, Residual, SimpleRouting, Trunk
+from headwise.repulsion.repel import Repel, repel
+from headwise.repulsion.rules import SGLD, SPOS, SVGD
+from headwise.roles.guide import Guide, guide
+from headwise.routing.aggregate import Aggregate, aggregate
 from headwise.routing.save import load, save
-from headwise.shrinking.merge import MergeStep, Merging, merge
-from headwise.shrinking.prune import Pruning, prune
+from headwise.shrinking.merge import merge
+from headwise.shrinking.prune import prune
+from headwise.similarity.penalty import Disagreement, Penalize
 from headwise.strength import Relative, Target
 
 __all__ = [
-    "CKA",
-    "HSIC",
-    "IDF",
-    "IMQ",
-    "LAYOUTS",
-    "RBF",
     "SGLD",
     "SPOS",
     "SVGD",
     "Ablate",
-    "Ablation",
-    "AdditiveQueries",
     "Aggregate",
-    "Aggregation",
-    "Alignment",
-    "Attached",
     "BiasHeads",
-    "Capture",
-    "Chunks",
-    "Comparison",
-    "Cosine",
-    "CosinePenalty",
-    "CosineRepulsion",
-    "CrossCorrelation",
-    "DataError",
-    "Dependency",
     "Disagreement",
-    "DistinctCapsules",
     "DropHeads",
-    "EMRouting",
-    "Fixed",
-    "Frobenius",
-    "FunctionSVGD",
-    "FusedLinear",
-    "FusedParameter",
-    "Gate",
     "GateHeads",
-    "Gating",
-    "GroupedQueries",
-    "Guidance",
     "Guide",
-    "Handle",
-    "HeadBias",
-    "HeadBlocks",
-    "HeadDropping",
-    "HeadList",
-    "HeadMask",
-    "HeadMixing",
     "Heads",
-    "HeadwiseError",
-    "Importance",
-    "LatentLinears",
-    "LayerReport",
-    "Layout",
-    "LayoutError",
-    "LogDeterminant",
-    "Major",
-    "MapCosine",
-    "MaskError",
-    "Median",
-    "MergeStep",
-    "Merging",
     "Method",
     "MixHeads",
-    "MixtureOfHeads",
-    "NormalizedRBF",
-    "NotFired",
-    "Output",
     "Penalize",
-    "PerHead",
-    "Position",
-    "PositionSquaredDifference",
-    "Pruning",
-    "RadialRBF",
-    "Rare",
     "Relative",
-    "ReleasedMedian",
     "Repel",
-    "Report",
-    "Repulsion",
-    "Residual",
-    "Role",
-    "RoleCollator",
-    "Roles",
-    "ScoreCall",
-    "SeparateLinears",
-    "SeparateParameters",
-    "Separator",
-    "SettingError",
-    "ShapeError",
-    "SharedTrunk",
-    "SigmoidGate",
-    "SimpleRouting",
-    "Site",
-    "SpanOverlap",
-    "SpanSVGD",
-    "SquaredCosine",
-    "Subspace",
     "Tap",
     "Taps",
     "Target",
-    "TorchMultihead",
-    "Trunk",
-    "Verification",
-    "Window",
-    "WordTable",
     "ablate",
     "aggregate",
-    "align",
     "attach",
     "bias_heads",
     "drop_heads",
+    "errors",
     "find_heads",
     "gate_heads",
+    "gating",
     "guide",
-    "head_blocks",
-    "idf",
+    "heads",
     "importance",
     "integrations",
-    "jitter",
+    "kernels",
+    "layouts",
     "load",
-    "load_report",
     "measure",
     "merge",
     "mix_heads",
     "nn",
     "plots",
     "prune",
-    "read_conllu",
     "repel",
+    "report",
+    "repulsion",
+    "roles",
+    "routing",
     "save",
+    "shrinking",
+    "similarity",
     "verify",
 ]
+
+# Names that were here until version 0.3, by the module they are in.
+MOVED = {
+    name: module
+    for module, names in {
+        attached: "Attached",
+        errors: "DataError HeadwiseError LayoutError MaskError NotFired SettingError ShapeError",
+        gating: "Gating MixtureOfHeads SigmoidGate",
+        heads: "Ablation Capture HeadBias HeadBlocks HeadDropping HeadMixing Importance Site Verification head_blocks",
+        kernels: "IMQ RBF Cosine Fixed Median NormalizedRBF RadialRBF ReleasedMedian",
+        layouts: "LAYOUTS AdditiveQueries FusedLinear FusedParameter HeadList LatentLinears Layout SeparateLinears "
+        "SeparateParameters TorchMultihead",
+        nn: "Handle ScoreCall",
+        report: "Comparison LayerReport Report load_report",
+        repulsion: "CosinePenalty CosineRepulsion FunctionSVGD Repulsion SpanSVGD jitter",
+        roles: "IDF Alignment Dependency Guidance HeadMask Major Rare Role RoleCollator Roles Separator Window "
+        "WordTable align idf read_conllu",
+        routing: "Aggregation Chunks DistinctCapsules EMRouting Gate PerHead Residual SharedTrunk SimpleRouting Trunk",
+        shrinking: "MergeStep Merging Pruning",
+        similarity: "CKA HSIC CrossCorrelation Frobenius GroupedQueries LogDeterminant MapCosine Output Position "
+        "PositionSquaredDifference SpanOverlap SquaredCosine Subspace",
+    }.items()
+    for name in names.split()
+}

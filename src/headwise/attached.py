@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from headwise.disagreement.penalty import Disagreement
 from headwise.errors import LayoutError, NotFired, SettingError, warn_renamed
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads, require_heads
@@ -22,6 +21,7 @@ from headwise.nn.hooks import Handle, Hook, PerThread
 from headwise.repulsion.optimizers import list_held, unwrap_optimizers
 from headwise.repulsion.repel import Repulsion
 from headwise.routing.aggregate import Aggregation
+from headwise.similarity.penalty import Disagreement
 
 H = TypeVar("H", bound=Handle)
 
@@ -60,14 +60,14 @@ class Attached(Handle):
 
     Example:
         >>> import headwise as hw
-        >>> attached = Attached([hw.Penalize(hw.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01))])
+        >>> attached = Attached([hw.Penalize(hw.similarity.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01))])
         >>> for _ in range(2):  # a new model in each trial
         ...     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         ...     optimizer = torch.optim.AdamW(model.parameters())
         ...     attached.attach(model, optimizer)
         ...     attached.loss(model(torch.randn(3, 5, 8)).square().mean()).backward()
         ...     optimizer.step()
-        >>> attached.of(hw.Repulsion)[0].steps, sorted(attached.stats())
+        >>> attached.of(hw.repulsion.Repulsion)[0].steps, sorted(attached.stats())
         (1, ['force_ratio', 'penalty', 'similarity'])
     """
 
@@ -94,7 +94,7 @@ class Attached(Handle):
         self._removers.append(self._take_all_off)
 
     def of(self, kind: type[H]) -> tuple[H, ...]:
-        """Return the handles of a class, such as `hw.Repulsion`."""
+        """Return the handles of a class, such as `hw.repulsion.Repulsion`."""
         return tuple(handle for handle in self.handles if isinstance(handle, kind))
 
     def __getattr__(self, name: str) -> Any:
@@ -332,7 +332,7 @@ class Attached(Handle):
                 "CachedMultipleNegativesRankingLoss) runs the model again inside the backward pass, where no penalty "
                 "can be added to it, and so does activation checkpointing with use_reentrant=True. Use the loss "
                 "without a cache, checkpoints with use_reentrant=False, or a term on parameters such as "
-                "hw.SpanOverlap()."
+                "hw.similarity.SpanOverlap()."
             )
         return True
 
@@ -384,7 +384,8 @@ def attach(
         >>> import headwise as hw
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with attach(hw.find_heads(model), hw.Penalize(hw.CKA()), hw.Repel(hw.SVGD()), optimizer=optimizer) as run:
+        >>> methods = hw.Penalize(hw.similarity.CKA()), hw.Repel(hw.SVGD())
+        >>> with attach(hw.find_heads(model), *methods, optimizer=optimizer) as run:
         ...     run.loss(model(torch.randn(3, 5, 8)).square().mean()).backward()
         ...     optimizer.step()
         >>> run.attached

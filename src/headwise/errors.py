@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["DataError", "HeadwiseError", "LayoutError", "MaskError", "NotFired", "SettingError", "ShapeError"]
 
 # The largest float; an int beyond it cannot be compared as one.
 _MOST = sys.float_info.max

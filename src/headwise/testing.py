@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.heads.experiments.verify import Verification, verify
-from headwise.heads.find import LAYOUTS, find_heads
+from headwise.heads.find import find_heads
+from headwise.heads.layouts import LAYOUTS
 from headwise.heads.layouts.rows import Layout
 from headwise.repulsion.rules import Rule, update
 

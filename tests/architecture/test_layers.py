@@ -14,9 +14,10 @@ LAYERS = """
     errors
     strength input_files
     atomic stock_folders
-    nn masks similarity
+    nn masks functional
     heads
-    repulsion disagreement routing gating roles
+    kernels
+    repulsion similarity routing gating roles
     attached
     shrinking
     metrics

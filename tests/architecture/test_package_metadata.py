@@ -22,19 +22,19 @@ import headwise as hw
 model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), num_layers=2)
 heads: hw.Heads = hw.find_heads(model)
 optimizer = torch.optim.AdamW(model.parameters())
-repulsion: hw.Repulsion = hw.repel(heads, hw.SVGD(alpha=hw.Relative(0.5)), optimizer)
-penalty = hw.Disagreement(heads.layer(0), hw.Output())
+repulsion: hw.repulsion.Repulsion = hw.repel(heads, hw.SVGD(alpha=hw.Relative(0.5)), optimizer)
+penalty = hw.Disagreement(heads.layer(0), hw.similarity.Output())
 tokens = torch.randn(2, 5, 32)
 loss: torch.Tensor = model(tokens).square().mean() + 0.1 * penalty()
 loss.backward()
-report: hw.Report = hw.measure(heads, [tokens])
+report: hw.report.Report = hw.measure(heads, [tokens])
 effective: list[float | None] = [layer.effective_heads for layer in report.layers]
 with hw.Taps(heads, weights=True) as taps:
     model(tokens)
     shapes = [capture.weights.shape for capture in taps.read() if capture.weights is not None]
 print(hw.verify(heads, [tokens]), report.compare(report), effective, shapes)
 print(hw.importance(heads, lambda: float(model(tokens).mean())))
-methods = (hw.Penalize(hw.CKA()), hw.Repel(hw.SVGD(), layers=(0,)))
+methods = (hw.Penalize(hw.similarity.CKA()), hw.Repel(hw.SVGD(), layers=(0,)))
 hw.plots.overview(report).savefig("heads.png")
 """
 

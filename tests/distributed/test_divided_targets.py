@@ -18,7 +18,7 @@ def train(engine: str, method: str) -> tuple[list[float], dict[str, torch.Tensor
     model = ENGINES[engine](made())
     heads, optimizer = hw.find_heads(model), torch.optim.SGD(model.parameters(), lr=0.05)
     if method == "penalty":
-        penalty = hw.Disagreement(heads, hw.CKA(), across=dist.group.WORLD, strength=TARGET, every=2)
+        penalty = hw.Disagreement(heads, hw.similarity.CKA(), across=dist.group.WORLD, strength=TARGET, every=2)
     else:
         repulsion = hw.repel(heads, hw.SVGD(alpha=TARGET), optimizer, every=2)
     for step in range(3):
@@ -77,7 +77,7 @@ def train_static(added: bool) -> list[bool]:
     """Whether both processes have the same gradients after each step under DistributedDataParallel(static_graph)."""
     model = made()
     wrapped = torch.nn.parallel.DistributedDataParallel(model, static_graph=True)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), every=2)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), every=2)
     alike = []
     for step in range(4):
         model.zero_grad()
@@ -100,7 +100,9 @@ def test_a_static_graph_goes_on_averaging_gradients(two: Processes, added: bool)
 def train_on_few_tokens() -> list[float | None]:
     """The controllers of a penalty where the second process has too few tokens to tell anything."""
     model = made()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), across=dist.group.WORLD, strength=TARGET, every=1)
+    penalty = hw.Disagreement(
+        hw.find_heads(model), hw.similarity.CKA(), across=dist.group.WORLD, strength=TARGET, every=1
+    )
     x = torch.randn(1, 2 if dist.get_rank() else TOKENS, WIDTH, dtype=torch.float64)
     penalty.loss(model(x).square().mean())
     return [control.effective_heads for control in penalty.relative.controls.values()]

@@ -17,16 +17,16 @@ from distributed.processes import Processes
 
 RATE, STEPS, PARTS = 0.05, 2, 2
 PER_QUERY = {
-    "squared cosine": hw.SquaredCosine(),
-    "span": hw.SpanOverlap(),
-    "map": hw.MapCosine(),
+    "squared cosine": hw.similarity.SquaredCosine(),
+    "span": hw.similarity.SpanOverlap(),
+    "map": hw.similarity.MapCosine(),
 }
 OF_SETS = {
-    "cka": hw.CKA(),
-    "cka of contributions": hw.CKA(of="contributions"),
-    "hsic": hw.HSIC(),
-    "correlation": hw.CrossCorrelation(),
-    "determinant": hw.LogDeterminant(),
+    "cka": hw.similarity.CKA(),
+    "cka of contributions": hw.similarity.CKA(of="contributions"),
+    "hsic": hw.similarity.HSIC(),
+    "correlation": hw.similarity.CrossCorrelation(),
+    "determinant": hw.similarity.LogDeterminant(),
 }
 DIVIDED = ("DDP", "FSDP2 rows", "FSDP2 columns")
 

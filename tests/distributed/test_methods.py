@@ -29,7 +29,7 @@ from distributed.engines import (
 from distributed.processes import Processes
 
 RATE, STEPS, HEADS = 0.05, 2, 4
-TERM = hw.Output() + 0.5 * hw.Subspace()
+TERM = hw.similarity.Output() + 0.5 * hw.similarity.Subspace()
 
 Engine = Callable[[nn.Module], nn.Module]
 
@@ -81,9 +81,9 @@ def assert_penalized(engine: str, first: bool) -> None:
 
 
 SETTINGS = {
-    "EM": hw.EMRouting(capsules=4, iterations=2),
-    "residual": hw.Residual(hw.SimpleRouting(capsules=3, iterations=2)),
-    "gate": hw.Gate(),
+    "EM": hw.routing.EMRouting(capsules=4, iterations=2),
+    "residual": hw.routing.Residual(hw.routing.SimpleRouting(capsules=3, iterations=2)),
+    "gate": hw.routing.Gate(),
 }
 
 
@@ -100,7 +100,7 @@ def aggregated(engine: str, divide: Engine, setting: Any) -> dict[str, Tensor]:
     if engine != "tensor parallel":
         model = divide(model)
     # a penalty reads the heads in front of the aggregators
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -127,9 +127,9 @@ def test_aggregators_that_nobody_would_train_together_are_refused(two: Processes
 def assert_refused() -> None:
     for engine, name in (("DDP", "DistributedDataParallel"), ("FSDP2 rows", "FSDP")):
         model = ENGINES[engine](made())
-        with pytest.raises(hw.LayoutError, match=f"wrapped by {name}.*call hw.aggregate first"):
-            hw.aggregate(hw.find_heads(model), hw.EMRouting(capsules=4))
-    with pytest.raises(hw.LayoutError, match=r"divided by tensor parallel.*leave it out of the plan"):
+        with pytest.raises(hw.errors.LayoutError, match=f"wrapped by {name}.*call hw.aggregate first"):
+            hw.aggregate(hw.find_heads(model), hw.routing.EMRouting(capsules=4))
+    with pytest.raises(hw.errors.LayoutError, match=r"divided by tensor parallel.*leave it out of the plan"):
         hw.aggregate(hw.find_heads(tensor_parallel(made())), SETTINGS["residual"])
 
 
@@ -172,11 +172,11 @@ def guided(engine: str) -> dict[str, Tensor]:
     model = BERTS[engine](bert().train())
     heads = hw.find_heads(model)
     guidance = hw.guide(heads)
-    penalty = hw.Disagreement(heads, hw.Position() + 0.5 * hw.Output())
+    penalty = hw.Disagreement(heads, hw.similarity.Position() + 0.5 * hw.similarity.Output())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    roles = hw.Roles(hw.Window(3), hw.Separator())
+    roles = hw.roles.Roles(hw.roles.Window(3), hw.roles.Separator())
     words = [["one", "two", ".", "three", "four"], ["five", "six", "seven", ",", "eight"]] * 3
-    tables = [hw.WordTable(tuple(row)) for row in [*words, *words]]
+    tables = [hw.roles.WordTable(tuple(row)) for row in [*words, *words]]
     for step in range(STEPS):
         ids = torch.randint(20, (len(tables), TOKENS), generator=torch.Generator().manual_seed(step))
         mine = slice(None)
@@ -235,7 +235,7 @@ def assert_torch_attention() -> None:
         if engine != "alone":
             model = fsdp(model)
         heads = hw.find_heads(model)
-        penalty = hw.Disagreement(heads, hw.Position() + hw.Subspace())
+        penalty = hw.Disagreement(heads, hw.similarity.Position() + hw.similarity.Subspace())
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         repulsion = hw.repel(heads, hw.SVGD(alpha=0.4, step_size=0.7), optimizer)
         bias = torch.linspace(-1.0, 1.0, 3).view(1, 3, 1, 1) * torch.arange(TOKENS)

@@ -30,14 +30,16 @@ def assert_fsdp1_refused(original: bool, first: bool) -> None:
         warnings.simplefilter("ignore")  # torch says itself that it is old, and that it is on a CPU
         model = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hw.LayoutError, match=r"flattened by FSDP1 .* no matrix to read heads in; shard .* FSDP2"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"flattened by FSDP1 .* no matrix to read heads in; shard .* FSDP2"
+    ):
         hw.repel(heads or hw.find_heads(model), RULE, optimizer)
 
 
 def test_zero_3_is_refused_by_what_it_leaves_of_a_parameter():
     model = SeparateAttention()
     model.q_proj.weight.ds_id = 0
-    with pytest.raises(hw.LayoutError, match=r"q_proj.weight is partitioned by DeepSpeed's ZeRO-3.* FSDP2"):
+    with pytest.raises(hw.errors.LayoutError, match=r"q_proj.weight is partitioned by DeepSpeed's ZeRO-3.* FSDP2"):
         hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -50,7 +52,7 @@ def test_the_optimizers_of_deepspeed_are_refused_by_name_and_in_a_wrapper():
     wrapper = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer"})()
     zero.optimizer, half.optimizer, wrapper.optimizer = inner, inner, half
     for optimizer in (zero, half, wrapper):
-        with pytest.raises(hw.SettingError, match=r"of DeepSpeed, which steps on parts of flat vectors.*FSDP2"):
+        with pytest.raises(hw.errors.SettingError, match=r"of DeepSpeed, which steps on parts of flat vectors.*FSDP2"):
             hw.repel(hw.find_heads(model), RULE, optimizer)
 
 
@@ -67,7 +69,9 @@ def assert_heads_found_before() -> None:
     del attention.head_dim
     heads = hw.find_heads(model)
     tensor_parallel(model)
-    with pytest.raises(hw.LayoutError, match=r"divided by tensor parallelism and has none of head_dim.*find_heads"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"divided by tensor parallelism and has none of head_dim.*find_heads"
+    ):
         hw.find_heads(model)
     repulsion = hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.1))
     model(batch("tensor parallel", 0)).square().mean().backward()

@@ -39,7 +39,7 @@ RULES = {
     "relative": hw.SVGD(alpha=hw.Relative(0.4), step_size=0.3, prior_precision=0.2),
     "SPOS": hw.SPOS(alpha=0.5, step_size=0.3, inverse_temperature=7.0),
     "SGLD": hw.SGLD(step_size=0.3, inverse_temperature=7.0, prior_precision=0.1),
-    "cosine": hw.CosineRepulsion(alpha=0.3),
+    "cosine": hw.repulsion.CosineRepulsion(alpha=0.3),
 }
 
 
@@ -277,10 +277,10 @@ def assert_jittered(engine: str) -> None:
         return model
 
     alone, model = equal(), ENGINES[engine](equal())
-    with pytest.raises(hw.HeadwiseError, match=r"all 4 heads are equal.*hw\.jitter"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"all 4 heads are equal.*hw\.repulsion\.jitter"):
         hw.repel(hw.find_heads(model), RULES["SVGD"], torch.optim.SGD(model.parameters(), lr=RATE))
     for one in (alone, model):
-        hw.jitter(hw.find_heads(one), 1e-2, seed=4)
+        hw.repulsion.jitter(hw.find_heads(one), 1e-2, seed=4)
         hw.repel(hw.find_heads(one), RULES["SVGD"], torch.optim.SGD(one.parameters(), lr=RATE))
     found = gathered(model)
     for name, parameter in gathered(alone).items():

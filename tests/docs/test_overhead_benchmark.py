@@ -133,7 +133,9 @@ def test_a_tiny_run_measures_every_term_rule_and_rival_which_all_change_what_is_
     wanted = {"SigmoidGate", "MixtureOfHeads", "differential attention", "Muon per head", "DropHead", *module.TERMS}
     assert wanted <= set(ratios)
     invariant = {
-        name for name in hw.__all__ if getattr(getattr(hw, name), "__module__", "") == "headwise.disagreement.invariant"
+        name
+        for name in hw.similarity.__all__
+        if getattr(getattr(hw.similarity, name), "__module__", "") == "headwise.similarity.invariant"
     }
     assert "CKA" in invariant
     assert invariant <= {type(term).__name__ for term in module.TERMS.values()}

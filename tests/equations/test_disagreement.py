@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equations.public import public_names
-from headwise.disagreement import terms as disagreement
 from headwise.errors import MaskError, ShapeError
-from headwise.similarity import cosine
+from headwise.functional import cosine
+from headwise.similarity import terms as disagreement
 from reference import disagreement as loops
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError
-from headwise.repulsion.kernels import (
+from headwise.kernels import (
     CPU_CHUNK,
     IMQ,
     RBF,

@@ -82,9 +82,9 @@ def test_the_similarity_is_that_of_the_weights_over_valid_queries():
     found = [
         term.sum_and_count(tensor, keep)
         for term, tensor in (
-            (hw.Position(recompute=True), mean_weights(queries, keys)),
-            (hw.Position(recompute=True), mean_of(weights)),
-            (hw.Position(), weights),
+            (hw.similarity.Position(recompute=True), mean_weights(queries, keys)),
+            (hw.similarity.Position(recompute=True), mean_of(weights)),
+            (hw.similarity.Position(), weights),
         )
     ]
     for one in found[:2]:
@@ -115,11 +115,11 @@ def test_nothing_of_the_size_of_all_weights_is_kept_or_made():
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"keys": torch.zeros(2, 4, 7, 4)}, hw.ShapeError, "with G dividing H"),
-        ({"keys": torch.zeros(2, 3, 7, 5)}, hw.ShapeError, "expected"),
-        ({"keys": torch.zeros(2, 3, 7, 4, dtype=torch.float64)}, hw.ShapeError, "one floating dtype"),
-        ({"mask": torch.zeros(2, 3, 5, 7)}, hw.MaskError, r"broadcasts to \(2, 6, 5, 7\)"),
-        ({"mask": torch.zeros(5, 7, dtype=torch.int64)}, hw.MaskError, "expected bool"),
+        ({"keys": torch.zeros(2, 4, 7, 4)}, hw.errors.ShapeError, "with G dividing H"),
+        ({"keys": torch.zeros(2, 3, 7, 5)}, hw.errors.ShapeError, "expected"),
+        ({"keys": torch.zeros(2, 3, 7, 4, dtype=torch.float64)}, hw.errors.ShapeError, "one floating dtype"),
+        ({"mask": torch.zeros(2, 3, 5, 7)}, hw.errors.MaskError, r"broadcasts to \(2, 6, 5, 7\)"),
+        ({"mask": torch.zeros(5, 7, dtype=torch.int64)}, hw.errors.MaskError, "expected bool"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, said):
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(change, error, said):
 
 def test_a_second_derivative_is_refused():
     queries, keys = (drawn(BATCH, HEADS, n, SIZE, seed=n).requires_grad_() for n in (QUERIES, KEYS))
-    with pytest.raises(hw.HeadwiseError, match="differentiable once"):
+    with pytest.raises(hw.errors.HeadwiseError, match="differentiable once"):
         torch.autograd.grad(mean_weights(queries, keys).square().sum(), queries, create_graph=True)
 
 

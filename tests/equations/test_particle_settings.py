@@ -9,8 +9,8 @@ from torch import Tensor
 
 from equations.draws import draw
 from headwise.errors import SettingError, ShapeError
+from headwise.kernels import RBF, Cosine, NormalizedRBF
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
-from headwise.repulsion.kernels import RBF, Cosine, NormalizedRBF
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
 from headwise.strength import Relative
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from equations.draws import draw
-from headwise.repulsion.kernels import (
+from headwise.kernels import (
     IMQ,
     RBF,
     Cosine,

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise.similarity.alignment import (
+from headwise.functional.alignment import (
     cross_correlation,
     effective_number,
     log_determinant,
     multiply_features,
     square_products,
 )
-from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.subspaces import map_cosine, span_similarity
+from headwise.functional.cosine import squared_cosine_sum
+from headwise.functional.subspaces import map_cosine, span_similarity
 
 NAN = float("nan")
 # computed by hand and by loops over tokens; token 3 is padding

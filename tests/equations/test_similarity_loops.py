@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.similarity.alignment import cross_correlation, log_determinant, multiply_features
-from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.subspaces import map_cosine, span_similarity
+from headwise.functional.alignment import cross_correlation, log_determinant, multiply_features
+from headwise.functional.cosine import squared_cosine_sum
+from headwise.functional.subspaces import map_cosine, span_similarity
 from reference import similarity as loops
 
 SIZES = [(2, 5, 3, 2), (1, 7, 4, 3)]

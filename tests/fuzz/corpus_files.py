@@ -96,18 +96,18 @@ def conllu(place: Path) -> Reader:
     rows = ["1-2 du _ _ _ _ _ _ _ _", "1 de de ADP _ _ 3 case _ _", "2 le le DET _ _ 3 det _ _"]
     rows += ["3 film film NOUN _ _ 0 root _ SpaceAfter=No", "3.1 x _ _ _ _ _ _ _ _", "", "# text = a", "1 a" + " _" * 8]
     path = lines(place / "some.conllu", *(row.replace(" ", "\t") for row in rows))
-    return path, lambda: hw.read_conllu(path), mutate_text
+    return path, lambda: hw.roles.read_conllu(path), mutate_text
 
 
 def packed_conllu(place: Path) -> Reader:
     path = packed(conllu(place)[0])
-    return path, lambda: hw.read_conllu(path), mutate_packed
+    return path, lambda: hw.roles.read_conllu(path), mutate_packed
 
 
 def rarities(place: Path) -> Reader:
     path = place / "idf.json"
-    hw.idf([["naïve", "数据"], ["film"], ["a", "film"]]).save(path)
-    return path, lambda: hw.IDF.load(path)("film"), mutate_json
+    hw.roles.idf([["naïve", "数据"], ["film"], ["a", "film"]]).save(path)
+    return path, lambda: hw.roles.IDF.load(path)("film"), mutate_json
 
 
 def parses(place: Path) -> Reader:

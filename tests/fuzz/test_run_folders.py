@@ -75,7 +75,7 @@ READINGS = {
     "progress": Reading(
         f"{TRANSLATION}/progress.json", lambda saved: run_folder.read_progress(saved / TRANSLATION), None
     ),
-    "report": Reading("report.json", lambda saved: hw.load_report(saved / "report.json"), None),
+    "report": Reading("report.json", lambda saved: hw.report.load_report(saved / "report.json"), None),
 }
 
 
@@ -177,7 +177,7 @@ def test_a_damaged_cache_of_encodings_is_made_again(name: str, inputs: int, save
 def test_a_checkpoint_that_becomes_larger_when_it_is_loaded(change: Callable[[Path], object], saved: Path):
     (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
     change(checkpoint / "run.pt")
-    with pytest.raises(hw.DataError, match=r"is packed|which is no tensor"), limit_memory(BYTES):
+    with pytest.raises(hw.errors.DataError, match=r"is packed|which is no tensor"), limit_memory(BYTES):
         read_state(checkpoint)
 
 
@@ -186,7 +186,7 @@ def test_arrays_that_become_larger_when_they_are_read(tmp_path: Path):
     np.savez(path, labels=np.zeros(1 << 20))
     read_arrays(path)
     pack(path)
-    with pytest.raises(hw.DataError, match="is packed"):
+    with pytest.raises(hw.errors.DataError, match="is packed"):
         read_arrays(path)
 
 
@@ -195,6 +195,6 @@ def test_the_names_of_files_in_a_manifest_stay_in_the_checkpoint(saved: Path):
     outside = checkpoint.parent / "settings.json"
     digests = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(digests | {"../settings.json": "0" * 32}))
-    with pytest.raises(hw.DataError, match=r"names the file '\.\./settings\.json'"):
+    with pytest.raises(hw.errors.DataError, match=r"names the file '\.\./settings\.json'"):
         verify_checkpoint(checkpoint)
     assert outside.exists()

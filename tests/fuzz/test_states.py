@@ -24,16 +24,18 @@ def make() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def repulsion(rule: Any, model: nn.Module) -> hw.Repulsion:
+def repulsion(rule: Any, model: nn.Module) -> hw.repulsion.Repulsion:
     return hw.repel(hw.find_heads(model), rule, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def penalty(strength: Any, model: nn.Module) -> hw.Disagreement:
-    return hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=strength)
+    return hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=strength)
 
 
 def attached(model: nn.Module) -> Attached:
-    methods = hw.Attached([hw.Repel(hw.SVGD(alpha=hw.Target(2.0))), hw.Penalize(hw.Output(), weight=hw.Relative(0.2))])
+    methods = hw.Attached(
+        [hw.Repel(hw.SVGD(alpha=hw.Target(2.0))), hw.Penalize(hw.similarity.Output(), weight=hw.Relative(0.2))]
+    )
     methods.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return methods
 

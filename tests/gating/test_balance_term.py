@@ -12,7 +12,7 @@ import headwise as hw
 from headwise.gating import balance
 
 WIDTH, HEADS, BATCH, LENGTH = 12, 4, 3, 6
-MIXTURE = hw.MixtureOfHeads(1, 2, balance=0.3)
+MIXTURE = hw.gating.MixtureOfHeads(1, 2, balance=0.3)
 KEEP = torch.arange(LENGTH) < torch.tensor([[6], [4], [1]])
 
 
@@ -101,7 +101,7 @@ def test_the_term_is_the_mean_over_attentions_and_calls_and_trains_the_router():
 def test_training_with_the_term_evens_out_which_heads_are_chosen():
     torch.manual_seed(0)
     model, x = encoder(), draw(8, 32, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), hw.MixtureOfHeads(0, 1, balance=1.0))
+    gating = hw.gate_heads(hw.find_heads(model), hw.gating.MixtureOfHeads(0, 1, balance=1.0))
     with torch.no_grad():
         for layer in model.layers:
             layer.self_attn.head_gates.routed[0] += 0.5 * x.mean((0, 1)).sign()
@@ -125,7 +125,7 @@ def test_evaluation_is_not_counted():
         model(x)
     model.eval()
     model(x)
-    with pytest.raises(hw.NotFired, match="no gated attention ran in training mode with gradients"):
+    with pytest.raises(hw.errors.NotFired, match="no gated attention ran in training mode with gradients"):
         gating.balance()
 
 
@@ -147,10 +147,10 @@ def test_a_loop_that_never_reads_the_term_is_told_so():
     gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
     for _ in range(64):
         model(x)
-    with pytest.raises(hw.NotFired, match=r"65 calls of layers\.0\.self_attn were counted .* or set balance=0"):
+    with pytest.raises(hw.errors.NotFired, match=r"65 calls of layers\.0\.self_attn were counted .* or set balance=0"):
         model(x)
     gating.remove()
-    hw.gate_heads(hw.find_heads(model), hw.MixtureOfHeads(1, 2, balance=0.0))
+    hw.gate_heads(hw.find_heads(model), hw.gating.MixtureOfHeads(1, 2, balance=0.0))
     for _ in range(70):
         model(x)
 
@@ -161,14 +161,14 @@ def test_a_copy_counts_nothing_for_a_handle_that_is_not_its_own():
     twin = copy.deepcopy(model)
     for _ in range(70):
         twin(x)
-    with pytest.raises(hw.NotFired, match="A copy of the model is not counted"):
+    with pytest.raises(hw.errors.NotFired, match="A copy of the model is not counted"):
         gating.balance()
 
 
-@pytest.mark.parametrize("setting", [hw.SigmoidGate(), hw.MixtureOfHeads(1, 2, balance=0.0)])
-def test_gates_without_a_balance_say_so_and_add_nothing(setting: hw.SigmoidGate | hw.MixtureOfHeads):
+@pytest.mark.parametrize("setting", [hw.gating.SigmoidGate(), hw.gating.MixtureOfHeads(1, 2, balance=0.0)])
+def test_gates_without_a_balance_say_so_and_add_nothing(setting: hw.gating.SigmoidGate | hw.gating.MixtureOfHeads):
     model = encoder().train()
     gating, loss = hw.gate_heads(hw.find_heads(model), setting), torch.zeros(())
-    with pytest.raises(hw.SettingError, match="has no balance term; expected a MixtureOfHeads whose balance is"):
+    with pytest.raises(hw.errors.SettingError, match="has no balance term; expected a MixtureOfHeads whose balance is"):
         gating.balance()
     assert gating.loss(loss) is loss

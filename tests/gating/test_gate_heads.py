@@ -22,12 +22,12 @@ from reference.gating import mixture_gates_loop, sigmoid_gates_loop
 
 WIDTH, HEADS, BATCH, LENGTH = 12, 4, 2, 6
 SETTINGS = {
-    "heads": hw.SigmoidGate(),
-    "elements": hw.SigmoidGate("element", scale=1.3),
-    "without tokens": hw.SigmoidGate(token=False),
-    "mixture": hw.MixtureOfHeads(2, 1),
-    "one shared head": hw.MixtureOfHeads(1, 2),
-    "random mixture": hw.MixtureOfHeads(1, 2, routing="random"),
+    "heads": hw.gating.SigmoidGate(),
+    "elements": hw.gating.SigmoidGate("element", scale=1.3),
+    "without tokens": hw.gating.SigmoidGate(token=False),
+    "mixture": hw.gating.MixtureOfHeads(2, 1),
+    "one shared head": hw.gating.MixtureOfHeads(1, 2),
+    "random mixture": hw.gating.MixtureOfHeads(1, 2, routing="random"),
 }
 Run = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -97,7 +97,7 @@ def compute_gates(gates: Any, x: Tensor, size: int) -> Tensor:
     setting = gates.setting
     found = []
     for token in x.flatten(0, 1).tolist():
-        if isinstance(setting, hw.SigmoidGate):
+        if isinstance(setting, hw.gating.SigmoidGate):
             weight = rows(gates.weight, len(gates.bias))
             found.append(sigmoid_gates_loop(token, weight, gates.bias.tolist(), setting.scale))
         else:
@@ -152,7 +152,7 @@ def test_a_model_of_any_family_is_unchanged_until_its_gates_are_trained_and_afte
     heads = heads.where("encoder.*") if family.name == "CANINE" else heads
     [site.expose() for site in heads]  # the fast path sums in another order
     plain, keys = call(model, batch), list(model.state_dict())
-    gating = hw.gate_heads(heads, hw.SigmoidGate())
+    gating = hw.gate_heads(heads, hw.gating.SigmoidGate())
     assert equal(call(model, batch), plain)
     assert sum(NAME in key for key in model.state_dict()) == 2 * len(heads)
     assert [site.name for site in hw.find_heads(model)] == names
@@ -175,7 +175,7 @@ def test_gates_reach_the_fast_path_of_torch():
     model, x = encoder().eval(), torch.randn(BATCH, LENGTH, WIDTH)
     with torch.no_grad():
         plain = model(x)
-        hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+        hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
         torch.testing.assert_close(model(x), plain, rtol=0.0, atol=1e-6)
         randomize(model)
         assert not torch.allclose(model(x), plain, atol=1e-3)
@@ -189,7 +189,7 @@ def test_an_optimizer_built_afterwards_trains_every_gate(setting: str):
     before = {name: value.clone() for name, value in model.state_dict().items() if NAME in name}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = (model(x) - x.roll(1, 1)).square().mean()
-    loss = gating.loss(loss) if isinstance(SETTINGS[setting], hw.MixtureOfHeads) else loss
+    loss = gating.loss(loss) if isinstance(SETTINGS[setting], hw.gating.MixtureOfHeads) else loss
     loss.backward()
     optimizer.step()
     after = model.state_dict()
@@ -200,7 +200,7 @@ def test_an_optimizer_built_afterwards_trains_every_gate(setting: str):
 
 def test_gates_have_the_dtype_mode_and_names_of_their_place():
     model = encoder().to(torch.bfloat16).eval()
-    hw.gate_heads(hw.find_heads(model).layer(1), hw.SigmoidGate("element"))
+    hw.gate_heads(hw.find_heads(model).layer(1), hw.gating.SigmoidGate("element"))
     held = {name: value for name, value in model.named_parameters() if NAME in name}
     assert {name: (tuple(value.shape), value.dtype) for name, value in held.items()} == {
         "layers.1.self_attn.head_gates.weight": ((WIDTH, WIDTH), torch.bfloat16),
@@ -229,7 +229,7 @@ def test_taps_see_what_w_o_gets_whichever_was_attached_first():
     first = hw.Taps(heads, outputs=True)
     model(x)
     (plain,) = first.read()
-    hw.gate_heads(heads, hw.SigmoidGate())
+    hw.gate_heads(heads, hw.gating.SigmoidGate())
     randomize(model)
     second = hw.Taps(heads, outputs=True)
     with torch.no_grad():
@@ -275,14 +275,14 @@ def test_activation_checkpoints_compute_the_same_gradients(reentrant: bool, sett
         loss.backward()
         slopes.append([parameter.grad for parameter in model.parameters()])
         if setting == "mixture" and not reentrant:
-            with pytest.raises(hw.NotFired):  # what is computed again is not counted again
+            with pytest.raises(hw.errors.NotFired):  # what is computed again is not counted again
                 gating.balance()
     for one, other in zip(*slopes, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-14)
     if setting == "mixture" and reentrant:
         gating.balance()  # of the first
         model(x, mask, reentrant)
-        with pytest.raises(hw.NotFired, match="use_reentrant=False"):
+        with pytest.raises(hw.errors.NotFired, match="use_reentrant=False"):
             gating.balance()
 
 
@@ -310,7 +310,7 @@ def test_code_compiled_before_has_the_gates_too():
     heads = hw.find_heads(model)
     compiled = torch.compile(model, backend="eager")
     plain = compiled(x)
-    hw.gate_heads(heads, hw.SigmoidGate())
+    hw.gate_heads(heads, hw.gating.SigmoidGate())
     randomize(model)
     torch.testing.assert_close(compiled(x), model(x), rtol=0.0, atol=1e-13)
     assert not torch.allclose(compiled(x), plain)
@@ -318,7 +318,7 @@ def test_code_compiled_before_has_the_gates_too():
 
 def test_a_pickled_model_keeps_its_gates():
     model, x = encoder(1).double().eval(), draw(BATCH, LENGTH, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    gating = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     randomize(model)
     kept = io.BytesIO()
     torch.save(model, kept)
@@ -327,14 +327,14 @@ def test_a_pickled_model_keeps_its_gates():
     plain = model(x)
     assert not torch.allclose(again(x), plain)
     other = encoder(1).double().eval()
-    hw.gate_heads(hw.find_heads(other), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(other), hw.gating.SigmoidGate())
     other.load_state_dict(again.state_dict())
     assert torch.equal(other(x), again(x))
 
 
 def test_a_copy_is_gated_by_its_own_gates():
     model, x = encoder(1).double().eval(), draw(BATCH, LENGTH, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    gating = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     randomize(model)
     twin = copy.deepcopy(model)
     expected = model(x)
@@ -350,12 +350,12 @@ def test_a_copy_is_gated_by_its_own_gates():
 def test_gates_are_gone_at_the_end_of_a_block():
     model, x = encoder(1).eval(), torch.randn(1, 3, WIDTH)
     heads = hw.find_heads(model)
-    with hw.gate_heads(heads, hw.SigmoidGate()) as gating:
+    with hw.gate_heads(heads, hw.gating.SigmoidGate()) as gating:
         assert repr(gating) == "Gating(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 52 parameters)"
         model(x)
     assert repr(gating).endswith("; removed)")
     assert not [name for name, _ in model.named_modules() if NAME in name]
-    hw.gate_heads(heads, hw.SigmoidGate())
+    hw.gate_heads(heads, hw.gating.SigmoidGate())
     model(x)
 
 
@@ -364,28 +364,30 @@ def test_gates_stand_before_an_aggregator_that_was_there(order: str, tmp_path: A
     model, x = encoder(1).double().eval(), draw(BATCH, LENGTH, WIDTH)
     heads = hw.find_heads(model)
     if order == "gated first":
-        hw.gate_heads(heads, hw.SigmoidGate())
-        hw.aggregate(heads, hw.Gate())
+        hw.gate_heads(heads, hw.gating.SigmoidGate())
+        hw.aggregate(heads, hw.routing.Gate())
         with pytest.raises(
-            hw.NotFired, match=r"its output projection is now a GatedProjection, set after hw\.gate_heads"
+            hw.errors.NotFired, match=r"its output projection is now a GatedProjection, set after hw\.gate_heads"
         ):
             model(x)
         return
-    hw.aggregate(heads, hw.Gate())
-    hw.gate_heads(heads, hw.SigmoidGate())
+    hw.aggregate(heads, hw.routing.Gate())
+    hw.gate_heads(heads, hw.gating.SigmoidGate())
     randomize(model)
     hw.save(model, tmp_path)
     again = encoder(1).double()
-    with pytest.raises(hw.DataError, match=r"head_gates.*does not make gates: .*and then hw\.gate_heads"):
+    with pytest.raises(hw.errors.DataError, match=r"head_gates.*does not make gates: .*and then hw\.gate_heads"):
         hw.load(tmp_path, again)
     # with both in the model that is loaded into, it comes back
-    hw.aggregate(hw.find_heads(again), hw.Gate())
-    hw.gate_heads(hw.find_heads(again), hw.SigmoidGate())
+    hw.aggregate(hw.find_heads(again), hw.routing.Gate())
+    hw.gate_heads(hw.find_heads(again), hw.gating.SigmoidGate())
     assert torch.equal(hw.load(tmp_path, again)(x), model(x))
 
 
 def test_a_model_with_gates_alone_is_not_for_headwise_save(tmp_path: Any):
     model = encoder(1)
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
-    with pytest.raises(hw.DataError, match=r"no aggregator, and no sizes .*; save it as you would without headwise"):
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
+    with pytest.raises(
+        hw.errors.DataError, match=r"no aggregator, and no sizes .*; save it as you would without headwise"
+    ):
         hw.save(model, tmp_path)

@@ -32,23 +32,28 @@ def refused(model: nn.Module, error: type[Exception], message: str, setting: Any
     heads = hw.find_heads(model) if heads is None else heads
     before = gated(model)
     with pytest.raises(error, match=message):
-        hw.gate_heads(heads, hw.SigmoidGate() if setting is None else setting)
+        hw.gate_heads(heads, hw.gating.SigmoidGate() if setting is None else setting)
     assert gated(model) == before
 
 
 def test_other_arguments_are_refused():
     model = encoder()
-    refused(model, hw.SettingError, "heads is a TransformerEncoder; expected heads of a model", heads=model)
-    refused(model, hw.SettingError, r"the setting is the class SigmoidGate; expected hw\.SigmoidGate", hw.SigmoidGate)
-    refused(model, hw.SettingError, r"the setting is a Gate; expected", hw.Gate())
-    refused(model, hw.SettingError, "uses 5 heads of an attention that has 4", hw.MixtureOfHeads(2, 3))
-    refused(model, hw.LayoutError, "gate_heads was given no attention", heads=hw.Heads(model, ()))
+    refused(model, hw.errors.SettingError, "heads is a TransformerEncoder; expected heads of a model", heads=model)
+    refused(
+        model,
+        hw.errors.SettingError,
+        r"the setting is the class SigmoidGate; expected hw\.gating\.SigmoidGate",
+        hw.gating.SigmoidGate,
+    )
+    refused(model, hw.errors.SettingError, r"the setting is a Gate; expected", hw.routing.Gate())
+    refused(model, hw.errors.SettingError, "uses 5 heads of an attention that has 4", hw.gating.MixtureOfHeads(2, 3))
+    refused(model, hw.errors.LayoutError, "gate_heads was given no attention", heads=hw.Heads(model, ()))
 
 
 def test_second_gates_are_refused_and_the_first_ones_stay():
     model = encoder()
-    hw.gate_heads(hw.find_heads(model).layer(1), hw.SigmoidGate())
-    refused(model, hw.LayoutError, r"layers\.1\.self_attn already has head_gates; call remove\(\)")
+    hw.gate_heads(hw.find_heads(model).layer(1), hw.gating.SigmoidGate())
+    refused(model, hw.errors.LayoutError, r"layers\.1\.self_attn already has head_gates; call remove\(\)")
     assert gated(model) == ["layers.1.self_attn.head_gates"]
 
 
@@ -67,8 +72,8 @@ class Shared(nn.Module):
 def test_a_shared_output_projection_is_refused_also_where_one_of_its_attentions_is_selected():
     model = Shared()
     message = "calls the same output projection as another attention"
-    refused(model, hw.LayoutError, message)
-    refused(model, hw.LayoutError, message, heads=hw.find_heads(model).layer(0))
+    refused(model, hw.errors.LayoutError, message)
+    refused(model, hw.errors.LayoutError, message, heads=hw.find_heads(model).layer(0))
 
 
 class OwnParameters(nn.Module):
@@ -88,31 +93,33 @@ class OwnParameters(nn.Module):
 
 def test_attentions_without_a_module_that_takes_their_heads_are_refused():
     model = OwnParameters()
-    row = hw.SeparateParameters(query=("wq",), key=("wk",), value=("wv",), output=("wo",), axes="h d e")
-    heads = hw.find_heads(model, (row, *hw.LAYOUTS))
-    refused(model, hw.LayoutError, "W_O is the parameter wo, which its forward uses itself", heads=heads)
+    row = hw.layouts.SeparateParameters(query=("wq",), key=("wk",), value=("wv",), output=("wo",), axes="h d e")
+    heads = hw.find_heads(model, (row, *hw.layouts.LAYOUTS))
+    refused(model, hw.errors.LayoutError, "W_O is the parameter wo, which its forward uses itself", heads=heads)
     wavlm = next(family for family in FAMILIES if family.name == "WavLM").build()
-    refused(wavlm, hw.LayoutError, "hands the weight of its output projection to a function")
+    refused(wavlm, hw.errors.LayoutError, "hands the weight of its output projection to a function")
 
 
 def test_pooling_with_learned_queries_is_refused():
     pooling = hw.nn.AdditiveAttention(WIDTH, 8, HEADS)
-    refused(pooling, hw.LayoutError, "pools a sequence with one learned query for each head")
+    refused(pooling, hw.errors.LayoutError, "pools a sequence with one learned query for each head")
 
 
 def test_a_model_that_an_engine_has_wrapped_is_refused(monkeypatch: pytest.MonkeyPatch):
     model = encoder()
     heads = hw.find_heads(model)
     wrapped = hw.Heads(model, heads.sites, replicated=True)
-    refused(model, hw.LayoutError, "wrapped by DistributedDataParallel.*would train gates of its own", heads=wrapped)
+    refused(
+        model, hw.errors.LayoutError, "wrapped by DistributedDataParallel.*would train gates of its own", heads=wrapped
+    )
     monkeypatch.setattr(model.layers[0].self_attn.out_proj, "_is_fsdp_managed_module", True, raising=False)
-    refused(model, hw.LayoutError, r"wrapped by FSDP.*call hw\.gate_heads first and wrap the model afterwards")
+    refused(model, hw.errors.LayoutError, r"wrapped by FSDP.*call hw\.gate_heads first and wrap the model afterwards")
 
 
 @pytest.mark.parametrize("what", ["headwise.gating.attach.is_sharded", "headwise.heads.heads.computes_part"])
 def test_weights_divided_over_processes_are_refused(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(what, lambda *_weight: True)
-    refused(encoder(), hw.LayoutError, "its heads or its output projection are divided over processes")
+    refused(encoder(), hw.errors.LayoutError, "its heads or its output projection are divided over processes")
 
 
 def test_a_call_whose_queries_have_other_tokens_is_refused():
@@ -122,44 +129,46 @@ def test_a_call_whose_queries_have_other_tokens_is_refused():
             return self.o_proj(self.join(nn.functional.scaled_dot_product_attention(q, k, v)).mean(1))
 
     model = Pooled(WIDTH, HEADS)
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
-    with pytest.raises(hw.ShapeError, match=r"made from a tensor of shape \(2, 5, 12\) and its output projection gets"):
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
+    with pytest.raises(
+        hw.errors.ShapeError, match=r"made from a tensor of shape \(2, 5, 12\) and its output projection gets"
+    ):
         model(torch.randn(2, 5, WIDTH))
 
 
 def test_a_call_that_bypasses_the_attention_or_its_queries_is_told_so():
     model = SeparateAttention(WIDTH, HEADS)
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
-    with pytest.raises(hw.NotFired, match="computed no queries before its output projection was called"):
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
+    with pytest.raises(hw.errors.NotFired, match="computed no queries before its output projection was called"):
         model.o_proj(torch.randn(2, 3, 20))
     model.o_proj = nn.Linear(20, WIDTH)
-    with pytest.raises(hw.NotFired, match=r"its output projection is now a Linear, set after hw\.gate_heads"):
+    with pytest.raises(hw.errors.NotFired, match=r"its output projection is now a Linear, set after hw\.gate_heads"):
         model(torch.randn(2, 3, WIDTH))
 
 
 def test_pruned_heads_are_told_of():
     model = SeparateAttention(WIDTH, HEADS)
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     model.join = lambda heads: heads[:, :3].transpose(1, 2).flatten(2)
-    with pytest.raises(hw.ShapeError, match=r"expected 4 heads of 5 numbers on the last axis"):
+    with pytest.raises(hw.errors.ShapeError, match=r"expected 4 heads of 5 numbers on the last axis"):
         model(torch.randn(2, 3, WIDTH))
 
 
 def test_replicas_of_data_parallel_are_refused():
     model = encoder(1)
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     model.layers[0].self_attn._is_replica = True
-    with pytest.raises(hw.NotFired, match=r"is called as a replica that nn\.DataParallel made"):
+    with pytest.raises(hw.errors.NotFired, match=r"is called as a replica that nn\.DataParallel made"):
         model(torch.randn(1, 3, WIDTH))
 
 
 def test_gates_frozen_before_their_first_step_are_told_of():
     model = encoder(1)
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     gates = model.layers[0].self_attn.head_gates.requires_grad_(False)
     x = torch.randn(1, 3, WIDTH, requires_grad=True)
     message = r"layers\.0\.self_attn\.head_gates: its new gate is frozen, .*LoraConfig\(modules_to_save="
-    with pytest.raises(hw.SettingError, match=message):
+    with pytest.raises(hw.errors.SettingError, match=message):
         model(x)
     gates.load_state_dict(gates.state_dict())
     model(x)
@@ -185,13 +194,13 @@ def under_peft(model: nn.Module, **settings: Any) -> Any:
 def test_a_model_under_peft_is_refused():
     model = under_peft(llama())
     message = r"holds adapters of peft.*LoraConfig\(modules_to_save=\['head_gates'\]\)"
-    refused(model, hw.LayoutError, message)
+    refused(model, hw.errors.LayoutError, message)
 
 
 def test_gates_made_before_peft_are_trained_saved_and_loaded_as_it_is_told(tmp_path: Any):
     peft = pytest.importorskip("peft")
     base = llama()
-    hw.gate_heads(hw.find_heads(base), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(base), hw.gating.SigmoidGate())
     model = under_peft(base, modules_to_save=[NAME])
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(learned, lr=5.0)
@@ -208,20 +217,20 @@ def test_gates_made_before_peft_are_trained_saved_and_loaded_as_it_is_told(tmp_p
         torch.testing.assert_close(states(model), plain)
     model.save_pretrained(tmp_path)
     again = llama()
-    hw.gate_heads(hw.find_heads(again), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(again), hw.gating.SigmoidGate())
     torch.testing.assert_close(states(peft.PeftModel.from_pretrained(again, str(tmp_path)).eval()), trained)
 
 
 def test_peft_that_would_freeze_or_bypass_gates_is_told_of():
     base = llama()
-    hw.gate_heads(hw.find_heads(base), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(base), hw.gating.SigmoidGate())
     model = under_peft(base)
-    with pytest.raises(hw.SettingError, match="its new gate is frozen"):
+    with pytest.raises(hw.errors.SettingError, match="its new gate is frozen"):
         states(model)
     base = llama()
-    hw.gate_heads(hw.find_heads(base), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(base), hw.gating.SigmoidGate())
     model = under_peft(base, target_modules=["o_proj"], modules_to_save=[NAME])
-    with pytest.raises(hw.NotFired, match="its output projection is now a Linear, set after"):
+    with pytest.raises(hw.errors.NotFired, match="its output projection is now a Linear, set after"):
         states(model)
 
 
@@ -244,18 +253,28 @@ def build_hiera() -> nn.Module:
 def test_attentions_whose_output_projection_gets_other_tokens_are_refused_when_gates_are_put_on():
     canine = next(family for family in FAMILIES if family.name == "CANINE").build()
     tokens = ".*other tokens than its queries are made from.*leave it out"
-    refused(build_prophet(), hw.LayoutError, rf"decoder\.layers\.0\.self_attn .*several streams .*\(ngram=2\){tokens}")
-    refused(build_hiera(), hw.LayoutError, rf"stages\.1\..*pools its queries \(query_stride=4\){tokens}")
-    refused(canine, hw.LayoutError, rf"initial_char_encoder\..*one chunk .* after another \(local=True\){tokens}")
+    refused(
+        build_prophet(),
+        hw.errors.LayoutError,
+        rf"decoder\.layers\.0\.self_attn .*several streams .*\(ngram=2\){tokens}",
+    )
+    refused(build_hiera(), hw.errors.LayoutError, rf"stages\.1\..*pools its queries \(query_stride=4\){tokens}")
+    refused(
+        canine, hw.errors.LayoutError, rf"initial_char_encoder\..*one chunk .* after another \(local=True\){tokens}"
+    )
 
 
 @pytest.mark.parametrize(
-    "attach", [lambda heads: hw.gate_heads(heads, hw.SigmoidGate()), lambda heads: hw.aggregate(heads, hw.EMRouting())]
+    "attach",
+    [
+        lambda heads: hw.gate_heads(heads, hw.gating.SigmoidGate()),
+        lambda heads: hw.aggregate(heads, hw.routing.EMRouting()),
+    ],
 )
 def test_a_copy_that_kept_what_was_attached_is_told_so_and_the_remedy_works(attach):
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     handle = attach(hw.find_heads(model))
-    with pytest.raises(hw.LayoutError, match=r"A copy keeps .*: remove\(\) them before it is copied"):
+    with pytest.raises(hw.errors.LayoutError, match=r"A copy keeps .*: remove\(\) them before it is copied"):
         attach(hw.find_heads(copy.deepcopy(model)))
     handle.remove()
     attach(hw.find_heads(copy.deepcopy(model)))

@@ -15,11 +15,11 @@ from reference.gating import balance_loop, mixture_gates_loop, sigmoid_gates_loo
 
 HEADS, SIZE, WIDTH, TOKENS = 5, 3, 4, 7
 MIXTURES = {
-    "no shared head": hw.MixtureOfHeads(0, 2),
-    "one shared head": hw.MixtureOfHeads(1, 3),
-    "two shared heads": hw.MixtureOfHeads(2, 2),
-    "all heads": hw.MixtureOfHeads(2, None),
-    "random choice": hw.MixtureOfHeads(2, 2, routing="random"),
+    "no shared head": hw.gating.MixtureOfHeads(0, 2),
+    "one shared head": hw.gating.MixtureOfHeads(1, 3),
+    "two shared heads": hw.gating.MixtureOfHeads(2, 2),
+    "all heads": hw.gating.MixtureOfHeads(2, None),
+    "random choice": hw.gating.MixtureOfHeads(2, 2, routing="random"),
 }
 
 
@@ -37,7 +37,7 @@ def randomize(gates: torch.nn.Module) -> None:
 @pytest.mark.parametrize(("per", "count"), [("head", HEADS), ("element", HEADS * SIZE)])
 @pytest.mark.parametrize("scale", [2.0, 0.7])
 def test_sigmoid_gates_are_those_of_the_loop(token: bool, per: str, count: int, scale: float):
-    gates = build_gates(hw.SigmoidGate(per, token, scale), HEADS, SIZE, WIDTH).double()
+    gates = build_gates(hw.gating.SigmoidGate(per, token, scale), HEADS, SIZE, WIDTH).double()
     randomize(gates)
     assert isinstance(gates, SigmoidGates)
     x = draw(TOKENS, WIDTH, seed=1)
@@ -67,7 +67,7 @@ def test_mixture_gates_are_those_of_the_loop(name: str):
 
 
 def test_the_gates_of_a_mixture_sum_to_twice_the_weighted_numbers_of_heads():
-    x, gates = draw(TOKENS, WIDTH, seed=2), build_gates(hw.MixtureOfHeads(2, 2), HEADS, SIZE, WIDTH).double()
+    x, gates = draw(TOKENS, WIDTH, seed=2), build_gates(hw.gating.MixtureOfHeads(2, 2), HEADS, SIZE, WIDTH).double()
     randomize(gates)
     alphas = (x @ gates.kinds.T).softmax(-1)
     torch.testing.assert_close(gates(x).weights.sum(-1), 4 * alphas[:, 0] + 4 * alphas[:, 1])
@@ -113,8 +113,10 @@ def test_padded_tokens_may_hold_anything_and_get_no_gradient():
     assert balance(shares, chosen, torch.zeros(3, dtype=torch.bool)) == 0.0
 
 
-@pytest.mark.parametrize("setting", [hw.SigmoidGate(), hw.SigmoidGate("element", scale=0.6), *MIXTURES.values()])
-def test_gradients_are_those_of_differences(setting: hw.SigmoidGate | hw.MixtureOfHeads):
+@pytest.mark.parametrize(
+    "setting", [hw.gating.SigmoidGate(), hw.gating.SigmoidGate("element", scale=0.6), *MIXTURES.values()]
+)
+def test_gradients_are_those_of_differences(setting: hw.gating.SigmoidGate | hw.gating.MixtureOfHeads):
     gates = build_gates(setting, HEADS, SIZE, WIDTH).double()
     randomize(gates)
     names = [name for name, _ in gates.named_parameters()]
@@ -141,23 +143,23 @@ def test_gates_of_half_precision_are_computed_in_single(dtype: torch.dtype):
 
 def test_settings_and_shapes_that_do_not_fit_are_refused():
     with pytest.raises(SettingError, match="per is 'token'; expected one of head, element"):
-        hw.SigmoidGate("token")
+        hw.gating.SigmoidGate("token")
     with pytest.raises(SettingError, match="token is 1; expected True or False"):
-        hw.SigmoidGate(token=1)
+        hw.gating.SigmoidGate(token=1)
     with pytest.raises(SettingError, match=r"scale is 0\.0"):
-        hw.SigmoidGate(scale=0.0)
+        hw.gating.SigmoidGate(scale=0.0)
     with pytest.raises(SettingError, match="active is 0; expected an integer of at least 1"):
-        hw.MixtureOfHeads(1, 0)
+        hw.gating.MixtureOfHeads(1, 0)
     with pytest.raises(SettingError, match="shared is -1"):
-        hw.MixtureOfHeads(-1, 2)
+        hw.gating.MixtureOfHeads(-1, 2)
     with pytest.raises(SettingError, match="routing is 'hash'"):
-        hw.MixtureOfHeads(1, 2, routing="hash")
+        hw.gating.MixtureOfHeads(1, 2, routing="hash")
     with pytest.raises(SettingError, match=r"balance is -0\.1"):
-        hw.MixtureOfHeads(1, 2, balance=-0.1)
+        hw.gating.MixtureOfHeads(1, 2, balance=-0.1)
     with pytest.raises(SettingError, match="uses 6 heads of an attention that has 5; lower shared or active"):
-        build_gates(hw.MixtureOfHeads(5, None), 5, SIZE, WIDTH)
+        build_gates(hw.gating.MixtureOfHeads(5, None), 5, SIZE, WIDTH)
     with pytest.raises(SettingError, match="uses 6 heads of an attention that has 5; lower shared or active"):
-        build_gates(hw.MixtureOfHeads(2, 4), HEADS, SIZE, WIDTH)
+        build_gates(hw.gating.MixtureOfHeads(2, 4), HEADS, SIZE, WIDTH)
     with pytest.raises(SettingError, match="active is 6"):
         mixture_gates(torch.zeros(5), None, None, active=6)
     with pytest.raises(ShapeError, match="shared and kinds were not given together"):

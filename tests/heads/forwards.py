@@ -19,7 +19,7 @@ def results(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def no_bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+def no_bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
     return torch.zeros(1, call.heads, 1, call.keys, dtype=call.dtype)
 
 
@@ -42,7 +42,7 @@ def checkpoint_activations(model: nn.Module, *, reentrant: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
-def first_key_only(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+def first_key_only(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
     """Head 1 sees key 0 alone."""
     bias = torch.zeros(1, call.heads, 1, call.keys)
     if call.first_key == 0:

@@ -60,10 +60,10 @@ def test_importance_is_the_drop_of_the_users_score_for_every_head():
 
 def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
     heads = hw.find_heads(SeparateAttention())
-    with pytest.raises(hw.SettingError, match="at most 3"):
+    with pytest.raises(hw.errors.SettingError, match="at most 3"):
         hw.ablate(heads, 4)
     for nothing in ((), ([],), (torch.tensor([]),)):
-        with pytest.raises(hw.SettingError, match="given no head"):
+        with pytest.raises(hw.errors.SettingError, match="given no head"):
             hw.ablate(heads, *nothing)
     wrong = [
         ([0, 4], "4"),
@@ -74,18 +74,20 @@ def test_wrong_heads_and_scores_that_do_not_run_the_model_are_refused():
         (torch.ones(4) > 0, "True"),
     ]
     for given, told in wrong:
-        with pytest.raises(hw.SettingError, match=f"head of the model is {told}; expected an integer of .* at most 3"):
+        with pytest.raises(
+            hw.errors.SettingError, match=f"head of the model is {told}; expected an integer of .* at most 3"
+        ):
             hw.ablate(heads, given)
-    with pytest.raises(hw.NotFired, match="no forward pass"):
+    with pytest.raises(hw.errors.NotFired, match="no forward pass"):
         hw.importance(heads, lambda: 1.0)
     without = LinearAttention()
     del without.o_proj
-    with pytest.raises(hw.LayoutError, match="no output projection was found"):
+    with pytest.raises(hw.errors.LayoutError, match="no output projection was found"):
         hw.ablate(hw.find_heads(without), 0)
 
 
 def test_an_ablation_that_no_forward_went_through_is_told():
-    with pytest.raises(hw.NotFired, match="no forward pass"), hw.ablate(hw.find_heads(SeparateAttention()), 0):
+    with pytest.raises(hw.errors.NotFired, match="no forward pass"), hw.ablate(hw.find_heads(SeparateAttention()), 0):
         pass
 
 
@@ -95,7 +97,7 @@ def test_a_refusal_leaves_the_model_as_it_was():
     x = torch.randn(2, 3, 8)
     before = model(x)
     blind = dataclasses.replace(heads.sites[1], output_projection=None, output=None)
-    with pytest.raises(hw.LayoutError, match="no output projection"):
+    with pytest.raises(hw.errors.LayoutError, match="no output projection"):
         hw.ablate(dataclasses.replace(heads, sites=(heads.sites[0], blind)), 1)
     torch.testing.assert_close(model(x), before)
 
@@ -111,6 +113,6 @@ def test_heads_before_an_output_projection_of_two_attentions_are_left_alone():
         lambda: hw.importance(heads.layer(1), lambda: model(x).std()),
         lambda: hw.importance(heads.layer(1), lambda: model(x).std((1, 2)), method="first_order"),
     ):
-        with pytest.raises(hw.LayoutError, match=told):
+        with pytest.raises(hw.errors.LayoutError, match=told):
             attach()
     assert not model[0].o_proj._forward_pre_hooks

@@ -53,13 +53,16 @@ def assert_read(heads: hw.Heads) -> None:
 
 
 @pytest.mark.parametrize(
-    "attach", [lambda heads: hw.Taps(heads, values=True), lambda heads: hw.Disagreement(heads, hw.Subspace())]
+    "attach",
+    [lambda heads: hw.Taps(heads, values=True), lambda heads: hw.Disagreement(heads, hw.similarity.Subspace())],
 )
 def test_values_are_not_read_from_the_base_of_an_adapter_that_came_later(attach):
     attention = SeparateAttention().double()
     handle = attach(hw.find_heads(attention))
     model = adapted(attention)
-    with pytest.raises(hw.NotFired, match="what projects its values is now a Linear, set after this was attached"):
+    with pytest.raises(
+        hw.errors.NotFired, match="what projects its values is now a Linear, set after this was attached"
+    ):
         model(X)
     handle.remove()
     handle = attach(hw.find_heads(model))
@@ -105,7 +108,9 @@ def test_active_merged_and_disabled_adapters_count_as_the_model_counts_them():
     assert first.adapters == ()
     assert_read(heads)
     model.base_model.disable_adapter_layers()
-    with pytest.raises(hw.LayoutError, match=r"q_proj\.base_layer\.weight has adapters merged that are disabled"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"q_proj\.base_layer\.weight has adapters merged that are disabled"
+    ):
         first.read()
     model(X)
     assert_read(heads)
@@ -131,7 +136,7 @@ def test_what_is_not_w_plus_b_a_is_refused_by_repulsion_and_noted_by_measure(nam
     heads = hw.find_heads(model)
     assert hw.verify(heads, (X,)).sites == ("base_model.model",)
     with pytest.raises(
-        hw.LayoutError, match=rf"^base_model\.model\.q_proj\.base_layer\.weight is the {reason}|{reason}"
+        hw.errors.LayoutError, match=rf"^base_model\.model\.q_proj\.base_layer\.weight is the {reason}|{reason}"
     ):
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
     with hw.Taps(heads, values=True) as taps, torch.no_grad():
@@ -144,7 +149,9 @@ def test_a_layer_under_two_adapters_is_refused():
     model = wrap(SeparateAttention(), *PROJECTIONS)
     wrap(model, *PROJECTIONS)
     heads = hw.find_heads(model)
-    with pytest.raises(hw.LayoutError, match=r"is the base of several adapted layers \(LoraLinear in LoraLinear\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"is the base of several adapted layers \(LoraLinear in LoraLinear\)"
+    ):
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -154,7 +161,7 @@ def test_a_lora_around_torch_s_attention_is_read_but_not_repelled():
     heads = hw.find_heads(model)
     assert hw.verify(heads, (X.float(),)).sites == ("base_model.model.self_attn.base_layer",)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with pytest.raises(hw.LayoutError, match=r"in_proj_weight is adapted by a \S+\.MultiheadAttention around"):
+    with pytest.raises(hw.errors.LayoutError, match=r"in_proj_weight is adapted by a \S+\.MultiheadAttention around"):
         hw.repel(heads, hw.SVGD(), optimizer)
 
 
@@ -175,7 +182,7 @@ def test_a_trained_copy_of_a_module_is_the_one_that_is_found():
     model.add_adapter("second", peft.LoraConfig(target_modules=["intermediate.dense"]))
     model.set_adapter("second")
     with pytest.raises(
-        hw.LayoutError, match=r"query\S+ is not what ModulesToSaveWrapper calls anymore: another adapter"
+        hw.errors.LayoutError, match=r"query\S+ is not what ModulesToSaveWrapper calls anymore: another adapter"
     ):
         hw.Taps(heads, values=True)
 
@@ -183,7 +190,7 @@ def test_a_trained_copy_of_a_module_is_the_one_that_is_found():
 def test_the_penalty_on_values_reaches_a_and_b_through_the_effective_weight():
     model = adapted()
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.Subspace())
+    penalty = hw.Disagreement(heads, hw.similarity.Subspace())
     model.train()
     model(X)
     penalty().backward()
@@ -242,7 +249,7 @@ def test_adapters_that_cannot_be_trained_are_refused_with_what_to_do(change, mes
     model = adapted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     change(model)
-    with pytest.raises(hw.LayoutError, match=message):
+    with pytest.raises(hw.errors.LayoutError, match=message):
         hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
 
 
@@ -256,5 +263,7 @@ def test_an_adapter_that_is_not_plain_is_refused_by_structure_alone():
     model = wrap(SeparateAttention(), *PROJECTIONS)
     assert isinstance(model.q_proj, LoraLinear)
     model.q_proj.lora_A["default"] = nn.Sequential(model.q_proj.lora_A["default"])
-    with pytest.raises(hw.LayoutError, match=r"base of a heads\.wrappers\.LoraLinear, whose adapter is not a plain A"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"base of a heads\.wrappers\.LoraLinear, whose adapter is not a plain A"
+    ):
         hw.repel(hw.find_heads(model), hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))

@@ -65,7 +65,9 @@ class Crossed(StridedAttention):
     "attention", [StridedAttention, Fused, lambda: Fused("(h d)"), Queries, Crossed, ShuffledAttention]
 )
 def test_heads_that_are_not_one_after_another_are_refused_before_anything_is_attached(attention):
-    with pytest.raises(hw.LayoutError, match=r"misreads .*: changing feature [01] of its first query head changed"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"misreads .*: changing feature [01] of its first query head changed"
+    ):
         hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
 
 
@@ -80,19 +82,25 @@ class ChannelAttention(Fused):
 
 @pytest.mark.parametrize("attention", [SwappedAttention, BlendedAttention, ChannelAttention])
 def test_queries_that_act_on_other_tokens_are_refused_before_anything_is_attached(attention):
-    with pytest.raises(hw.LayoutError, match=r"changing the query of one token changed what [24] tokens get"):
+    with pytest.raises(hw.errors.LayoutError, match=r"changing the query of one token changed what [24] tokens get"):
         hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
 
 
 def test_query_key_and_value_of_each_head_side_by_side_are_no_blocks():
-    with pytest.raises(hw.LayoutError, match=r"feature 0 of its last query head changed features .* not those from 15"):
-        hw.find_heads(FusedAttention(interleaved=True), hw.FusedLinear("mine", fused=("qkv",), output=("proj",)))
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"feature 0 of its last query head changed features .* not those from 15"
+    ):
+        hw.find_heads(
+            FusedAttention(interleaved=True), hw.layouts.FusedLinear("mine", fused=("qkv",), output=("proj",))
+        )
 
 
 def test_heads_that_alternate_are_called_so():
-    with pytest.raises(hw.LayoutError, match=r"features 0, 4, 8, 12, 16 of what W_O gets.*'b n \(d h\)'.*'\(h d\)'"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"features 0, 4, 8, 12, 16 of what W_O gets.*'b n \(d h\)'.*'\(h d\)'"
+    ):
         hw.find_heads(StridedAttention(num_heads=4, head_dim=5, key_value_heads=4))
-    with pytest.raises(hw.LayoutError) as refusal:
+    with pytest.raises(hw.errors.LayoutError) as refusal:
         hw.find_heads(ShuffledAttention(num_heads=4, head_dim=5, key_value_heads=4))
     assert "(d h)" not in str(refusal.value)
 
@@ -175,12 +183,12 @@ class Asking(StridedAttention):
 def test_what_cannot_be_called_is_left_to_verify():
     x = torch.randn(2, 6, 12)
     heads = hw.find_heads(Asking())
-    with pytest.raises(hw.LayoutError, match="misreads Asking"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads Asking"):
         hw.verify(heads, (x, x, x, None))
     with torch.device("meta"):
         assert hw.find_heads(StridedAttention())
     strided = StridedAttention()
-    with torch.device("meta"), pytest.raises(hw.LayoutError, match="misreads StridedAttention"):
+    with torch.device("meta"), pytest.raises(hw.errors.LayoutError, match="misreads StridedAttention"):
         hw.find_heads(strided)
 
     class Drawing(StridedAttention):

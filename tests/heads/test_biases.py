@@ -64,7 +64,7 @@ def test_values_are_read_with_the_bias_that_is_added_to_them():
         (capture,) = taps.read()
     expected = model.qkv_proj(X)[..., 24:] + model.v_bias
     torch.testing.assert_close(capture.values, expected.unflatten(-1, (4, 3)))
-    penalty = hw.Disagreement(heads, hw.Subspace())
+    penalty = hw.Disagreement(heads, hw.similarity.Subspace())
     model(X)
     penalty().backward()
     assert float(model.v_bias.grad.abs().max()) > 0.0
@@ -89,6 +89,6 @@ def test_a_bias_in_another_order_is_disproved(projection: str):
     for change in ({"bias_stride": 1}, {"bias_start": 1, "bias_stride": 2}):
         slices = tuple(replace(s, **change) if s.projection == projection else s for s in site.slices)
         with pytest.raises(
-            hw.LayoutError, match=rf"changing the {projection} bias of head \d changed the heads of heads \d"
+            hw.errors.LayoutError, match=rf"changing the {projection} bias of head \d changed the heads of heads \d"
         ):
             hw.verify(Heads(model, (replace(site, slices=slices),)), (X.float(),))

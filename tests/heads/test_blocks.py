@@ -57,7 +57,7 @@ def run(model: torch.nn.Module, step: int) -> torch.Tensor:
 def test_sgd_on_blocks_is_sgd_on_the_weights(build):
     model = build()
     other = copy.deepcopy(model)
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     optimizers = [
         torch.optim.SGD(list(blocks), lr=0.5, momentum=0.9),
         torch.optim.SGD(blocks.rest, lr=0.5, momentum=0.9),
@@ -79,7 +79,7 @@ def test_sgd_on_blocks_is_sgd_on_the_weights(build):
 def test_blocks_of_every_family_are_stepped_as_the_weights_they_are_parts_of(family: Family):
     torch.manual_seed(0)
     model = family.build()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     whole = {id(parameter) for parameter in blocks.wholes}
     wanted = {}
     for name, parameter in model.named_parameters():
@@ -98,7 +98,7 @@ def test_blocks_of_every_family_are_stepped_as_the_weights_they_are_parts_of(fam
 def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
     model = build()
     heads = hw.find_heads(model)
-    blocks = hw.head_blocks(heads)
+    blocks = hw.heads.head_blocks(heads)
     muon = torch.optim.Muon(list(blocks), lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     blocks.attach(muon)
     alone = [block.detach().clone().requires_grad_() for block in blocks]
@@ -122,7 +122,7 @@ def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
 def test_whole_projections_are_the_control_also_where_they_share_a_parameter(build):
     model = build()
     other = copy.deepcopy(model)
-    blocks = hw.head_blocks(hw.find_heads(model), per_head=False)
+    blocks = hw.heads.head_blocks(hw.find_heads(model), per_head=False)
     slices = [part for site in hw.find_heads(other) for part in (*site.slices, site.output)]
     alone = [torch.nn.Parameter(part.turn(part.view(part.parameter.detach())).mT.flatten(0, 1)) for part in slices]
     assert [tuple(block.shape) for block in blocks] == [tuple(one.shape) for one in alone]
@@ -151,9 +151,9 @@ def test_projections_that_do_not_lie_side_by_side_are_refused():
     transformers = pytest.importorskip("transformers")
     config = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = transformers.GPTNeoXModel(transformers.GPTNeoXConfig(num_attention_heads=4, **config))
-    assert len(hw.head_blocks(hw.find_heads(model))) == 16
+    assert len(hw.heads.head_blocks(hw.find_heads(model))) == 16
     with pytest.raises(LayoutError, match=r"its query do not lie side by side.*per_head=True"):
-        hw.head_blocks(hw.find_heads(model), per_head=False)
+        hw.heads.head_blocks(hw.find_heads(model), per_head=False)
 
 
 def _gradients(heads: hw.Heads) -> list[torch.Tensor]:
@@ -168,7 +168,7 @@ def _gradients(heads: hw.Heads) -> list[torch.Tensor]:
 
 def test_zero_grad_clears_the_whole_weights_until_removed():
     model = make()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     optimizer = torch.optim.SGD(list(blocks), lr=0.1)
     blocks.attach(optimizer)
     run(model, 0).backward()
@@ -185,8 +185,8 @@ def test_zero_grad_clears_the_whole_weights_until_removed():
     assert model.self_attn.in_proj_weight.grad.any()
 
 
-def _make_optimizer(model: torch.nn.Module) -> tuple[hw.HeadBlocks, torch.optim.Optimizer]:
-    blocks = hw.head_blocks(hw.find_heads(model))
+def _make_optimizer(model: torch.nn.Module) -> tuple[hw.heads.HeadBlocks, torch.optim.Optimizer]:
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     optimizer = torch.optim.SGD([*blocks, *blocks.rest], lr=0.5, momentum=0.9)
     blocks.attach(optimizer)
     return blocks, optimizer
@@ -255,11 +255,11 @@ def test_blocks_under_lora_are_refused():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj"]))
     with pytest.raises(LayoutError, match=r"q_proj\.base_layer\.weight is the base of a LoRA layer.*merge_and_unload"):
-        hw.head_blocks(hw.find_heads(model).projection("query", "key"))
+        hw.heads.head_blocks(hw.find_heads(model).projection("query", "key"))
 
 
 def test_printed_blocks_tell_whether_an_optimizer_is_attached():
-    blocks = hw.head_blocks(hw.find_heads(make()))
+    blocks = hw.heads.head_blocks(hw.find_heads(make()))
     assert repr(blocks) == "HeadBlocks(12 heads of 2 parameters; attached to no optimizer)"
     blocks.attach(torch.optim.SGD(list(blocks), lr=0.1))
     assert repr(blocks) == "HeadBlocks(12 heads of 2 parameters)"
@@ -267,7 +267,7 @@ def test_printed_blocks_tell_whether_an_optimizer_is_attached():
 
 def test_rest_and_blocks_are_all_of_the_model():
     model = make()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     assert sum(p.numel() for p in (*blocks, *blocks.rest)) == sum(p.numel() for p in model.parameters())
     assert len(blocks) == len(blocks.names) == 12
     assert blocks.names[4] == "self_attn.in_proj_weight key 1"
@@ -276,8 +276,8 @@ def test_rest_and_blocks_are_all_of_the_model():
 def test_what_would_not_train_is_refused():
     model = make()
     with pytest.raises(LayoutError, match=r"12 of its 36 rows belong to selected heads"):
-        hw.head_blocks(hw.find_heads(model).projection("query"))
-    blocks = hw.head_blocks(hw.find_heads(model))
+        hw.heads.head_blocks(hw.find_heads(model).projection("query"))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     with pytest.raises(SettingError, match="holds none of the 12 blocks"):
         blocks.attach(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(SettingError, match="holds 11 of the 12 blocks"):
@@ -288,4 +288,4 @@ def test_what_would_not_train_is_refused():
         run(model.float(), 0).backward()
     model.self_attn.in_proj_weight.requires_grad_(False)
     with pytest.raises(LayoutError, match="does not require a gradient"):
-        hw.head_blocks(hw.find_heads(model))
+        hw.heads.head_blocks(hw.find_heads(model))

@@ -98,7 +98,13 @@ def test_a_bias_is_added_to_the_scores_of_the_call(settings: str, mask: str, rea
 
 
 @pytest.mark.parametrize(
-    "term", [hw.Position(), hw.Frobenius(), hw.PositionSquaredDifference(), hw.Position(recompute=True)]
+    "term",
+    [
+        hw.similarity.Position(),
+        hw.similarity.Frobenius(),
+        hw.similarity.PositionSquaredDifference(),
+        hw.similarity.Position(recompute=True),
+    ],
 )
 def test_penalties_on_weights_have_the_value_and_gradient_of_weights_written_out(term):
     model = build("grouped")
@@ -175,7 +181,7 @@ def test_nanogpt_and_timm_are_read_in_every_layer():
         for capture in captures:
             rebuilt = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
             torch.testing.assert_close(rebuilt, capture.outputs, rtol=1e-12, atol=1e-12)
-        penalty = hw.Disagreement(heads, hw.Position() + hw.Frobenius())
+        penalty = hw.Disagreement(heads, hw.similarity.Position() + hw.similarity.Frobenius())
         model(x)
         penalty().backward()
 
@@ -184,7 +190,7 @@ def test_nanogpt_and_timm_are_read_in_every_layer():
 def test_roles_guide_the_heads_of_nanogpt(size: int):
     torch.manual_seed(0)
     model = NanoGPT(layers=1, dropout=0.0).double().eval()
-    mask = hw.Roles(hw.Window(size))(hw.WordTable.split("one two three four five six"), num_heads=3)
+    mask = hw.roles.Roles(hw.roles.Window(size))(hw.roles.WordTable.split("one two three four five six"), num_heads=3)
     attention = model.h[0]["attn"]
     x = model.h[0]["ln_1"](X[:1])
     with hw.guide(hw.find_heads(model), mask), hw.Taps(hw.find_heads(model), weights=True) as taps:
@@ -281,7 +287,7 @@ def test_copies_and_pickles_run_their_own_forward_and_removal_leaves_nothing():
         torch.save(model, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
-        with pytest.raises(hw.NotFired, match=r"replica that nn\.DataParallel made"):
+        with pytest.raises(hw.errors.NotFired, match=r"replica that nn\.DataParallel made"):
             model._replicate_for_data_parallel()(X)
         for one in (twin, loaded):
             assert vars(one)["forward"] == type(one).forward.__get__(one)
@@ -307,7 +313,7 @@ def test_copies_and_pickles_run_their_own_forward_and_removal_leaves_nothing():
 def test_heads_in_parameters_are_read_removed_and_biased_at_the_call():
     torch.manual_seed(0)
     model = EinsumAttention().double()
-    row = hw.FusedParameter("mine", fused=("w_qkv",), axes="p d h e", output=("w_o",), output_axes="h e d")
+    row = hw.layouts.FusedParameter("mine", fused=("w_qkv",), axes="p d h e", output=("w_o",), output_axes="h e d")
     heads = hw.find_heads(model, row)
     plain = model(X)
     q, k, v = torch.einsum("bld,pdhe->pbhle", X, model.w_qkv)
@@ -319,7 +325,7 @@ def test_heads_in_parameters_are_read_removed_and_biased_at_the_call():
     torch.testing.assert_close(capture.outputs, outputs)
     torch.testing.assert_close(capture.values, v.transpose(1, 2))
     torch.testing.assert_close(capture.weights, scores.softmax(-1))
-    penalty = hw.Disagreement(heads, hw.Output() + hw.Subspace())
+    penalty = hw.Disagreement(heads, hw.similarity.Output() + hw.similarity.Subspace())
     model(X)
     penalty().backward()
     assert float(model.w_qkv.grad[2].abs().max()) > 0.0
@@ -333,8 +339,8 @@ def test_heads_in_parameters_are_read_removed_and_biased_at_the_call():
     drops = hw.importance(heads, lambda: float(model(X).std())).drops["(model)"]
     assert float(drops.abs().min()) > 0.0
     assert hw.verify(heads, (X,)).sites == ("",)
-    with pytest.raises(hw.LayoutError, match="W_O is the parameter w_o"):
-        hw.aggregate(heads, hw.SimpleRouting(capsules=2))
+    with pytest.raises(hw.errors.LayoutError, match="W_O is the parameter w_o"):
+        hw.aggregate(heads, hw.routing.SimpleRouting(capsules=2))
 
 
 @pytest.mark.parametrize("grouped", ["repeated", "enable_gqa"])
@@ -354,14 +360,14 @@ def test_values_of_groups_are_read_once_at_the_call(grouped: str):
             return self.proj(heads.transpose(1, 2).flatten(2))
 
     model = Grouped().double()
-    with hw.Taps(hw.find_heads(model, hw.SeparateParameters(axes="h d e")), values=True) as taps:
+    with hw.Taps(hw.find_heads(model, hw.layouts.SeparateParameters(axes="h d e")), values=True) as taps:
         model(X)
         torch.testing.assert_close(taps.read()[0].values, torch.einsum("bld,hde->blhe", X, model.w_v))
 
 
 def test_a_role_of_future_tokens_alone_leaves_a_causal_head_regular():
     model = NanoGPT(layers=1, dropout=0.0).double().eval()
-    mask = hw.Roles(hw.Separator())(hw.WordTable.split("one two three four five ."), num_heads=3)
+    mask = hw.roles.Roles(hw.roles.Separator())(hw.roles.WordTable.split("one two three four five ."), num_heads=3)
     with hw.guide(hw.find_heads(model), mask), hw.Taps(hw.find_heads(model), weights=True) as taps:
         model(X[:1])
         weights = taps.read()[0].weights

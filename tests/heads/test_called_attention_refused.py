@@ -49,7 +49,7 @@ def test_calls_from_which_heads_cannot_be_read_are_refused(
     monkeypatch.setattr(find, "require_arranged", lambda *_: None)
     model = attention().double()
     plain = model(X)
-    with hw.Taps(hw.find_heads(model), weights=True), pytest.raises(hw.LayoutError, match=message):
+    with hw.Taps(hw.find_heads(model), weights=True), pytest.raises(hw.errors.LayoutError, match=message):
         model(X)
     assert torch.equal(model(X), plain)
 
@@ -71,11 +71,13 @@ def test_a_forward_that_takes_another_way_is_told():
     model.flash = False
     plain = model.eval()(X)
     for attach in (
-        lambda: hw.Disagreement(heads, hw.Position()),
+        lambda: hw.Disagreement(heads, hw.similarity.Position()),
         lambda: hw.bias_heads(heads, torch.zeros(1, 1, 1, 6)),
     ):
         handle = attach()
-        with pytest.raises(hw.NotFired, match=r"did not call scaled_.*, nor a softmax .* \(but over \(2, 6, 12\)\)"):
+        with pytest.raises(
+            hw.errors.NotFired, match=r"did not call scaled_.*, nor a softmax .* \(but over \(2, 6, 12\)\)"
+        ):
             model(X)
         handle.remove()
     assert torch.equal(model(X), plain)
@@ -91,7 +93,7 @@ def test_what_no_call_is_found_in_is_refused_when_attached():
             self.q_proj, self.k_proj, self.v_proj, self.o_proj = model.q_proj, model.k_proj, model.v_proj, model.o_proj
 
     with pytest.raises(
-        hw.LayoutError,
+        hw.errors.LayoutError,
         match=r"_attention, a softmax between projections .*, which this one does not",
     ):
         hw.Taps(hw.find_heads(Eager()), weights=True)

@@ -50,9 +50,9 @@ def inputs_of(model: nn.Module, tokens: int = TOKENS, seed: int = 0) -> dict[str
     return {"input_ids": ids, "attention_mask": keep.long(), "use_cache": False}
 
 
-def mask_of(tokens: int = TOKENS, seed: int = 0) -> hw.HeadMask:
+def mask_of(tokens: int = TOKENS, seed: int = 0) -> hw.roles.HeadMask:
     roles = torch.rand(2, 2, tokens, tokens, generator=torch.Generator().manual_seed(seed)) < 0.4
-    return hw.HeadMask(roles, None, HEADS, (1, 0))
+    return hw.roles.HeadMask(roles, None, HEADS, (1, 0))
 
 
 def output_of(result: Any) -> Tensor:
@@ -60,14 +60,16 @@ def output_of(result: Any) -> Tensor:
 
 
 MODELS = {"transformers": bert, "torch": encoder}
-EVERY_TERM = hw.Output() + hw.Subspace() + 0.3 * hw.Position() + hw.Frobenius()
+EVERY_TERM = (
+    hw.similarity.Output() + hw.similarity.Subspace() + 0.3 * hw.similarity.Position() + hw.similarity.Frobenius()
+)
 METHODS: dict[str, Callable[[hw.Heads], Any]] = {
     "nothing": lambda _heads: None,
     "taps": lambda heads: hw.Taps(heads, outputs=True, values=True, weights=True),
     "taps of the mean": lambda heads: hw.Taps(heads, mean_weights=True),
     "taps beside": lambda heads: hw.Taps(heads, weights=True, beside=True),
     "penalty": lambda heads: hw.Disagreement(heads, EVERY_TERM),
-    "penalty recomputed": lambda heads: hw.Disagreement(heads, hw.Position(recompute=True)),
+    "penalty recomputed": lambda heads: hw.Disagreement(heads, hw.similarity.Position(recompute=True)),
     "bias": lambda heads: hw.bias_heads(heads, torch.linspace(-2, 3, HEADS * TOKENS).view(1, HEADS, 1, TOKENS)),
     "function of bias": lambda heads: hw.bias_heads(
         heads, lambda site, call: torch.arange(call.keys * 1.0).view(1, 1, 1, call.keys) * (site.layer + 1)
@@ -75,10 +77,10 @@ METHODS: dict[str, Callable[[hw.Heads], Any]] = {
     "guide": hw.guide,
     "guide every forward": lambda heads: hw.guide(heads, mask_of(), every_forward=True),
     "ablate": lambda heads: hw.ablate(heads, [0, 3]),
-    "gate": lambda heads: hw.aggregate(heads, hw.Gate()),
-    "simple routing": lambda heads: hw.aggregate(heads, hw.SimpleRouting(capsules=4)),
-    "EM routing": lambda heads: hw.aggregate(heads, hw.EMRouting(capsules=4)),
-    "residual": lambda heads: hw.aggregate(heads, hw.Residual(hw.Trunk())),
+    "gate": lambda heads: hw.aggregate(heads, hw.routing.Gate()),
+    "simple routing": lambda heads: hw.aggregate(heads, hw.routing.SimpleRouting(capsules=4)),
+    "EM routing": lambda heads: hw.aggregate(heads, hw.routing.EMRouting(capsules=4)),
+    "residual": lambda heads: hw.aggregate(heads, hw.routing.Residual(hw.routing.Trunk())),
 }
 
 
@@ -99,7 +101,9 @@ class Graphs:
 
 def run(model: Any, handle: Any, inputs: dict, seed: int = 0) -> list[Tensor]:
     """What a step of a model computes: its output, what is read of it, and all gradients."""
-    given = {"role_mask": mask_of(seed=seed)} if isinstance(handle, hw.Guidance) and not handle.every_forward else {}
+    given = (
+        {"role_mask": mask_of(seed=seed)} if isinstance(handle, hw.roles.Guidance) and not handle.every_forward else {}
+    )
     output = output_of(model(**inputs, **given))
     loss, read = output.square().mean(), []
     if isinstance(handle, hw.Taps):
@@ -132,7 +136,7 @@ def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
         expected = run(model, handle, inputs, seed)
         require_same(run(compiled, handle, inputs, seed), expected)
     assert graphs.count == 1
-    if isinstance(handle, hw.Ablation | hw.Guidance | hw.HeadBias):
+    if isinstance(handle, hw.heads.Ablation | hw.roles.Guidance | hw.heads.HeadBias):
         handle.check()
 
 
@@ -199,12 +203,12 @@ def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
     hw.guide(hw.find_heads(model))
     compiled = torch.compile(model, backend=Graphs())
     inputs = inputs_of(model)
-    with pytest.raises(hw.NotFired, match="this forward has no mask"):
+    with pytest.raises(hw.errors.NotFired, match="this forward has no mask"):
         compiled(**inputs)
-    with pytest.raises(hw.MaskError, match="mask has 9 tokens and this call 7 queries"):
+    with pytest.raises(hw.errors.MaskError, match="mask has 9 tokens and this call 7 queries"):
         compiled(**inputs, role_mask=mask_of(9))
     compiled(**inputs, role_mask=mask_of())
-    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
+    with pytest.raises(hw.errors.MaskError, match="belongs to the previous forward"):
         compiled(**inputs)
     compiled(**inputs, role_mask=mask_of(seed=3))
 

@@ -72,9 +72,11 @@ class Everything:
     def __init__(self, model: Any, heads: hw.Heads) -> None:
         self.model, self.heads = model, heads
         torch.manual_seed(3)
-        hw.aggregate(heads.layer(0), hw.Gate())
-        hw.aggregate(heads.layer(1), hw.Residual(hw.EMRouting(capsules=4)))
-        self.penalty = hw.Disagreement(heads, hw.Output() + hw.Subspace() + 0.3 * hw.Position())
+        hw.aggregate(heads.layer(0), hw.routing.Gate())
+        hw.aggregate(heads.layer(1), hw.routing.Residual(hw.routing.EMRouting(capsules=4)))
+        self.penalty = hw.Disagreement(
+            heads, hw.similarity.Output() + hw.similarity.Subspace() + 0.3 * hw.similarity.Position()
+        )
         self.taps = hw.Taps(heads.layer(1), outputs=True, values=True, weights=True)
         hw.bias_heads(heads.layer(0), torch.linspace(-1, 2, 7).view(1, 1, 1, 7))
         hw.guide(heads)
@@ -158,11 +160,11 @@ def test_a_compiled_model_in_distributed_data_parallel_is_unwrapped_too(way: str
     model = replicated if way.startswith("compiled") else compiled(replicated)
     heads = hw.find_heads(model)
     assert heads.model is inner
-    with pytest.raises(hw.LayoutError, match="is wrapped by DistributedDataParallel"):
-        hw.aggregate(heads, hw.Gate())
+    with pytest.raises(hw.errors.LayoutError, match="is wrapped by DistributedDataParallel"):
+        hw.aggregate(heads, hw.routing.Gate())
     inputs, values = inputs_of(plain), []
     for part, own in ((plain, hw.find_heads(plain)), (model, heads)):
-        penalty = hw.Disagreement(own, hw.Output() + hw.Position())
+        penalty = hw.Disagreement(own, hw.similarity.Output() + hw.similarity.Position())
         own.model.zero_grad()
         loss = output_of(part(**inputs)).square().mean() + penalty()
         loss.backward()
@@ -174,7 +176,7 @@ def test_a_compiled_model_in_distributed_data_parallel_is_unwrapped_too(way: str
 def test_a_compiled_model_is_saved_and_loaded_under_its_own_names(way: str, tmp_path: Path):
     model = WAYS[way](encoder().eval())
     heads = hw.find_heads(model)
-    hw.aggregate(heads, hw.EMRouting(capsules=4))
+    hw.aggregate(heads, hw.routing.EMRouting(capsules=4))
     inputs = inputs_of(heads.model)
     with torch.no_grad():
         expected = model(**inputs)
@@ -209,9 +211,9 @@ def test_a_compiled_model_is_proved_and_measured_like_the_model_itself(way: str)
 
 def test_a_copy_of_a_compiled_model_is_free_of_what_is_attached():
     model = inside(nn.TransformerEncoderLayer)(encoder())
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     twin = copy.deepcopy(model)
     twin(**inputs_of(model))
-    with pytest.raises(hw.NotFired, match="2 of 2 tapped sites were not called"):
+    with pytest.raises(hw.errors.NotFired, match="2 of 2 tapped sites were not called"):
         penalty()
     assert len(hw.find_heads(twin)) == 2

@@ -53,7 +53,7 @@ def test_every_model_of_transformers_is_read_whole_or_refused():
             continue
         try:
             heads = hw.find_heads(model)
-        except hw.LayoutError as error:
+        except hw.errors.LayoutError as error:
             told = re.search(r"exclude|num_heads=|do not (group|divide)", str(error)) is not None
             outcome["refused" if told else "refused without a way out"].append(kind)
         else:

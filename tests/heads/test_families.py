@@ -112,7 +112,9 @@ def test_selections_of_an_encoder_decoder_name_its_attentions():
         "decoder.block.1.layer.0.SelfAttention",
     ]
     assert len(heads.where("decoder.*")) == 4
-    with pytest.raises(hw.LayoutError, match=r"'cross' in decoder\.block, 'decoder' in decoder\.block, 'self' in enc"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"'cross' in decoder\.block, 'decoder' in decoder\.block, 'self' in enc"
+    ):
         heads.layer(0)
     only = heads.kind("self").projection("value")
     assert [head_slice.name for head_slice in only.slices()] == [

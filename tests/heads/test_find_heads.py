@@ -83,13 +83,13 @@ def test_selectors_narrow_and_refuse_to_be_empty():
     assert [site.name for site in heads.kind("self").layer(-1)] == ["encoder.layers.1.self_attn"]
     assert len(heads.where("decoder.*")) == 4
     assert heads.kind("cross").layers(0, 1).projection("value", "query").projections == ("query", "value")
-    with pytest.raises(hw.LayoutError, match=r"several places.*select one first with \.kind"):
+    with pytest.raises(hw.errors.LayoutError, match=r"several places.*select one first with \.kind"):
         heads.layer(0)
-    with pytest.raises(hw.LayoutError, match=r"no attention in layer 7.*layers \[0, 1\]"):
+    with pytest.raises(hw.errors.LayoutError, match=r"no attention in layer 7.*layers \[0, 1\]"):
         heads.kind("self").layer(7)
-    with pytest.raises(hw.LayoutError, match="named like 'head'"):
+    with pytest.raises(hw.errors.LayoutError, match="named like 'head'"):
         heads.where("head")
-    with pytest.raises(hw.SettingError, match="projection is 'output'"):
+    with pytest.raises(hw.errors.SettingError, match="projection is 'output'"):
         heads.projection("output")
 
 
@@ -107,24 +107,28 @@ def test_a_model_without_a_known_layout_is_refused_with_its_candidates_and_a_row
 
     model = nn.Sequential(nn.Linear(4, 4))
     model.odd_attention = Odd()
-    with pytest.raises(hw.LayoutError, match=r"(?s)odd_attention: Odd with w1\.weight \[4, 4\].*find_heads\(model"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"(?s)odd_attention: Odd with w1\.weight \[4, 4\].*find_heads\(model"
+    ):
         hw.find_heads(model)
-    row = hw.SeparateLinears(name="odd", query=("w1",), key=("w2",), value=("w3",), output=("w4",), num_heads=("nh",))
-    assert hw.find_heads(model, (row, *hw.LAYOUTS)).sites[0].layout == "odd"
+    row = hw.layouts.SeparateLinears(
+        name="odd", query=("w1",), key=("w2",), value=("w3",), output=("w4",), num_heads=("nh",)
+    )
+    assert hw.find_heads(model, (row, *hw.layouts.LAYOUTS)).sites[0].layout == "odd"
 
 
 def test_rows_that_do_not_divide_and_heads_that_do_not_group_are_refused():
     wrong = SeparateAttention()
     wrong.head_dim = 3
-    with pytest.raises(hw.LayoutError, match="20 rows do not divide into heads of 3 rows"):
+    with pytest.raises(hw.errors.LayoutError, match="20 rows do not divide into heads of 3 rows"):
         hw.find_heads(wrong)
     ungrouped = SeparateAttention()
     ungrouped.k_proj = nn.Linear(12, 15)
-    with pytest.raises(hw.LayoutError, match="4 query and 3 key heads of 5 rows and 20 value rows do not group"):
+    with pytest.raises(hw.errors.LayoutError, match="4 query and 3 key heads of 5 rows and 20 value rows do not group"):
         hw.find_heads(ungrouped)
     unknown = SeparateAttention()
     del unknown.head_dim, unknown.num_heads
-    with pytest.raises(hw.LayoutError, match="give its number of heads, find_heads"):
+    with pytest.raises(hw.errors.LayoutError, match="give its number of heads, find_heads"):
         hw.find_heads(unknown)
 
 
@@ -166,7 +170,7 @@ class DeformableAttention(Deformable):
 
 def test_a_model_is_never_half_found():
     model = Holding(plain=SeparateAttention(), latent=LowRank())
-    with pytest.raises(hw.LayoutError) as refusal:
+    with pytest.raises(hw.errors.LayoutError) as refusal:
         hw.find_heads(model)
     text = str(refusal.value)
     assert "1 modules of Holding look like attention and fit no layout" in text
@@ -175,12 +179,14 @@ def test_a_model_is_never_half_found():
     assert "exclude=('latent',)" in text
     assert [site.name for site in hw.find_heads(model, exclude=("latent",))] == ["plain"]
     assert [site.name for site in hw.find_heads(model, exclude="lat*")] == ["plain"]
-    with pytest.raises(hw.LayoutError, match=r"exclude has '\*\.latent', which matches no module name of Holding"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"exclude has '\*\.latent', which matches no module name of Holding"
+    ):
         hw.find_heads(model, exclude=("*.latent",))
 
 
 def test_what_is_called_attention_and_projects_values_alone_is_not_passed_over():
-    with pytest.raises(hw.LayoutError, match="second: DeformableAttention"):
+    with pytest.raises(hw.errors.LayoutError, match="second: DeformableAttention"):
         hw.find_heads(Holding(first=SeparateAttention(), second=DeformableAttention()))
     assert len(hw.find_heads(Holding(first=SeparateAttention(), second=Deformable()))) == 1
 
@@ -191,7 +197,7 @@ def test_projections_held_as_parameters_of_three_dimensions_are_not_passed_over(
             super().__init__()
             self.q, self.k, self.v = (nn.Parameter(torch.zeros(8, 2, 4)) for _ in range(3))
 
-    with pytest.raises(hw.LayoutError, match=r"second: Relative with q \[8, 2, 4\]"):
+    with pytest.raises(hw.errors.LayoutError, match=r"second: Relative with q \[8, 2, 4\]"):
         hw.find_heads(Holding(first=SeparateAttention(), second=Relative()))
 
 
@@ -205,14 +211,14 @@ def test_projections_beside_those_of_the_row_are_refused_unless_the_row_names_th
     model = SeparateAttention()
     model.query_global = nn.Linear(12, 20)
     with pytest.raises(
-        hw.LayoutError, match=r"holds query_global in addition to k_proj, q_proj, v_proj, which the layout 'sep"
+        hw.errors.LayoutError, match=r"holds query_global in addition to k_proj, q_proj, v_proj, which the layout 'sep"
     ):
         hw.find_heads(model)
-    row = hw.SeparateLinears(beside=("query_global",))
+    row = hw.layouts.SeparateLinears(beside=("query_global",))
     assert hw.find_heads(model, (row,)).sites[0].num_heads == 4
     short = SeparateAttention()
     short.conv1d = nn.Conv1d(12, 12, 3)
-    with pytest.raises(hw.LayoutError, match=r"holds conv1d .*exclude="):
+    with pytest.raises(hw.errors.LayoutError, match=r"holds conv1d .*exclude="):
         hw.find_heads(short)
     normed = SeparateAttention()
     normed.q_norm, normed.k_norm = nn.LayerNorm(5), nn.RMSNorm(5)
@@ -225,31 +231,31 @@ def test_a_fused_weight_is_read_only_beside_the_output_projection_its_row_names(
     assert hw.find_heads(model).sites[0].layout == "fused"
     model.merge, model.proj = model.proj, None
     with pytest.raises(
-        hw.LayoutError, match=r"(?s)no attention heads found in FusedAttention.*\(model\): FusedAttention"
+        hw.errors.LayoutError, match=r"(?s)no attention heads found in FusedAttention.*\(model\): FusedAttention"
     ):
         hw.find_heads(model)
-    row = hw.FusedLinear("mine", ("qkv",), ("merge",))
-    assert hw.find_heads(model, (row, *hw.LAYOUTS)).sites[0].output_projection.attribute == "merge"
+    row = hw.layouts.FusedLinear("mine", ("qkv",), ("merge",))
+    assert hw.find_heads(model, (row, *hw.layouts.LAYOUTS)).sites[0].output_projection.attribute == "merge"
 
 
 def test_a_fused_weight_whose_rows_do_not_add_up_is_refused_with_the_numbers():
     model = FusedAttention()
     model.qkv = nn.Linear(12, 70)
-    with pytest.raises(hw.LayoutError, match=r"qkv\.weight: 70 rows .* for 4 query heads of 5 rows"):
+    with pytest.raises(hw.errors.LayoutError, match=r"qkv\.weight: 70 rows .* for 4 query heads of 5 rows"):
         hw.find_heads(model)
-    with pytest.raises(hw.SettingError, match=r"order is \('query', 'key'\); expected key, query, value"):
-        hw.FusedLinear("mine", ("qkv",), ("proj",), order=("query", "key"))
-    with pytest.raises(hw.SettingError, match="as the query has its own projection"):
-        hw.FusedLinear("mine", ("kv",), ("proj",), query=("q",))
+    with pytest.raises(hw.errors.SettingError, match=r"order is \('query', 'key'\); expected key, query, value"):
+        hw.layouts.FusedLinear("mine", ("qkv",), ("proj",), order=("query", "key"))
+    with pytest.raises(hw.errors.SettingError, match="as the query has its own projection"):
+        hw.layouts.FusedLinear("mine", ("kv",), ("proj",), query=("q",))
 
 
 def test_flags_of_a_module_choose_between_rows_of_one_attribute():
-    flagged = hw.FusedLinear("alternating", ("qkv",), ("proj",), interleaved=True, when=(("new", (True,)),))
+    flagged = hw.layouts.FusedLinear("alternating", ("qkv",), ("proj",), interleaved=True, when=(("new", (True,)),))
     model = FusedAttention()
-    assert hw.find_heads(model, (flagged, *hw.LAYOUTS)).sites[0].layout == "fused"
+    assert hw.find_heads(model, (flagged, *hw.layouts.LAYOUTS)).sites[0].layout == "fused"
     model = FusedAttention(interleaved=True)
     model.new = True
-    assert hw.find_heads(model, (flagged, *hw.LAYOUTS)).sites[0].layout == "alternating"
+    assert hw.find_heads(model, (flagged, *hw.layouts.LAYOUTS)).sites[0].layout == "alternating"
 
 
 def test_w_o_is_found_by_the_order_of_its_names_and_not_by_what_else_has_its_width():
@@ -270,7 +276,7 @@ def test_w_o_beside_the_attention_is_found_also_where_their_parent_is_the_model(
     assert (part.name, part.output_projection.module) == ("self", whole.output_projection.module)
     (alone,) = hw.find_heads(bert.encoder.layer[0].attention.self).sites
     assert alone.output_projection is None
-    with pytest.raises(hw.LayoutError, match=r"the model .* no output projection was found"):
+    with pytest.raises(hw.errors.LayoutError, match=r"the model .* no output projection was found"):
         alone.expose()
 
 
@@ -300,7 +306,7 @@ def test_self_attention_beside_cross_attention_is_a_decoders():
 def test_layers_of_nothing_or_of_no_number_are_refused():
     heads = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     for asked, message in (((), "was given nothing"), (("0",), "layer is '0'"), ((True,), "layer is True")):
-        with pytest.raises(hw.SettingError, match=message):
+        with pytest.raises(hw.errors.SettingError, match=message):
             heads.layers(*asked)
 
 
@@ -328,10 +334,12 @@ def test_modules_compiled_by_torch_jit_are_passed_by_unless_they_are_attention()
     assert [site.name for site in heads] == ["0"]
     assert hw.verify(heads, (torch.randn(2, 6, 12),)).sites == ("0",)
     model.append(_compile(nn.MultiheadAttention(12, 3)))
-    with pytest.raises(hw.LayoutError, match=r"2: RecursiveScriptModule is compiled by torch\.jit"):
+    with pytest.raises(hw.errors.LayoutError, match=r"2: RecursiveScriptModule is compiled by torch\.jit"):
         hw.find_heads(model)
     assert len(hw.find_heads(model, exclude="2")) == 1
-    with pytest.raises(hw.LayoutError, match=r"^MultiheadAttention is compiled by torch\.jit.*torch\.jit\.script"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"^MultiheadAttention is compiled by torch\.jit.*torch\.jit\.script"
+    ):
         hw.find_heads(model[2])
 
 
@@ -340,18 +348,22 @@ def test_lazy_modules_are_passed_by_unless_an_attention_holds_them():
     for name in ("q_proj", "o_proj"):
         model = nn.Sequential(SeparateAttention())
         setattr(model[0], name, nn.LazyLinear(getattr(model[0], name).out_features))
-        with pytest.raises(hw.LayoutError, match=rf"^0 \(SeparateAttention\): its {name}\.weight has no shape.*once"):
+        with pytest.raises(
+            hw.errors.LayoutError, match=rf"^0 \(SeparateAttention\): its {name}\.weight has no shape.*once"
+        ):
             hw.find_heads(model)
         model(torch.randn(2, 6, 12))
         assert len(hw.find_heads(model)) == 1
     own = Holding()
     for name in ("w_q", "w_k", "w_v"):
         own.register_parameter(name, nn.UninitializedParameter())
-    with pytest.raises(hw.LayoutError, match=r"^the model \(Holding\): its w_q has no shape before the first forward"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"^the model \(Holding\): its w_q has no shape before the first forward"
+    ):
         hw.find_heads(own)
-    with pytest.raises(hw.LayoutError, match=r"x_proj: LazyLinear with weight of no shape yet"):
+    with pytest.raises(hw.errors.LayoutError, match=r"x_proj: LazyLinear with weight of no shape yet"):
         hw.find_heads(Holding(x_proj=nn.LazyLinear(3)))
     model = SeparateAttention()
     model.q_extra = nn.LazyLinear(3)
-    with pytest.raises(hw.LayoutError, match=r"holds q_extra in addition to"):
+    with pytest.raises(hw.errors.LayoutError, match=r"holds q_extra in addition to"):
         hw.find_heads(model)

@@ -105,11 +105,13 @@ def test_a_wrapped_projection_whose_adapter_the_function_never_saw_stays_unseen(
     plain = model(X)
     with hw.Taps(hw.find_heads(model), values=True) as taps:
         assert torch.equal(model(X), plain)
-        with pytest.raises(hw.NotFired, match="its values were not computed in the call"):
+        with pytest.raises(hw.errors.NotFired, match="its values were not computed in the call"):
             taps.read()
 
 
 def test_nothing_takes_the_place_of_a_w_o_that_is_not_called():
     model = next(family for family in FAMILIES if family.name == "WavLM").build()
-    with pytest.raises(hw.LayoutError, match=r"encoder\.layers\.0\.attention \(WavLMAttention\) hands the weight of"):
-        hw.aggregate(hw.find_heads(model), hw.Residual(hw.Trunk()))
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"encoder\.layers\.0\.attention \(WavLMAttention\) hands the weight of"
+    ):
+        hw.aggregate(hw.find_heads(model), hw.routing.Residual(hw.routing.Trunk()))

@@ -189,9 +189,9 @@ def test_gradients_are_those_of_the_plain_model_and_a_wrong_reading_is_rejected(
         model(X).square().sum().backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
-    fused = hw.FusedLinear("wrong", ("qkv",), ("proj",), num_heads=2)
-    row = hw.SeparateLinears(num_heads=2) if kind in (Separate, Joined) else fused
-    with pytest.raises(hw.LayoutError, match="2 heads of 8 misreads"):
+    fused = hw.layouts.FusedLinear("wrong", ("qkv",), ("proj",), num_heads=2)
+    row = hw.layouts.SeparateLinears(num_heads=2) if kind in (Separate, Joined) else fused
+    with pytest.raises(hw.errors.LayoutError, match="2 heads of 8 misreads"):
         hw.verify(hw.find_heads(model, (row,)), (X,))
 
 
@@ -207,20 +207,20 @@ def test_values_that_pass_through_no_module_are_refused_for_what_they_are():
     for what in ("values", "outputs"):
         with hw.Taps(heads, **{what: True}) as taps:
             model(X)
-            with pytest.raises(hw.NotFired, match=rf"its {what} pass through no module.*F\.linear") as refusal:
+            with pytest.raises(hw.errors.NotFired, match=rf"its {what} pass through no module.*F\.linear") as refusal:
                 taps.read()
         assert "replaced" not in str(refusal.value)
-    with pytest.raises(hw.NotFired, match="its outputs pass through no module"), hw.ablate(heads, 0):
+    with pytest.raises(hw.errors.NotFired, match="its outputs pass through no module"), hw.ablate(heads, 0):
         model(X)
-    with pytest.raises(hw.LayoutError, match="hands the weight of its output projection to a function"):
-        hw.aggregate(heads, hw.SimpleRouting())
+    with pytest.raises(hw.errors.LayoutError, match="hands the weight of its output projection to a function"):
+        hw.aggregate(heads, hw.routing.SimpleRouting())
 
 
 @pytest.mark.parametrize("kind", [Handing, Buffered, EitherOutput, Multiplying])
 def test_what_takes_the_place_of_w_o_works_in_the_model_and_in_its_copies(kind):
     for attach in (
-        lambda heads: hw.gate_heads(heads, hw.SigmoidGate(scale=3.0)),
-        lambda heads: hw.aggregate(heads, hw.Residual(hw.SimpleRouting())),
+        lambda heads: hw.gate_heads(heads, hw.gating.SigmoidGate(scale=3.0)),
+        lambda heads: hw.aggregate(heads, hw.routing.Residual(hw.routing.SimpleRouting())),
     ):
         model, heads = build(kind)
         attach(heads)

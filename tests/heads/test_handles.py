@@ -20,7 +20,7 @@ from headwise.nn.hooks import Handle
 
 ATTACH: dict[str, Callable[[hw.Heads], Handle]] = {
     "taps": lambda heads: hw.Taps(heads, outputs=True),
-    "penalty": lambda heads: hw.Disagreement(heads, hw.Output()),
+    "penalty": lambda heads: hw.Disagreement(heads, hw.similarity.Output()),
     "bias": lambda heads: hw.bias_heads(heads, torch.arange(7.0).view(1, 1, 1, 7)),
     "ablation": lambda heads: hw.ablate(heads, 1),
 }
@@ -41,7 +41,7 @@ class Penalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = BY_NAME["BERT"].build()
-        self.penalty = hw.Disagreement(hw.find_heads(self.inner), hw.Output() + hw.Position())
+        self.penalty = hw.Disagreement(hw.find_heads(self.inner), hw.similarity.Output() + hw.similarity.Position())
 
     def forward(self) -> Tensor:
         self.inner(**BY_NAME["BERT"].inputs())
@@ -82,7 +82,7 @@ def test_a_projection_called_with_no_tensor_is_refused():
     model = SeparateAttention()
     model.o_proj.forward = lambda heads: heads[0]
     model.o_proj.register_forward_pre_hook(lambda _module, args: ([args[0]],))
-    with hw.Taps(hw.find_heads(model), outputs=True), pytest.raises(hw.ShapeError, match="called with a list"):
+    with hw.Taps(hw.find_heads(model), outputs=True), pytest.raises(hw.errors.ShapeError, match="called with a list"):
         model(torch.randn(2, 6, 12))
 
 
@@ -104,7 +104,7 @@ def test_taps_read_the_biased_weights_whichever_was_attached_first(name: str):
     model, inputs = family.build(), family.inputs(padded=True)
     heads = hw.find_heads(model)
 
-    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
 
     with hw.Taps(heads, outputs=True, weights=True) as early:
@@ -119,18 +119,18 @@ def test_taps_read_the_biased_weights_whichever_was_attached_first(name: str):
         assert not torch.allclose(before.weights, first.weights, atol=1e-2)
 
 
-@pytest.mark.parametrize("setting", [hw.Trunk(), hw.Residual(hw.Trunk())], ids=str)
+@pytest.mark.parametrize("setting", [hw.routing.Trunk(), hw.routing.Residual(hw.routing.Trunk())], ids=str)
 def test_what_was_attached_before_an_aggregator_is_told_and_what_comes_after_it_acts(setting):
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs()
     heads = hw.find_heads(model)
     taps, ablation, bias = (ATTACH[name](heads) for name in ("taps", "ablation", "bias"))
     aggregation = hw.aggregate(heads, setting)
-    with pytest.raises(hw.NotFired, match=r"output projection is now a \w+Aggregator, set after hw\.ablate"):
+    with pytest.raises(hw.errors.NotFired, match=r"output projection is now a \w+Aggregator, set after hw\.ablate"):
         model(**inputs)
     ablation.remove()
     model(**inputs)
-    with pytest.raises(hw.NotFired, match=r"outputs were not computed in the call.* Attach after aggregate"):
+    with pytest.raises(hw.errors.NotFired, match=r"outputs were not computed in the call.* Attach after aggregate"):
         taps.read()
     assert set(bias.calls.values()) == {1}
     taps.remove()
@@ -138,7 +138,7 @@ def test_what_was_attached_before_an_aggregator_is_told_and_what_comes_after_it_
         model(**inputs)
         assert all(bool((capture.outputs[:, :, 1] == 0).all()) for capture in taps.read())
         aggregation.remove()
-        with pytest.raises(hw.NotFired, match="output projection is now a Linear"):
+        with pytest.raises(hw.errors.NotFired, match="output projection is now a Linear"):
             model(**inputs)
 
 
@@ -158,10 +158,10 @@ def test_a_copy_of_a_handle_is_attached_to_nothing_and_leaves_the_original_attac
         for left, right in zip(plain, results(own, inputs), strict=True):
             torch.testing.assert_close(left, right)
         if name in ("bias", "ablation"):
-            with pytest.raises(hw.NotFired, match=r"none of the calls of 2|no forward pass went through"):
+            with pytest.raises(hw.errors.NotFired, match=r"none of the calls of 2|no forward pass went through"):
                 twin.check()
         else:
-            with pytest.raises(hw.NotFired, match=NOT_ATTACHED):
+            with pytest.raises(hw.errors.NotFired, match=NOT_ATTACHED):
                 twin() if name == "penalty" else twin.read()
     for left, right in zip(changed, results(model, inputs), strict=True):
         torch.testing.assert_close(left, right)
@@ -181,10 +181,10 @@ def test_a_module_that_holds_a_penalty_is_copied_with_one_that_says_it_is_none()
     value = model()
     model.inner(**BY_NAME["BERT"].inputs())  # captures are waiting while it is copied
     for twin in copies(model):
-        with pytest.raises(hw.NotFired, match=NOT_ATTACHED):
+        with pytest.raises(hw.errors.NotFired, match=NOT_ATTACHED):
             twin()
         assert not twin.penalty.taps._records
-        twin.penalty = hw.Disagreement(hw.find_heads(twin.inner), hw.Output() + hw.Position())
+        twin.penalty = hw.Disagreement(hw.find_heads(twin.inner), hw.similarity.Output() + hw.similarity.Position())
         assert bool(twin().isfinite())
     model.penalty()
     assert model().shape == value.shape
@@ -209,7 +209,7 @@ def test_replicas_of_data_parallel_are_refused(name: str):
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs()
     handle = ATTACH[name](hw.find_heads(model))
-    with pytest.raises(hw.NotFired, match=r"replica that nn\.DataParallel made.* DistributedDataParallel"):
+    with pytest.raises(hw.errors.NotFired, match=r"replica that nn\.DataParallel made.* DistributedDataParallel"):
         replica(model)(**inputs)
     handle.remove()
     replica(model)(**inputs)
@@ -248,13 +248,13 @@ def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_aga
         }[what]
         if when == "found":
             pruned(model)
-            with pytest.raises(hw.LayoutError, match="is not where the model calls it anymore"):
+            with pytest.raises(hw.errors.LayoutError, match="is not where the model calls it anymore"):
                 attach(heads)
             continue
         handle = attach(heads)
         pruned(model)
         told = r"find_heads, call|set after (hw\.ablate|this was)|expected \(2 or 1, 3 or 1|been replaced after"
-        with pytest.raises(hw.HeadwiseError, match=told):
+        with pytest.raises(hw.errors.HeadwiseError, match=told):
             read_after_a_forward(handle, model, inputs)
         handle.remove()
     again = hw.find_heads(model)

@@ -66,7 +66,7 @@ def test_weights_with_a_bias_are_those_whose_sums_are_the_outputs(family: Family
     model, inputs = family.build(), family.inputs(padded=family.maskable)
     heads = hw.find_heads(model)
 
-    def bias(site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         drawn = torch.Generator().manual_seed(site.layer)
         return torch.randn(call.batch, call.heads, call.queries, call.keys, generator=drawn)
 
@@ -113,7 +113,7 @@ def test_keys_appended_by_the_module_have_no_bias():
     attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
     x = torch.randn(2, 3, 8)
     bias = torch.tensor([0.0, -math.inf]).view(1, 2, 1, 1).repeat(1, 1, 1, 3)
-    with pytest.raises(hw.MaskError, match="for every key"):
+    with pytest.raises(hw.errors.MaskError, match="for every key"):
         hw.bias_heads(hw.find_heads(attention), bias)
     heads = hw.find_heads(attention)
     with hw.bias_heads(heads, lambda _site, _call: bias):
@@ -129,7 +129,7 @@ def test_a_query_without_a_key_has_output_zero_and_finite_gradients(name: str):
     heads = hw.find_heads(model)
     heads = heads.kind("self") if name != "torch.nn.Transformer" else heads.kind("decoder")
 
-    def nothing(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def nothing(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         bias = torch.zeros(1, call.heads, call.queries, call.keys)
         bias[:, 2, 1] = -math.inf
         return bias
@@ -159,7 +159,7 @@ def test_a_query_whose_bias_leaves_it_padding_alone_attends_to_nothing(implement
     heads = hw.find_heads(model).layer(0)
     real = inputs["attention_mask"].bool()[:, None, None, :]
 
-    def only_padding(_site: hw.Site, _call: hw.ScoreCall) -> Tensor:
+    def only_padding(_site: hw.heads.Site, _call: hw.nn.ScoreCall) -> Tensor:
         return torch.where(real, -math.inf, 0.0)
 
     with hw.Taps(heads, outputs=True) as taps, hw.bias_heads(heads, only_padding):
@@ -219,7 +219,7 @@ def test_a_function_is_asked_once_a_forward_and_not_again_by_its_recomputation()
     checkpoint_activations(model, reentrant=False)
     calls = []
 
-    def bias(site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         calls.append(site.layer)
         return torch.zeros(1, 1, 1, call.keys)
 
@@ -242,7 +242,7 @@ def test_a_bias_in_a_reentrant_checkpoint_is_refused(name: str):
         source = inputs["src"].requires_grad_()
         forward = functools.partial(checkpoint, model.encoder.layers[0], source, use_reentrant=True)
     handle = hw.bias_heads(heads, no_bias)
-    with pytest.raises(hw.NotFired, match=r"reentrant activation checkpoint; use use_reentrant=False"):
+    with pytest.raises(hw.errors.NotFired, match=r"reentrant activation checkpoint; use use_reentrant=False"):
         forward()
     handle.remove()
 
@@ -256,7 +256,7 @@ def test_a_bias_in_a_checkpoint_inside_a_checkpoint_is_refused_in_the_backward()
 
     with hw.bias_heads(hw.find_heads(layer), torch.ones(1, 2, 1, 3)):
         y = checkpoint(inner, x, use_reentrant=False)
-        with pytest.raises(hw.NotFired, match="not nested in another checkpoint"):
+        with pytest.raises(hw.errors.NotFired, match="not nested in another checkpoint"):
             y.sum().backward()
 
 
@@ -272,10 +272,10 @@ def test_a_learned_bias_has_a_gradient():
 def test_a_bias_that_was_never_used_is_told():
     model = BY_NAME["BERT"].build()
     heads = hw.find_heads(model)
-    with pytest.raises(hw.NotFired, match=r"none of the calls of 2 of 2 sites"), hw.bias_heads(heads, no_bias):
+    with pytest.raises(hw.errors.NotFired, match=r"none of the calls of 2 of 2 sites"), hw.bias_heads(heads, no_bias):
         pass
     with (
-        pytest.raises(hw.NotFired, match=r"none of the calls of 1 of 2 sites: encoder\.layer\.1"),
+        pytest.raises(hw.errors.NotFired, match=r"none of the calls of 1 of 2 sites: encoder\.layer\.1"),
         hw.bias_heads(heads, lambda site, call: no_bias(site, call) if site.layer == 0 else None),
     ):
         results(model, BY_NAME["BERT"].inputs())
@@ -287,25 +287,25 @@ def test_a_bias_that_was_never_used_is_told():
 def test_what_is_no_bias_is_refused():
     model = BY_NAME["BERT"].build()
     heads = hw.find_heads(model)
-    with pytest.raises(hw.MaskError, match=r"torch\.where\(mask, 0\.0, -torch\.inf\)"):
+    with pytest.raises(hw.errors.MaskError, match=r"torch\.where\(mask, 0\.0, -torch\.inf\)"):
         hw.bias_heads(heads, torch.ones(1, 4, 7, 7, dtype=torch.bool))
-    with pytest.raises(hw.MaskError, match="four axes"):
+    with pytest.raises(hw.errors.MaskError, match="four axes"):
         hw.bias_heads(heads, torch.zeros(7, 7))
-    with pytest.raises(hw.MaskError, match="NaN or"):
+    with pytest.raises(hw.errors.MaskError, match="NaN or"):
         hw.bias_heads(heads, torch.full((1, 1, 1, 7), math.inf))
-    with pytest.raises(hw.MaskError, match="bias is a str"):
+    with pytest.raises(hw.errors.MaskError, match="bias is a str"):
         hw.bias_heads(heads, "head 1")
     wrong = torch.zeros(1, 4, 7, 7)
     wrong[0, 2, 3] = -math.inf
-    with pytest.raises(hw.MaskError, match=r"for every key at \(batch, head, query\) \(0, 2, 3\)"):
+    with pytest.raises(hw.errors.MaskError, match=r"for every key at \(batch, head, query\) \(0, 2, 3\)"):
         hw.bias_heads(heads, wrong)
     inputs = BY_NAME["BERT"].inputs(batch=3)
     for shape in ((2, 1, 1, 7), (1, 3, 1, 7), (1, 1, 1, 6), (1, 1, 2, 7), (1, 1, 1, 8)):
         expected = r"expected \(3 or 1, 4 or 1, 7 or 1, 7\)"
-        with pytest.raises(hw.MaskError, match=expected), hw.bias_heads(heads, torch.zeros(shape)):
+        with pytest.raises(hw.errors.MaskError, match=expected), hw.bias_heads(heads, torch.zeros(shape)):
             results(model, inputs)
     for name in ("WavLM", "Perceiver"):
-        with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
+        with pytest.raises(hw.errors.LayoutError, match="attention weights and biases of heads are reached in"):
             hw.bias_heads(hw.find_heads(BY_NAME[name].build()), no_bias)
 
 

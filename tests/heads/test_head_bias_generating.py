@@ -100,7 +100,7 @@ def test_a_window_of_cached_keys_has_the_bias_of_their_positions():
     model = transformers.MistralForCausalLM(family.build().config).eval()
     seen = []
 
-    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         seen.append((call.first, call.queries, call.first_key, call.keys))
         return torch.zeros(1, 1, 1, call.keys)
 

@@ -49,9 +49,9 @@ def test_functions_of_heads_in_a_list_are_repelled_as_those_of_one_matrix():
         whole.proj.load_state_dict(model.proj.state_dict())
         for name in ("weight", "bias"):
             getattr(whole.proj, name).grad.copy_(getattr(model.proj, name).grad)
-    for one, row in ((model, hw.LAYOUTS), (whole, hw.SeparateParameters(axes="(h e) d"))):
+    for one, row in ((model, hw.layouts.LAYOUTS), (whole, hw.layouts.SeparateParameters(axes="(h e) d"))):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
-        hw.repel(hw.find_heads(one, row), hw.FunctionSVGD(alpha=0.5), optimizer)
+        hw.repel(hw.find_heads(one, row), hw.repulsion.FunctionSVGD(alpha=0.5), optimizer)
         optimizer.step()
     for kind, name in (("query", "W_Q"), ("key", "W_K"), ("value", "W_V")):
         joined = torch.cat([getattr(head, kind).weight.grad for head in model.heads])
@@ -67,9 +67,9 @@ def test_noise_and_jitter_reach_every_head_of_a_list():
             head.load_state_dict(model.heads[0].state_dict())
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hw.HeadwiseError, match="all 4 heads are equal"):
+    with pytest.raises(hw.errors.HeadwiseError, match="all 4 heads are equal"):
         hw.repel(heads, hw.SVGD(), optimizer)
-    hw.jitter(heads, 1e-2)
+    hw.repulsion.jitter(heads, 1e-2)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     hw.repel(heads, hw.SPOS(alpha=0.0, inverse_temperature=4.0), optimizer)
@@ -79,8 +79,8 @@ def test_noise_and_jitter_reach_every_head_of_a_list():
     assert not torch.allclose(drawn[0], drawn[1])
     with torch.no_grad():
         model.heads[2].key.weight[0, 0] = torch.nan
-    with pytest.raises(hw.HeadwiseError, match=r"heads\.2\.key\.weight holds NaN"):
-        hw.jitter(heads, 1e-2)
+    with pytest.raises(hw.errors.HeadwiseError, match=r"heads\.2\.key\.weight holds NaN"):
+        hw.repulsion.jitter(heads, 1e-2)
 
 
 def test_a_list_of_heads_is_one_attention():
@@ -116,7 +116,7 @@ def test_heads_of_a_list_in_another_order_are_disproved():
         (key.with_parts(query.parts), query.with_parts(key.parts), value),
         (query, key.with_parts(value.parts), value.with_parts(key.parts)),
     ):
-        with pytest.raises(hw.LayoutError, match="layout 'list' with 4 heads of 3 misreads ListAttention"):
+        with pytest.raises(hw.errors.LayoutError, match="layout 'list' with 4 heads of 3 misreads ListAttention"):
             hw.verify(Heads(model, (replace(site, slices=slices),)), (X,))
 
 
@@ -127,7 +127,7 @@ def test_a_list_of_layers_is_no_list_of_heads():
             self.layers = nn.ModuleList([ListAttention().heads[0] for _ in range(3)])
             self.layers.extend([nn.Identity()])
 
-    with pytest.raises(hw.LayoutError, match="holds query, key and value projections but neither"):
+    with pytest.raises(hw.errors.LayoutError, match="holds query, key and value projections but neither"):
         hw.find_heads(Layers())
 
     class Chain(nn.Module):
@@ -135,11 +135,11 @@ def test_a_list_of_layers_is_no_list_of_heads():
             super().__init__()
             self.layers = nn.ModuleList([ListAttention(size=WIDTH).heads[0] for _ in range(3)])
 
-    with pytest.raises(hw.LayoutError, match="holds query, key and value projections but neither"):
+    with pytest.raises(hw.errors.LayoutError, match="holds query, key and value projections but neither"):
         hw.find_heads(Chain())
     uneven = ListAttention()
     uneven.heads[1].key = nn.Linear(WIDTH, 2)
-    with pytest.raises(hw.LayoutError, match="holds query, key and value projections but neither"):
+    with pytest.raises(hw.errors.LayoutError, match="holds query, key and value projections but neither"):
         hw.find_heads(uneven)
 
 
@@ -159,7 +159,7 @@ def test_what_heads_of_a_list_compute_is_read_penalized_and_removed():
     torch.testing.assert_close(captures[0].outputs, outputs)
     torch.testing.assert_close(captures[0].values, torch.stack([head.value(x) for head in model.heads], 2))
     torch.testing.assert_close(second.values, captures[0].values)
-    penalty = hw.Disagreement(heads, hw.Subspace())
+    penalty = hw.Disagreement(heads, hw.similarity.Subspace())
     model(x)
     value = penalty()
     directions = torch.stack([nn.functional.normalize(head.value(x), dim=-1) for head in model.heads], 2)

@@ -141,5 +141,7 @@ def test_the_experiments_write_into_nothing_that_the_model_holds():
 def test_a_module_that_refuses_to_be_copied_is_named():
     model = nn.Sequential(SeparateAttention())
     model[0].extra = Refusing(2, 2)
-    with pytest.raises(hw.HeadwiseError, match=r"0\.extra \(Refusing\) refuses to be copied .*there is only one"):
+    with pytest.raises(
+        hw.errors.HeadwiseError, match=r"0\.extra \(Refusing\) refuses to be copied .*there is only one"
+    ):
         hw.verify(hw.find_heads(model), (X,))

@@ -18,7 +18,7 @@ FROM_A_CACHE = r"called with a cache, which holds keys whose values the call its
 TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
-def by_position(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+def by_position(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
     """Heads prefer keys at different positions, wherever in a cache these lie."""
     places = torch.arange(call.first_key, call.first_key + call.keys)
     scale = torch.linspace(-2.0, 2.0, call.heads).view(1, -1, 1, 1)
@@ -40,11 +40,11 @@ def test_values_from_a_cache_are_refused_and_without_one_match_their_keys(name: 
     for kind in {site.kind for site in heads.sites} - {"self"} or {"self"}:
         with hw.Taps(heads.kind(kind), outputs=True, values=True) as taps:
             model.generate(**inputs, **settings)
-            with pytest.raises(hw.NotFired, match=FROM_A_CACHE):
+            with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
                 taps.read()
-        penalty = hw.Disagreement(heads.kind(kind), hw.Subspace())
+        penalty = hw.Disagreement(heads.kind(kind), hw.similarity.Subspace())
         model.generate(**inputs, **settings)
-        with pytest.raises(hw.NotFired, match=FROM_A_CACHE):
+        with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
             penalty()
         penalty.remove()
     with hw.Taps(heads, values=True, weights=True) as taps:
@@ -77,7 +77,7 @@ def test_values_of_a_call_that_fills_a_part_of_a_static_cache_are_refused():
     for given, weights in ((inputs, True), (padded, False)):
         with hw.Taps(hw.find_heads(model), values=True, weights=weights) as taps, torch.no_grad():
             model(**given, **given_cache(StaticCache(config=model.config, max_cache_len=12)))
-            with pytest.raises(hw.NotFired, match=FROM_A_CACHE):
+            with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
                 taps.read()
 
 
@@ -90,7 +90,7 @@ def test_values_behind_a_prefix_given_as_a_cache_are_refused():
         prefix.update(*torch.randn(2, 2, 2, 3, 8), layer)
     with hw.Taps(hw.find_heads(model), values=True) as taps:
         model(input_ids=inputs["input_ids"], **given_cache(prefix))
-        with pytest.raises(hw.NotFired, match=FROM_A_CACHE):
+        with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
             taps.read()
 
 
@@ -155,7 +155,7 @@ def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_
     unrouted = model.generate(**inputs, **TOKENS, num_beams=beams)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        hw.aggregate(hw.find_heads(model), hw.EMRouting(capsules=8))
+        hw.aggregate(hw.find_heads(model), hw.routing.EMRouting(capsules=8))
     expected = model.generate(**inputs, **TOKENS, num_beams=beams, use_cache=False)
     assert torch.equal(model.generate(**inputs, **TOKENS, num_beams=beams), expected)
     assert not torch.equal(unrouted, expected)
@@ -171,7 +171,7 @@ def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reen
         without_dropout(model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
-            hw.aggregate(hw.find_heads(model), hw.EMRouting(capsules=8))
+            hw.aggregate(hw.find_heads(model), hw.routing.EMRouting(capsules=8))
         if checkpointing:
             checkpoint_activations(model, reentrant=reentrant)
             model.enable_input_require_grads()
@@ -197,7 +197,9 @@ def test_every_method_works_in_half_precision(name: str, precision: str, impleme
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
     with torch.no_grad(), mixed:
         plain = results(model, inputs)
-    penalty = hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace() + 2 * hw.Position())
+    penalty = hw.Disagreement(
+        heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
+    )
     with mixed, hw.bias_heads(heads, by_position):
         results(model, inputs)
         loss = penalty()
@@ -223,7 +225,7 @@ def test_inference_mode_is_an_evaluation():
     family = BY_NAME["BERT"]
     model, inputs = family.build().train(), family.inputs(padded=True)
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.Output() + hw.Position())
+    penalty = hw.Disagreement(heads, hw.similarity.Output() + hw.similarity.Position())
     with torch.inference_mode():
         for _ in range(3):
             results(model, inputs)
@@ -269,7 +271,7 @@ def test_the_penalty_of_two_forwards_is_their_mean_and_its_gradient_that_of_both
     for together in (True, False):
         model = family.build().double().train()
         without_dropout(model)
-        penalty = hw.Disagreement(hw.find_heads(model), hw.Output() + hw.Position())
+        penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output() + hw.similarity.Position())
         parts = []
         for inputs in (first, second):
             results(model, inputs)
@@ -284,11 +286,11 @@ def test_the_penalty_of_two_forwards_is_their_mean_and_its_gradient_that_of_both
 def test_a_forward_without_gradients_before_the_penalty_is_read_is_refused():
     family = BY_NAME["BERT"]
     model, inputs = family.build().train(), family.inputs()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     results(model, inputs)
     with torch.no_grad():
         results(model, inputs)
-    with pytest.raises(hw.NotFired, match=r"carries no gradient.* a forward without gradients before"):
+    with pytest.raises(hw.errors.NotFired, match=r"carries no gradient.* a forward without gradients before"):
         penalty()
 
 
@@ -298,13 +300,13 @@ def test_an_encoder_run_without_gradients_in_a_training_step_is_refused_and_read
     heads = hw.find_heads(model)
 
     def penalize(*kinds: str) -> Tensor:
-        with hw.Disagreement(heads.kind(*kinds), hw.Output()) as penalty:
+        with hw.Disagreement(heads.kind(*kinds), hw.similarity.Output()) as penalty:
             with torch.no_grad():
                 encoded = model.get_encoder()(**inputs)
             model(encoder_outputs=encoded, labels=labels)
             return penalty()
 
-    with pytest.raises(hw.NotFired, match=r"2 of 6 .* calls without gradients, .* are dropped"):
+    with pytest.raises(hw.errors.NotFired, match=r"2 of 6 .* calls without gradients, .* are dropped"):
         penalize("self", "decoder", "cross")
     assert penalize("decoder", "cross").requires_grad
 
@@ -315,7 +317,7 @@ def test_two_readers_read_the_same_without_disturbing_each_other():
     heads = hw.find_heads(model)
     with (
         hw.Taps(heads, outputs=True, weights=True) as first,
-        hw.Disagreement(heads.layer(1), hw.Position()) as penalty,
+        hw.Disagreement(heads.layer(1), hw.similarity.Position()) as penalty,
         hw.Taps(heads.layer(1), outputs=True, values=True) as second,
     ):
         results(model, inputs)
@@ -328,7 +330,7 @@ def test_two_readers_read_the_same_without_disturbing_each_other():
         assert len(second.read()) == 1
         # read late: both forwards are in it, and they were equal but for dropout
         assert penalty().requires_grad
-        with pytest.raises(hw.NotFired, match="attached to no model"):
+        with pytest.raises(hw.errors.NotFired, match="attached to no model"):
             first.read()
 
 
@@ -343,7 +345,9 @@ def test_a_penalty_over_accumulated_and_checkpointed_steps_has_the_gradients_of_
         if checkpointing:
             checkpoint_activations(model, reentrant=False)
         heads = hw.find_heads(model)
-        penalty = hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace() + 2 * hw.Position())
+        penalty = hw.Disagreement(
+            heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
+        )
         losses = []
         for inputs in batches:
             with hw.bias_heads(heads, by_position):

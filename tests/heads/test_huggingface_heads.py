@@ -17,7 +17,7 @@ REPLACEABLE = [family for family in FAMILIES if family.replaceable]
 PROJECTED = [family for family in FAMILIES if all(attention.output for attention in family.attentions)]
 
 
-def output_weight(site: hw.Site) -> torch.Tensor:
+def output_weight(site: hw.heads.Site) -> torch.Tensor:
     """W_O as [H * e, d], in whichever way its module stores it."""
     module = site.output_projection.module
     return module.weight if type(module).__name__ == "Conv1D" else module.weight.mT
@@ -31,7 +31,7 @@ def test_an_aggregator_takes_the_place_of_every_output_projection_forward_and_ba
     # stock modules change class when their output projection is reached
     [site.expose() for site in heads.sites]
     whole = results(model, inputs)
-    aggregation = hw.aggregate(heads, hw.EMRouting(iterations=2))
+    aggregation = hw.aggregate(heads, hw.routing.EMRouting(iterations=2))
     routed = results(model, inputs)
     assert [tensor.shape for tensor in routed] == [tensor.shape for tensor in plain]
     assert not torch.allclose(routed[0], plain[0])
@@ -55,7 +55,7 @@ def test_a_residual_aggregator_changes_nothing_at_first_and_learns(family: Famil
     heads = hw.find_heads(model)
     [site.expose() for site in heads.sites]
     plain = results(model, inputs)
-    hw.aggregate(heads, hw.Residual(hw.Trunk()))
+    hw.aggregate(heads, hw.routing.Residual(hw.routing.Trunk()))
     found = results(model, inputs)
     assert same(plain, found)
     sum(tensor.square().sum() for tensor in found if tensor.is_floating_point()).backward()
@@ -85,10 +85,10 @@ def test_a_norm_before_w_o_is_gated_and_not_replaced(name: str):
     family = BY_NAME[name]
     model, inputs = family.build(), family.inputs()
     heads = hw.find_heads(model)
-    with pytest.raises(hw.LayoutError, match=r"its heads pass a \w+Norm before W_O.*hw\.Residual"):
-        hw.aggregate(heads, hw.EMRouting())
+    with pytest.raises(hw.errors.LayoutError, match=r"its heads pass a \w+Norm before W_O.*hw\.routing\.Residual"):
+        hw.aggregate(heads, hw.routing.EMRouting())
     whole = results(model, inputs)
-    gates = hw.aggregate(heads, hw.Gate())
+    gates = hw.aggregate(heads, hw.routing.Gate())
     gated = results(model, inputs)
     assert same(whole, gated)
     sum(tensor.square().sum() for tensor in gated if tensor.is_floating_point()).backward()
@@ -119,7 +119,7 @@ def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reent
     heads = hw.find_heads(model)
     checkpoint_activations(model, reentrant=reentrant)
     ablation = hw.ablate(heads, 1)
-    with pytest.raises(hw.NotFired, match=r"encoder\.layer\.0.*removed for evaluation"):
+    with pytest.raises(hw.errors.NotFired, match=r"encoder\.layer\.0.*removed for evaluation"):
         results(model, inputs)
     model.eval()
     results(model, inputs)
@@ -134,7 +134,7 @@ def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
     with hw.Taps(heads.layer(0), outputs=True) as taps:
         results(model, inputs)
         (before,) = taps.read()
-    hw.aggregate(heads, hw.Trunk())
+    hw.aggregate(heads, hw.routing.Trunk())
     with hw.Taps(heads.layer(0), outputs=True) as taps, hw.ablate(heads.layer(0), 3):
         results(model, inputs)
         (after,) = taps.read()
@@ -144,7 +144,9 @@ def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
 
 @pytest.mark.parametrize("shape", [(8,), (0, 5, 8), (3, 0, 8), (2, 3, 4, 8)])
 @pytest.mark.parametrize(
-    "setting", [hw.SimpleRouting(), hw.EMRouting(capsules=4), hw.Trunk(votes=hw.PerHead())], ids=str
+    "setting",
+    [hw.routing.SimpleRouting(), hw.routing.EMRouting(capsules=4), hw.routing.Trunk(votes=hw.routing.PerHead())],
+    ids=str,
 )
 def test_one_token_and_no_token_are_aggregated(setting, shape: tuple[int, ...]):
     from headwise.routing.modules import build
@@ -162,6 +164,6 @@ def test_one_token_and_no_token_are_aggregated(setting, shape: tuple[int, ...]):
 
 def test_unbatched_attention_with_an_aggregator():
     model = nn.MultiheadAttention(8, 2, batch_first=True)
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
     x = torch.randn(5, 8)
     torch.testing.assert_close(model(x, x, x)[0], model(x[None], x[None], x[None])[0][0])

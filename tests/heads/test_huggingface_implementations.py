@@ -22,7 +22,9 @@ from heads.forwards import no_bias, results, same
 def test_weights_are_refused_where_no_softmax_is_reached_and_nothing_is_left_attached():
     model = BY_NAME["Perceiver"].build()
     before = sum(map(hooks, model.modules()))
-    with pytest.raises(hw.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"
+    ):
         hw.Taps(hw.find_heads(model), outputs=True, weights=True)
     assert sum(map(hooks, model.modules())) == before
 
@@ -54,7 +56,7 @@ ATTACHED = {
     "mean weights": lambda heads: hw.Taps(heads, mean_weights=True),
     "a bias of 0": lambda heads: hw.bias_heads(heads, no_bias),
     "mixers of nothing": hw.mix_heads,
-    "a penalty": lambda heads: hw.Disagreement(heads, hw.Position()),
+    "a penalty": lambda heads: hw.Disagreement(heads, hw.similarity.Position()),
 }
 
 
@@ -91,7 +93,7 @@ def test_a_model_that_asks_for_its_implementation_takes_the_same_way(name: str, 
         assert all(one[0] is two[0] and one[1:] == two[1:] for one, two in zip(seen, now, strict=True))
         if name == "GPT-2" and implementation == "eager":
             # its eager attention is a method of its own
-            with pytest.raises(hw.NotFired, match=r"did not call .* it took another way"):
+            with pytest.raises(hw.errors.NotFired, match=r"did not call .* it took another way"):
                 model(ids)
         else:
             torch.testing.assert_close(model(ids)[0], plain, atol=5e-6, rtol=1e-5)
@@ -102,7 +104,7 @@ def test_a_model_that_asks_for_its_implementation_takes_the_same_way(name: str, 
 def test_an_implementation_without_scores_is_refused():
     model = BY_NAME["BERT"].build()
     model.config._attn_implementation_internal = "flex_attention"
-    with pytest.raises(hw.LayoutError, match=r"'flex_attention'.*set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(hw.errors.LayoutError, match=r"'flex_attention'.*set_attn_implementation\('sdpa'\)"):
         hw.Taps(hw.find_heads(model), weights=True)
 
 
@@ -158,7 +160,7 @@ def test_weights_and_biases_stay_when_the_implementation_is_set_to_another(name:
     heads = hw.find_heads(model)
     model.set_attn_implementation(first)
 
-    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
 
     with hw.Taps(heads, weights=True) as taps, hw.bias_heads(heads, bias) as handle:
@@ -225,7 +227,7 @@ def test_a_module_that_takes_its_function_from_the_mapping_is_reached_at_what_th
             joined, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0)
             return self.o_proj(joined.flatten(2)), weights
 
-    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         return torch.linspace(-2, 3, call.heads * call.keys).view(1, call.heads, 1, call.keys)
 
     found = []
@@ -249,7 +251,7 @@ def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forwa
     heads = hw.find_heads(model)
     attached = hw.Taps(heads, weights=True) if what == "taps" else hw.bias_heads(heads, torch.zeros(1, 4, 1, 7))
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(hw.NotFired, match=r"'flash_attention_2', set after .* or remove\(\) what is attached"):
+    with pytest.raises(hw.errors.NotFired, match=r"'flash_attention_2', set after .* or remove\(\) what is attached"):
         model(**inputs)
     model.set_attn_implementation("sdpa")
     model(**inputs)
@@ -323,7 +325,7 @@ def test_a_pickle_and_a_copy_of_a_tapped_model_are_not_tapped(name: str):
             results(twin, inputs)
             # the ablation is not in the copy either
             assert not same(expected, results(twin, inputs))
-        with pytest.raises(hw.NotFired, match="a copy of the model is not tapped"):
+        with pytest.raises(hw.errors.NotFired, match="a copy of the model is not tapped"):
             taps.read()
         results(model, inputs)
         assert taps.read()

@@ -207,7 +207,7 @@ def test_padding_on_the_left_is_padding(name: str, implementation: str):
 def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: Family):
     model = family.build().train()
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.Output())
+    penalty = hw.Disagreement(heads, hw.similarity.Output())
     torch.manual_seed(0)  # Wav2Vec2 leaves whole layers out at random
     model(**family.inputs(padded=family.maskable))
     penalty().backward()
@@ -228,7 +228,9 @@ def test_checkpointing_gives_the_same_gradients_with_backward_outside_and_is_ref
         if checkpointing:
             checkpoint_activations(model, reentrant=False)
         heads = hw.find_heads(model)
-        with hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace() + 2 * hw.Position()) as penalty:
+        with hw.Disagreement(
+            heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
+        ) as penalty:
             results(model, inputs)
             loss = penalty()
         loss.backward()
@@ -240,18 +242,20 @@ def test_checkpointing_gives_the_same_gradients_with_backward_outside_and_is_ref
 
     checkpoint_activations(model, reentrant=True)
     model.enable_input_require_grads()
-    penalty = hw.Disagreement(heads, hw.Output())
+    penalty = hw.Disagreement(heads, hw.similarity.Output())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results(model, inputs)
-    with pytest.raises(hw.NotFired, match=r"carries no gradient.*use_reentrant=False"):
+    with pytest.raises(hw.errors.NotFired, match=r"carries no gradient.*use_reentrant=False"):
         penalty()
 
 
 def test_a_compiled_model_has_the_same_penalty():
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs(padded=True)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output() + hw.Subspace() + hw.Position())
+    penalty = hw.Disagreement(
+        hw.find_heads(model), hw.similarity.Output() + hw.similarity.Subspace() + hw.similarity.Position()
+    )
     results(model, inputs)
     expected = penalty()
     torch._dynamo.reset()

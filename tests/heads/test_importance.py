@@ -26,7 +26,7 @@ def first_order(heads: hw.Heads, losses: Callable[[], Any]) -> dict[str, Tensor]
 
 
 @contextmanager
-def scaled(site: hw.Site, head: int, factor: float) -> Iterator[None]:
+def scaled(site: hw.heads.Site, head: int, factor: float) -> Iterator[None]:
     """Have W_O get one head times a factor: by its columns, or what takes its place by its input."""
     if site.output is not None and site.output.owner is site.output_projection.module:
         own = site.output.view(site.output.parameter.data)[head]
@@ -112,7 +112,11 @@ def test_it_is_the_slope_in_an_encoder_decoder_and_with_grouped_queries():
     require_close(first_order(heads, losses), by_differences(heads, losses))
 
 
-@pytest.mark.parametrize("setting", [hw.SimpleRouting(capsules=4), hw.Gate(), hw.Residual(hw.Trunk())], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [hw.routing.SimpleRouting(capsules=4), hw.routing.Gate(), hw.routing.Residual(hw.routing.Trunk())],
+    ids=str,
+)
 def test_aggregated_heads_have_their_gates_before_the_aggregator(setting: Any):
     torch.manual_seed(0)
     model = nn.Sequential(SeparateAttention(), SeparateAttention(key_value_heads=2)).double().eval()
@@ -126,7 +130,7 @@ def test_heads_that_pass_through_no_module_have_their_gates_at_the_call():
     torch.manual_seed(0)
     model = EinsumAttention().double()
     x = torch.randn(3, 6, 12, dtype=torch.float64)
-    row = hw.FusedParameter("mine", fused=("w_qkv",), axes="p d h e", output=("w_o",), output_axes="h e d")
+    row = hw.layouts.FusedParameter("mine", fused=("w_qkv",), axes="p d h e", output=("w_o",), output_axes="h e d")
     losses, slopes = losses_of_stack(model, x), []
     heads = hw.find_heads(model, row)
     found = first_order(heads, losses)
@@ -201,7 +205,9 @@ def test_all_rows_of_a_call_are_those_of_a_single_item():
     heads = hw.find_heads(model)
     found = first_order(heads, lambda: (in_windows(item) for item in x))
     require_close(found, by_differences(heads, lambda: torch.cat([in_windows(item) for item in x])))
-    with pytest.raises(hw.ShapeError, match=r"computed 6 rows in a call, and there are 2 losses.*one item at a time"):
+    with pytest.raises(
+        hw.errors.ShapeError, match=r"computed 6 rows in a call, and there are 2 losses.*one item at a time"
+    ):
         first_order(heads, lambda: model(x.view(6, 2, 12)).view(2, -1).sum(1))
 
 
@@ -225,21 +231,25 @@ def test_what_is_no_loss_of_items_is_refused():
     model, x = SeparateAttention(), torch.randn(2, 6, 12)
     heads = hw.find_heads(model)
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: model(x).mean(), hw.ShapeError, r"gave a tensor of torch.float32, \[\] as losses"),
-        (lambda: [model(x).mean((1, 2)), 0.5], hw.ShapeError, "gave 0.5 as losses"),
-        (lambda: 0.5, hw.SettingError, r"returned a float; method=\"first_order\" expects the losses"),
-        (list, hw.NotFired, "score gave no item"),
-        (lambda: model(x).mean((1, 2)).detach(), hw.NotFired, "losses carry no gradient"),
-        (lambda: model(x).mean((1, 2)).log() * float("nan"), hw.HeadwiseError, "a loss is not finite"),
-        (lambda: torch.ones(2, requires_grad=True), hw.NotFired, "depend on no head of 1 of 1 sites"),
-        (lambda: model(x).detach().mean((1, 2)) * torch.ones(1, requires_grad=True), hw.NotFired, "depend on no head"),
-        (torch.no_grad()(lambda: model(x).mean((1, 2))), hw.NotFired, "ran without gradients"),
+        (lambda: model(x).mean(), hw.errors.ShapeError, r"gave a tensor of torch.float32, \[\] as losses"),
+        (lambda: [model(x).mean((1, 2)), 0.5], hw.errors.ShapeError, "gave 0.5 as losses"),
+        (lambda: 0.5, hw.errors.SettingError, r"returned a float; method=\"first_order\" expects the losses"),
+        (list, hw.errors.NotFired, "score gave no item"),
+        (lambda: model(x).mean((1, 2)).detach(), hw.errors.NotFired, "losses carry no gradient"),
+        (lambda: model(x).mean((1, 2)).log() * float("nan"), hw.errors.HeadwiseError, "a loss is not finite"),
+        (lambda: torch.ones(2, requires_grad=True), hw.errors.NotFired, "depend on no head of 1 of 1 sites"),
+        (
+            lambda: model(x).detach().mean((1, 2)) * torch.ones(1, requires_grad=True),
+            hw.errors.NotFired,
+            "depend on no head",
+        ),
+        (torch.no_grad()(lambda: model(x).mean((1, 2))), hw.errors.NotFired, "ran without gradients"),
     ]
     for score, error, told in wrong:
         with pytest.raises(error, match=told):
             hw.importance(heads, score, method="first_order")
         assert not model.o_proj._forward_pre_hooks
-    with pytest.raises(hw.SettingError, match="method is 'taylor'"):
+    with pytest.raises(hw.errors.SettingError, match="method is 'taylor'"):
         hw.importance(heads, lambda: 1.0, method="taylor")
 
 
@@ -249,34 +259,34 @@ def test_what_is_no_score_is_refused():
     heads = hw.find_heads(model)
     calls = iter([0.5, float("nan")])
     wrong: list[tuple[Any, type[Exception], str]] = [
-        (lambda: None, hw.SettingError, "score returned a NoneType; .* expects one number"),
-        (lambda: model(x), hw.SettingError, r"score returned a tensor of shape \(2, 6, 12\)"),
-        (lambda: model(x).mean((1, 2)).tolist(), hw.SettingError, "score returned a list"),
-        (lambda: model(x).mean() * float("inf"), hw.HeadwiseError, "score returned -?inf"),
-        (lambda: model(x).mean().item() * 0 + next(calls), hw.HeadwiseError, "score returned nan"),
+        (lambda: None, hw.errors.SettingError, "score returned a NoneType; .* expects one number"),
+        (lambda: model(x), hw.errors.SettingError, r"score returned a tensor of shape \(2, 6, 12\)"),
+        (lambda: model(x).mean((1, 2)).tolist(), hw.errors.SettingError, "score returned a list"),
+        (lambda: model(x).mean() * float("inf"), hw.errors.HeadwiseError, "score returned -?inf"),
+        (lambda: model(x).mean().item() * 0 + next(calls), hw.errors.HeadwiseError, "score returned nan"),
     ]
     for score, error, told in wrong:
         with pytest.raises(error, match=told):
             hw.importance(heads, score)
         assert not model.o_proj._forward_pre_hooks
     for method in ("exact", "first_order"):
-        with pytest.raises(hw.SettingError, match="score is a float; expected a function"):
+        with pytest.raises(hw.errors.SettingError, match="score is a float; expected a function"):
             hw.importance(heads, 0.5, method=method)
     assert hw.importance(heads, lambda: model(x).std()[None]).baseline > 0
 
 
 def test_heads_divided_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
     heads = hw.find_heads(SeparateAttention())
-    monkeypatch.setattr(hw.Site, "divided", property(lambda _site: True))
-    with pytest.raises(hw.LayoutError, match="under tensor parallelism no process computes"):
+    monkeypatch.setattr(hw.heads.Site, "divided", property(lambda _site: True))
+    with pytest.raises(hw.errors.LayoutError, match="under tensor parallelism no process computes"):
         first_order(heads, lambda: torch.ones(2))
 
 
 def test_it_is_printed_with_what_it_is():
     many = {f"layers.{i}": torch.tensor([0.25, -0.5]) for i in range(60)}
-    assert "drop without each head" in str(hw.Importance(1.0, many))
-    assert "-0.5000" in str(hw.Importance(1.0, many))
-    lines = str(hw.Importance(1.0, many, "first_order")).splitlines()
+    assert "drop without each head" in str(hw.heads.Importance(1.0, many))
+    assert "-0.5000" in str(hw.heads.Importance(1.0, many))
+    lines = str(hw.heads.Importance(1.0, many, "first_order")).splitlines()
     assert lines[0] == "mean loss of the whole model 1; E |dL/dxi| of each head:"
     assert len(lines) == 40
     assert lines[20] == "... 22 more sites ..."

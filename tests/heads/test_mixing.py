@@ -31,7 +31,7 @@ def draw(mixer: HeadMixer, seed: int) -> None:
                 matrix.add_(torch.randn(matrix.shape, generator=drawn).to(matrix.dtype), alpha=0.4)
 
 
-def mixed(model: nn.Module, **which: bool) -> hw.HeadMixing:
+def mixed(model: nn.Module, **which: bool) -> hw.heads.HeadMixing:
     mixing = hw.mix_heads(hw.find_heads(model), **which)
     for seed, mixer in enumerate(mixing.mixers.values()):
         draw(mixer, seed)
@@ -113,7 +113,7 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
         plain = taps.read()
     written = family.name in WRITTEN
     if written:
-        with pytest.raises(hw.LayoutError, match=r"writes its softmax out.*pass logits=False"):
+        with pytest.raises(hw.errors.LayoutError, match=r"writes its softmax out.*pass logits=False"):
             hw.mix_heads(heads)
     mixing = hw.mix_heads(heads, logits=not written)
     for one, other in zip(before, results(model, inputs), strict=True):
@@ -251,9 +251,11 @@ def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_a
         torch.save(model, buffer)
         buffer.seek(0)
         for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-            with pytest.raises(hw.NotFired, match=r"it is a copy.*Call hw\.mix_heads\(hw\.find_heads\(model\)\)"):
+            with pytest.raises(
+                hw.errors.NotFired, match=r"it is a copy.*Call hw\.mix_heads\(hw\.find_heads\(model\)\)"
+            ):
                 call(twin)
-            with pytest.raises(hw.LayoutError, match=r"a copy that holds matrices \(logits, weights\)"):
+            with pytest.raises(hw.errors.LayoutError, match=r"a copy that holds matrices \(logits, weights\)"):
                 hw.mix_heads(hw.find_heads(twin), weights=False)
             again = hw.mix_heads(hw.find_heads(twin))
             assert torch.equal(call(twin), call(model))
@@ -294,7 +296,7 @@ def test_an_implementation_set_later_is_refused():
     model = BY_NAME["BERT"].build()
     mixed(model)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(hw.NotFired, match=r"'flash_attention_2'.*hw\.mix_heads was attached"):
+    with pytest.raises(hw.errors.NotFired, match=r"'flash_attention_2'.*hw\.mix_heads was attached"):
         results(model, BY_NAME["BERT"].inputs())
 
 
@@ -312,7 +314,7 @@ def test_peft_trains_and_saves_the_matrices_it_is_told_of():
     trained = [name for name, parameter in found.items() if parameter.grad is not None]
     assert len(trained) == 4
     assert all("modules_to_save" in name for name in trained)
-    with pytest.raises(hw.LayoutError, match=r"holds adapters of peft.*modules_to_save=\['head_mixer'\]"):
+    with pytest.raises(hw.errors.LayoutError, match=r"holds adapters of peft.*modules_to_save=\['head_mixer'\]"):
         hw.mix_heads(hw.find_heads(adapted))
 
 
@@ -323,16 +325,18 @@ def test_matrices_that_peft_froze_at_their_start_are_refused():
     mixing = hw.mix_heads(hw.find_heads(model))
     names = [f"{site.name}.query" for site in mixing.heads]
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, lora_dropout=0.0)).train()
-    with pytest.raises(hw.SettingError, match=r"its new mixer of heads is frozen.*modules_to_save"):
+    with pytest.raises(hw.errors.SettingError, match=r"its new mixer of heads is frozen.*modules_to_save"):
         results(adapted, family.inputs())
 
 
 def test_aggregators_go_with_talking_heads_and_a_folder_that_could_not_be_loaded_is_not_written(tmp_path):
     model = BY_NAME["BERT"].build()
     mixed(model)
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     assert results(model, BY_NAME["BERT"].inputs())[0].isfinite().all()
-    with pytest.raises(hw.DataError, match=r"has talking heads, which load.* does not make; save its state_dict"):
+    with pytest.raises(
+        hw.errors.DataError, match=r"has talking heads, which load.* does not make; save its state_dict"
+    ):
         model.save_pretrained(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 
@@ -341,7 +345,7 @@ def test_a_forward_that_does_not_call_attention_is_refused():
     model = CausalSelfAttention(dropout=0.0)
     mixed(model)
     model.flash = False
-    with pytest.raises(hw.LayoutError, match="writes its softmax out, and scores are mixed before their masks"):
+    with pytest.raises(hw.errors.LayoutError, match="writes its softmax out, and scores are mixed before their masks"):
         model(X.float())
 
 
@@ -361,17 +365,17 @@ class OwnForward(hw.nn.MultiheadAttention):
 def test_what_would_not_be_trained_or_not_be_applied_is_refused():
     module = attention()
     heads = hw.find_heads(module)
-    with pytest.raises(hw.SettingError, match="neither matrix"):
+    with pytest.raises(hw.errors.SettingError, match="neither matrix"):
         hw.mix_heads(heads, logits=False, weights=False)
-    with pytest.raises(hw.SettingError, match="neither matrix"):
+    with pytest.raises(hw.errors.SettingError, match="neither matrix"):
         HeadMixer(3, logits=False, weights=False)
-    with pytest.raises(hw.SettingError, match="num_heads is 1"):
+    with pytest.raises(hw.errors.SettingError, match="num_heads is 1"):
         HeadMixer(1)
     handle = hw.mix_heads(heads)
-    with pytest.raises(hw.LayoutError, match=r"has talking heads already; call remove\(\)"):
+    with pytest.raises(hw.errors.LayoutError, match=r"has talking heads already; call remove\(\)"):
         hw.mix_heads(heads)
     module.head_mixer = HeadMixer(3)
-    with pytest.raises(hw.HeadwiseError, match="no longer has the matrices of this mix_heads"):
+    with pytest.raises(hw.errors.HeadwiseError, match="no longer has the matrices of this mix_heads"):
         handle.remove()
     for wrong, message in (
         (hw.nn.AdditiveAttention(12, 4, 3), "computes its scores otherwise"),
@@ -381,10 +385,10 @@ def test_what_would_not_be_trained_or_not_be_applied_is_refused():
         (hw.nn.MultiheadAttention(12, 1), "has one head"),
         (Replicated(attention()), "wrapped by DistributedDataParallel"),
     ):
-        with pytest.raises(hw.LayoutError, match=message):
+        with pytest.raises(hw.errors.LayoutError, match=message):
             hw.mix_heads(hw.find_heads(wrong))
         assert not any("head_mixer" in name for name, _ in wrong.named_parameters())
     own = attention()
     own.head_mixer = nn.Linear(2, 2)
-    with pytest.raises(hw.LayoutError, match="attribute 'head_mixer' of its own"):
+    with pytest.raises(hw.errors.LayoutError, match="attribute 'head_mixer' of its own"):
         hw.mix_heads(hw.find_heads(own))

@@ -61,7 +61,9 @@ def test_the_projector_of_aria_is_its_inner_attention():
 
 
 def test_an_attention_inside_one_that_attends_itself_is_refused_and_not_half_read():
-    with pytest.raises(hw.LayoutError, match=r"the model \(TwoAttentions\) holds .* and inner \(MultiheadAttention\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"the model \(TwoAttentions\) holds .* and inner \(MultiheadAttention\)"
+    ):
         hw.find_heads(TwoAttentions())
     (site,) = hw.find_heads(TwoAttentions(), exclude="inner").sites
     assert (site.name, site.num_heads) == ("", 4)

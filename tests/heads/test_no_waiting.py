@@ -20,12 +20,16 @@ from headwise.repulsion import step
 from repulsion.launches import Launches, Waits
 
 MORE: dict[str, Callable[[hw.Heads], Any]] = {
-    "three terms": lambda heads: hw.Disagreement(heads, hw.Output() + hw.Subspace() + hw.Position()),
-    "kernels": lambda heads: hw.Disagreement(heads, hw.CKA() + hw.HSIC() + hw.CrossCorrelation()),
-    "determinant": lambda heads: hw.Disagreement(heads, hw.LogDeterminant() + hw.SquaredCosine()),
-    "parameters": lambda heads: hw.Disagreement(heads, hw.SpanOverlap() + hw.MapCosine()),
-    "gates": lambda heads: hw.gate_heads(heads, hw.SigmoidGate()),
-    "mixture": lambda heads: hw.gate_heads(heads, hw.MixtureOfHeads(shared=1, active=2)),
+    "three terms": lambda heads: hw.Disagreement(
+        heads, hw.similarity.Output() + hw.similarity.Subspace() + hw.similarity.Position()
+    ),
+    "kernels": lambda heads: hw.Disagreement(
+        heads, hw.similarity.CKA() + hw.similarity.HSIC() + hw.similarity.CrossCorrelation()
+    ),
+    "determinant": lambda heads: hw.Disagreement(heads, hw.similarity.LogDeterminant() + hw.similarity.SquaredCosine()),
+    "parameters": lambda heads: hw.Disagreement(heads, hw.similarity.SpanOverlap() + hw.similarity.MapCosine()),
+    "gates": lambda heads: hw.gate_heads(heads, hw.gating.SigmoidGate()),
+    "mixture": lambda heads: hw.gate_heads(heads, hw.gating.MixtureOfHeads(shared=1, active=2)),
     "talking heads": hw.mix_heads,
 }
 EVERY = METHODS | MORE
@@ -47,7 +51,7 @@ def count_waits(name: str, attach: Callable[[hw.Heads], Any]) -> Counter[str]:
     handle = attach(hw.find_heads(model))
     inputs = inputs_of(model)
     mask = mask_of()
-    guided = isinstance(handle, hw.Guidance) and not handle.every_forward
+    guided = isinstance(handle, hw.roles.Guidance) and not handle.every_forward
     for _ in range(2):
         if guided:
             handle(mask)
@@ -106,7 +110,9 @@ def test_a_bias_changed_in_place_or_trained_is_moved_again():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("rule", [hw.SVGD(), hw.SVGD(kernel=hw.NormalizedRBF()), hw.CosineRepulsion()])
+@pytest.mark.parametrize(
+    "rule", [hw.SVGD(), hw.SVGD(kernel=hw.kernels.NormalizedRBF()), hw.repulsion.CosineRepulsion()]
+)
 def test_an_optimizer_step_with_repulsion_waits_for_nothing(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch):
     # as on an accelerator
     monkeypatch.setattr(step, "stacks_on", lambda _device: True)

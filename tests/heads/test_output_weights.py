@@ -25,7 +25,7 @@ def test_contributions_add_up_to_the_output(exposed: bool):
 def test_none_where_an_aggregator_took_its_place_and_again_after_its_removal():
     model = torch.nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
     heads = hw.find_heads(model)
-    handle = hw.aggregate(heads, hw.Trunk())
+    handle = hw.aggregate(heads, hw.routing.Trunk())
     assert heads.sites[0].find_output_weights() is None
     handle.remove()
     assert heads.sites[0].find_output_weights().shape == (3, 12, 4)
@@ -47,7 +47,7 @@ def test_heads_that_are_rows_of_a_transposed_weight_contribute_too():
         handle.remove()
     contributions = torch.einsum("bqhe,hde->bqd", capture.outputs, heads.sites[0].find_output_weights())
     torch.testing.assert_close(contributions + model.h[0].attn.c_proj.bias, found[0])
-    penalty = hw.Disagreement(heads, hw.MapCosine() + hw.SpanOverlap("output"))
+    penalty = hw.Disagreement(heads, hw.similarity.MapCosine() + hw.similarity.SpanOverlap("output"))
     attention = model.h[0].attn
     value = attention.c_attn.weight[:, 24:].unflatten(1, (3, 4)).movedim(1, 0)
     out = attention.c_proj.weight.unflatten(0, (3, 4))

@@ -22,14 +22,14 @@ PACKED = (
 )
 
 
-def separate(axes: str, output_axes: str = "", **settings) -> tuple[ParameterAttention, hw.SeparateParameters]:
-    row = hw.SeparateParameters("mine", axes=axes, output_axes=output_axes)
+def separate(axes: str, output_axes: str = "", **settings) -> tuple[ParameterAttention, hw.layouts.SeparateParameters]:
+    row = hw.layouts.SeparateParameters("mine", axes=axes, output_axes=output_axes)
     return ParameterAttention(axes, output_axes, **settings).eval(), row
 
 
-def packed(axes: str, output_axes: str = "", **settings) -> tuple[ParameterAttention, hw.FusedParameter]:
+def packed(axes: str, output_axes: str = "", **settings) -> tuple[ParameterAttention, hw.layouts.FusedParameter]:
     order = settings.get("order", ("query", "key", "value"))
-    row = hw.FusedParameter("mine", axes=axes, output_axes=output_axes, order=order)
+    row = hw.layouts.FusedParameter("mine", axes=axes, output_axes=output_axes, order=order)
     return ParameterAttention(axes, output_axes, packed=True, **settings).eval(), row
 
 
@@ -63,7 +63,7 @@ def test_heads_of_every_order_of_axes_are_read_and_proved(case: str):
 def readings(case: str) -> list[tuple[str, tuple[str, ...]]]:
     """Every other reading that the shapes of a case allow."""
     model, row = CASES[case]
-    parameter = model.w_qkv if isinstance(row, hw.FusedParameter) else model.W_Q
+    parameter = model.w_qkv if isinstance(row, hw.layouts.FusedParameter) else model.W_Q
     patterns = PACKED if "p" in row.axes else SEPARATE
     known = {"h": HEADS, **({"p": 3} if "p" in row.axes else {})}
     fitting = [axes for axes in patterns if Axes.read(axes).bind(parameter.shape, known) is not None]
@@ -77,13 +77,13 @@ def test_every_wrong_order_of_axes_is_disproved(case: str):
     model, row = CASES[case]
     x = X[..., : model.sizes["d"]]
     for axes, order in readings(case):
-        if isinstance(row, hw.FusedParameter):
-            wrong = hw.FusedParameter("wrong", axes=axes, order=order)
+        if isinstance(row, hw.layouts.FusedParameter):
+            wrong = hw.layouts.FusedParameter("wrong", axes=axes, order=order)
         else:
             names = {"query": ("W_Q",), "key": ("W_K",), "value": ("W_V",)}
             swapped = dict(zip(("query", "key", "value"), (names[kind] for kind in order), strict=True))
-            wrong = hw.SeparateParameters("wrong", axes=axes, **swapped)
-        with pytest.raises(hw.LayoutError):
+            wrong = hw.layouts.SeparateParameters("wrong", axes=axes, **swapped)
+        with pytest.raises(hw.errors.LayoutError):
             hw.verify(hw.find_heads(model, wrong), (x,))
     assert readings(case)
 
@@ -99,10 +99,10 @@ def test_rows_shifted_by_a_few_are_disproved(projection: int, shift: int, monkey
         start -= 2 * shift
     slices[projection] = replace(slices[projection], start=start)
     heads = Heads(model, (replace(site, slices=tuple(slices)),))
-    with pytest.raises(hw.LayoutError, match="as part of its"):
+    with pytest.raises(hw.errors.LayoutError, match="as part of its"):
         hw.verify(heads, (X,))
     monkeypatch.setattr(import_module("headwise.heads.experiments.verify"), "check_head_slices", lambda _: None)
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(heads, (X,))
 
 
@@ -112,8 +112,10 @@ def test_keys_of_other_heads_than_the_queries_are_disproved():
             found = super().weights()
             return {**found, "key": found["key"].flip(0)}
 
-    heads = hw.find_heads(Crossed().eval(), hw.SeparateParameters(axes="h d e"))
-    with pytest.raises(hw.LayoutError, match=r"changing the key weights of head 0 changed heads \[3\], not \[0\]"):
+    heads = hw.find_heads(Crossed().eval(), hw.layouts.SeparateParameters(axes="h d e"))
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"changing the key weights of head 0 changed heads \[3\], not \[0\]"
+    ):
         hw.verify(heads, (X,))
 
 
@@ -133,46 +135,55 @@ def test_shapes_that_allow_one_reading_need_no_axes(axes: str):
 def test_shapes_that_allow_several_readings_are_refused_with_them():
     square = ParameterAttention("(h e) d", width=HEADS * SIZE)
     with pytest.raises(
-        hw.LayoutError,
+        hw.errors.LayoutError,
         match=r"W_Q of shape \(12, 12\) can be read with 4 heads as '\(h e\) d' and 'd \(h e\)'; name its",
     ):
         hw.find_heads(square)
     cubic = ParameterAttention("h d e", head_size=HEADS, width=HEADS * HEADS)
-    with pytest.raises(hw.LayoutError, match=r"as 'h d e' and 'e d h'; name its axes"):
+    with pytest.raises(hw.errors.LayoutError, match=r"as 'h d e' and 'e d h'; name its axes"):
         hw.find_heads(cubic)
     stacked = ParameterAttention("p (h e) d", packed=True, head_size=2, width=2 * HEADS)
-    with pytest.raises(hw.LayoutError, match=r"as 'p \(h e\) d' and 'p d \(h e\)'; name its axes"):
+    with pytest.raises(hw.errors.LayoutError, match=r"as 'p \(h e\) d' and 'p d \(h e\)'; name its axes"):
         hw.find_heads(stacked)
     unknown = ParameterAttention("h d e", "h e d")
-    with pytest.raises(hw.LayoutError, match=r"W_Q of shape \(4, 10, 3\) fits no order of axes with 4 heads"):
+    with pytest.raises(hw.errors.LayoutError, match=r"W_Q of shape \(4, 10, 3\) fits no order of axes with 4 heads"):
         hw.find_heads(unknown)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (hw.SeparateParameters(axes="h e d", num_heads=3), r"does not have the axes 'h e d' with .*h = 3"),
-        (hw.SeparateParameters(axes="(h e) d"), r"W_Q of shape \(4, 10, 3\) does not have the axes '\(h e\) d'"),
-        (hw.FusedParameter(fused=("W_Q",), axes="p d e h"), r"does not have the axes 'p d e h' with p = 3, .*h = 4"),
-        (hw.FusedParameter(fused=("W_Q",), axes="h d e"), r"has 4 heads along h, not 4 of the queries and as many"),
+        (hw.layouts.SeparateParameters(axes="h e d", num_heads=3), r"does not have the axes 'h e d' with .*h = 3"),
+        (
+            hw.layouts.SeparateParameters(axes="(h e) d"),
+            r"W_Q of shape \(4, 10, 3\) does not have the axes '\(h e\) d'",
+        ),
+        (
+            hw.layouts.FusedParameter(fused=("W_Q",), axes="p d e h"),
+            r"does not have the axes 'p d e h' with p = 3, .*h = 4",
+        ),
+        (
+            hw.layouts.FusedParameter(fused=("W_Q",), axes="h d e"),
+            r"has 4 heads along h, not 4 of the queries and as many",
+        ),
     ],
 )
 def test_axes_that_do_not_fit_are_refused_with_the_shape(row, message: str):
-    with pytest.raises(hw.LayoutError, match=message):
+    with pytest.raises(hw.errors.LayoutError, match=message):
         hw.find_heads(ParameterAttention("h d e"), row)
 
 
 @pytest.mark.parametrize("axes", ["h d", "h d e e", "x h d e", "h (d e)", "", None, 3, "b h d e"], ids=repr)
 def test_what_is_no_order_of_axes_is_refused(axes):
-    with pytest.raises(hw.SettingError, match="axes is "):
+    with pytest.raises(hw.errors.SettingError, match="axes is "):
         Axes.read(axes)
 
 
 def test_projections_are_for_one_parameter_that_holds_several():
-    with pytest.raises(hw.SettingError, match="p is for one parameter of several projections, a FusedParameter"):
-        hw.SeparateParameters(axes="p h d e")
-    with pytest.raises(hw.SettingError, match="order is"):
-        hw.FusedParameter(order=("query", "key"))
+    with pytest.raises(hw.errors.SettingError, match="p is for one parameter of several projections, a FusedParameter"):
+        hw.layouts.SeparateParameters(axes="p h d e")
+    with pytest.raises(hw.errors.SettingError, match="order is"):
+        hw.layouts.FusedParameter(order=("query", "key"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "wide heads"])
@@ -205,30 +216,32 @@ def settings_of(model: ParameterAttention) -> dict:
 
 def test_what_cannot_be_read_in_parameters_is_refused_in_a_sentence():
     model = ParameterAttention("h d e", "h e d")
-    heads = hw.find_heads(model, hw.SeparateParameters(axes="h d e", output_axes="h e d"))
+    heads = hw.find_heads(model, hw.layouts.SeparateParameters(axes="h d e", output_axes="h e d"))
     assert "W_O: parameter" in str(heads)
     for attach in (
-        lambda: hw.Disagreement(heads, hw.Output()),
+        lambda: hw.Disagreement(heads, hw.similarity.Output()),
         lambda: hw.ablate(heads, 0),
-        lambda: hw.aggregate(heads, hw.SimpleRouting(capsules=2)),
+        lambda: hw.aggregate(heads, hw.routing.SimpleRouting(capsules=2)),
     ):
         with pytest.raises(
-            hw.LayoutError, match=r"W_O is the parameter W_O, which its forward uses itself; outputs of"
+            hw.errors.LayoutError, match=r"W_O is the parameter W_O, which its forward uses itself; outputs of"
         ):
             attach()
-    with pytest.raises(hw.LayoutError, match="no module computes values of its heads"):
-        hw.Disagreement(heads, hw.Subspace())
-    with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
-        hw.Disagreement(heads, hw.Position())
+    with pytest.raises(hw.errors.LayoutError, match="no module computes values of its heads"):
+        hw.Disagreement(heads, hw.similarity.Subspace())
+    with pytest.raises(hw.errors.LayoutError, match="attention weights and biases of heads are reached in"):
+        hw.Disagreement(heads, hw.similarity.Position())
     module = ParameterAttention("h d e")
-    penalty = hw.Disagreement(hw.find_heads(module, hw.SeparateParameters(axes="h d e")), hw.Output())
+    penalty = hw.Disagreement(
+        hw.find_heads(module, hw.layouts.SeparateParameters(axes="h d e")), hw.similarity.Output()
+    )
     module(X)
     assert 1 / HEADS / HEADS < float(penalty().detach()) < 1.0
 
 
 def test_the_shapes_of_transformer_lens_are_read_with_their_biases():
     model = LensAttention().eval()
-    heads = hw.find_heads(model, hw.SeparateParameters("lens", axes="h d e", output_axes="h e d"))
+    heads = hw.find_heads(model, hw.layouts.SeparateParameters("lens", axes="h d e", output_axes="h e d"))
     assert hw.verify(heads, (X,)).sites == ("",)
     for head_slice in heads.slices():
         letter = head_slice.projection[0].upper()
@@ -239,13 +252,13 @@ def test_the_shapes_of_transformer_lens_are_read_with_their_biases():
 
 def test_a_parameter_that_was_replaced_or_frozen_is_told():
     model = ParameterAttention("h d e")
-    heads = hw.find_heads(model, hw.SeparateParameters(axes="h d e"))
+    heads = hw.find_heads(model, hw.layouts.SeparateParameters(axes="h d e"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.W_K.requires_grad_(False)
-    with pytest.raises(hw.LayoutError, match="W_K does not require a gradient"):
+    with pytest.raises(hw.errors.LayoutError, match="W_K does not require a gradient"):
         hw.repel(heads, hw.SVGD(), optimizer)
     model.W_K = None
-    with pytest.raises(hw.LayoutError, match="W_K is no longer a parameter of ParameterAttention"):
+    with pytest.raises(hw.errors.LayoutError, match="W_K is no longer a parameter of ParameterAttention"):
         hw.repel(heads, hw.SVGD(), optimizer)
 
 
@@ -255,29 +268,31 @@ def test_a_number_of_heads_is_given_where_the_module_does_not_tell_it():
             super().__init__("h d e")
             del self.num_heads
 
-    with pytest.raises(hw.LayoutError, match=r"name its axes, or num_heads, in the row"):
+    with pytest.raises(hw.errors.LayoutError, match=r"name its axes, or num_heads, in the row"):
         hw.find_heads(Untold())
     model = nn.Module()
     model.q_proj, model.k_proj, model.v_proj, model.o_proj = (nn.Linear(12, 12) for _ in range(4))
-    with pytest.raises(hw.LayoutError, match=r"give its number of heads, find_heads\(model, num_heads=8\)"):
+    with pytest.raises(hw.errors.LayoutError, match=r"give its number of heads, find_heads\(model, num_heads=8\)"):
         hw.find_heads(model)
     for heads in (
         hw.find_heads(model, num_heads=3),
-        hw.find_heads(model, hw.SeparateLinears(num_heads=3)),
-        hw.find_heads(model, hw.SeparateLinears(num_heads=("nope", 3))),
+        hw.find_heads(model, hw.layouts.SeparateLinears(num_heads=3)),
+        hw.find_heads(model, hw.layouts.SeparateLinears(num_heads=("nope", 3))),
     ):
         assert (heads.sites[0].num_heads, heads.sites[0].head_size) == (3, 4)
     model.head_dim = 4
-    assert hw.find_heads(model, hw.SeparateLinears(num_heads=2)).sites[0].head_size == 6
-    with pytest.raises(hw.LayoutError, match="num_heads=2 fits no attention: those found tell 3 heads themselves"):
+    assert hw.find_heads(model, hw.layouts.SeparateLinears(num_heads=2)).sites[0].head_size == 6
+    with pytest.raises(
+        hw.errors.LayoutError, match="num_heads=2 fits no attention: those found tell 3 heads themselves"
+    ):
         hw.find_heads(model, num_heads=2)
-    with pytest.raises(hw.LayoutError, match="12 rows do not divide into heads"):
-        hw.find_heads(model, hw.SeparateLinears(num_heads=5))
+    with pytest.raises(hw.errors.LayoutError, match="12 rows do not divide into heads"):
+        hw.find_heads(model, hw.layouts.SeparateLinears(num_heads=5))
     for wrong in (0, -1, True, 2.0, "3"):
-        with pytest.raises(hw.SettingError, match="num_heads is"):
+        with pytest.raises(hw.errors.SettingError, match="num_heads is"):
             hw.find_heads(model, num_heads=wrong)
-        with pytest.raises(hw.SettingError, match="num_heads"):
-            hw.SeparateLinears(num_heads=wrong)
+        with pytest.raises(hw.errors.SettingError, match="num_heads"):
+            hw.layouts.SeparateLinears(num_heads=wrong)
     fused = nn.Module()
     fused.qkv, fused.proj = nn.Linear(12, 36), nn.Linear(12, 12)
     assert hw.find_heads(fused, num_heads=6).sites[0].head_size == 2
@@ -285,7 +300,7 @@ def test_a_number_of_heads_is_given_where_the_module_does_not_tell_it():
 
 def test_xlnet_is_repelled_with_a_row_of_its_own():
     model = next(entry for entry in REFUSED if entry.families == "XLNet").build()
-    row = hw.SeparateParameters(
+    row = hw.layouts.SeparateParameters(
         query=("q",), key=("k",), value=("v",), output=("o",), axes="d h e", output_axes="d h e"
     )
     heads = hw.find_heads(model, row, num_heads=4)
@@ -299,5 +314,5 @@ def test_xlnet_is_repelled_with_a_row_of_its_own():
     expected = forces(weight.detach().transpose(0, 1), weight.grad.transpose(0, 1).clone())
     optimizer.step()
     torch.testing.assert_close(weight.grad.transpose(0, 1), expected, rtol=1e-10, atol=1e-12)
-    with pytest.raises(hw.HeadwiseError, match=r"W_O, .*, is a parameter, and its output is not linear in that"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"W_O, .*, is a parameter, and its output is not linear in that"):
         hw.verify(heads, {"input_ids": torch.arange(14).view(2, 7)})

@@ -187,7 +187,7 @@ def test_gradients_are_those_of_central_differences_and_of_activations_computed_
         own = pair(build()).train()
         if again:
             checkpoint_activations(own, reentrant=False)
-        with hw.Disagreement(hw.find_heads(own), hw.CKA(), strength=hw.Relative(0.1)) as penalty:
+        with hw.Disagreement(hw.find_heads(own), hw.similarity.CKA(), strength=hw.Relative(0.1)) as penalty:
             penalty.loss(own(input_ids=IDS, labels=IDS, use_cache=False).loss).backward()
         found.append([one.grad for one in own.parameters()])
     for one, other in zip(*found, strict=True):
@@ -247,7 +247,7 @@ def test_what_cannot_be_paired_is_refused_in_a_sentence(tmp_path):
     model = pair(build())
     with pytest.raises(LayoutError, match="whose maps are subtracted in pairs"):
         hw.mix_heads(hw.find_heads(model))
-    hw.aggregate(hw.find_heads(model), hw.EMRouting())
+    hw.aggregate(hw.find_heads(model), hw.routing.EMRouting())
     with pytest.raises(DataError, match=r"has differential attention, which load.* does not make"):
         hw.save(model, tmp_path)
     elsewhere = pair(build())

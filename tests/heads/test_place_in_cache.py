@@ -84,7 +84,7 @@ def test_every_call_counts_the_tokens_of_its_own_place(held: int | None, named: 
     assert hw.verify(heads, (X, PlacedCache(1, 3, 4))).sites == ("attention",)
 
 
-def part(bias: Tensor, call: hw.ScoreCall) -> Tensor:
+def part(bias: Tensor, call: hw.nn.ScoreCall) -> Tensor:
     """The rows of a bias that belong to the queries of a call."""
     return bias[:, :, call.first : call.first + call.queries, : call.keys]
 

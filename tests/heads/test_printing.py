@@ -83,11 +83,11 @@ def test_a_shortened_list_has_its_limit_and_loses_nothing(count: int):
 def test_everything_a_user_holds_is_printed_in_a_few_lines(deep: nn.Module):
     heads = hw.find_heads(deep)
     x = torch.randn(2, 5, 12)
-    mask = hw.Roles(hw.Window(3))([hw.WordTable.split("a b c d e")] * 2, num_heads=3)
+    mask = hw.roles.Roles(hw.roles.Window(3))([hw.roles.WordTable.split("a b c d e")] * 2, num_heads=3)
     taps = hw.Taps(heads, outputs=True, weights=True)
     bias, function = hw.bias_heads(heads, torch.zeros(1, 3, 1, 5)), hw.bias_heads(heads, lambda _site, _call: None)
     ablation = hw.ablate(heads.layers(0, 1), [0, 2])
-    penalty = hw.Disagreement(heads, hw.Output())
+    penalty = hw.Disagreement(heads, hw.similarity.Output())
     guidance = hw.guide(heads.layer(3), mask)
     repulsion = hw.repel(heads, hw.SVGD(), torch.optim.SGD(deep.parameters(), lr=0.1))
     deep(x)
@@ -95,7 +95,7 @@ def test_everything_a_user_holds_is_printed_in_a_few_lines(deep: nn.Module):
     penalty()
     handles = [taps, bias, function, ablation, penalty, guidance, repulsion]
     site = heads.sites[0]
-    replaced = hw.aggregate(heads.layers(*range(2, LAYERS)), hw.Gate())
+    replaced = hw.aggregate(heads.layers(*range(2, LAYERS)), hw.routing.Gate())
     held = [
         *handles, heads, site, *site.slices, site.output, site.output_projection, capture, replaced,
         replaced.replaced[0], read_projection(site.output.owner), repulsion.groups[0],
@@ -136,7 +136,7 @@ def dataclasses_of_headwise() -> list[type]:
 
 def test_no_dataclass_prints_a_module_it_holds():
     classes = dataclasses_of_headwise()
-    assert hw.Site in classes
+    assert hw.heads.Site in classes
     assert len(classes) > 60
     for cls in classes:
         # dataclasses wrap the one they write against recursion

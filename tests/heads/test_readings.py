@@ -49,15 +49,15 @@ class Grouped(FusedAttention):
 
 
 def test_wider_values_and_grouped_queries_of_one_shape_are_told_apart_or_refused():
-    with pytest.raises(hw.LayoutError, match="misreads Wide"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads Wide"):
         hw.find_heads(Wide(asks=False))
     for kind in (Wide, Grouped):
         told = r"may be 4 query and 2 key/value heads of 4, or 4 heads whose .* keys have 2 features and whose values"
-        with pytest.raises(hw.LayoutError, match=told) as refusal:
+        with pytest.raises(hw.errors.LayoutError, match=told) as refusal:
             hw.find_heads(nn.Sequential(kind(asks=True)))
         assert "num_key_value_heads = 2" in str(refusal.value)
         assert "FusedLinear('mine'" in str(refusal.value)
-    row = hw.FusedLinear("mine", fused=("qkv",), output=("proj",), num_heads=4)
+    row = hw.layouts.FusedLinear("mine", fused=("qkv",), output=("proj",), num_heads=4)
     for heads in (
         hw.find_heads(Grouped(asks=True), (row,)),
         *(hw.find_heads(Grouped(asks=True, told=name)) for name in ("num_key_value_heads", "n_kv_heads", "n_rep")),
@@ -90,9 +90,11 @@ def test_nothing_repels_heads_of_a_guess_until_it_is_proved():
 
     x = torch.randn(2, 6, 12)
     heads = hw.find_heads(nn.Sequential(Blocks()))
-    with pytest.raises(hw.LayoutError, match=r"0 \(Blocks\): its fused projection .*hw\.verify\(heads, inputs\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"0 \(Blocks\): its fused projection .*hw\.verify\(heads, inputs\)"
+    ):
         repel(heads)
-    own = hw.FusedLinear("mine", fused=("qkv",), output=("proj",))
+    own = hw.layouts.FusedLinear("mine", fused=("qkv",), output=("proj",))
     repel(hw.find_heads(nn.Sequential(Blocks()), (own,)))
     heads.model.forward = lambda x: heads.model[0](x, x)
     assert hw.verify(hw.find_heads(heads.model[0]), (x, x)).sites == ("",)
@@ -101,9 +103,9 @@ def test_nothing_repels_heads_of_a_guess_until_it_is_proved():
         repel(again)
     wrong = hw.find_heads(Alternating())
     for _ in range(2):
-        with pytest.raises(hw.LayoutError, match="proves it; or describe it"):
+        with pytest.raises(hw.errors.LayoutError, match="proves it; or describe it"):
             repel(wrong)
-        with pytest.raises(hw.LayoutError, match="misreads Alternating"):
+        with pytest.raises(hw.errors.LayoutError, match="misreads Alternating"):
             hw.verify(wrong, (x, x))
 
 
@@ -131,15 +133,15 @@ def test_a_fused_parameter_is_a_guess_until_it_is_proved():
     x = torch.randn(2, 5, WIDTH)
     for kind in (Packed, PackedByHead):
         heads = hw.find_heads(kind())
-        with pytest.raises(hw.LayoutError, match="proves it; or describe it"):
+        with pytest.raises(hw.errors.LayoutError, match="proves it; or describe it"):
             repel(heads)
         if kind is Packed:
             hw.verify(heads, (x,))
             repel(heads)
         else:
-            with pytest.raises(hw.LayoutError, match="misreads PackedByHead"):
+            with pytest.raises(hw.errors.LayoutError, match="misreads PackedByHead"):
                 hw.verify(heads, (x,))
-    row = hw.FusedParameter("mine", fused=("qkv",), output=("proj",), axes="(h p e) d", num_heads=4)
+    row = hw.layouts.FusedParameter("mine", fused=("qkv",), output=("proj",), axes="(h p e) d", num_heads=4)
     repel(hw.find_heads(PackedByHead(), row))
 
 
@@ -173,5 +175,5 @@ class Windowed(FusedAttention):
 def test_a_module_is_called_with_as_many_tokens_as_its_tables_show(table: tuple[int, ...], tokens: int, square: bool):
     kind = type("Told", (Windowed,), {})
     repel(hw.find_heads(kind(table, tokens, False, square)))
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.find_heads(kind(table, tokens, True, square))

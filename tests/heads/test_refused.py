@@ -13,7 +13,7 @@ from heads.refused import REFUSED, Refused
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
 def test_find_heads_refuses_with_its_candidates(refused: Refused):
     model = refused.build()
-    with pytest.raises(hw.LayoutError, match="(?s)" + refused.found) as refusal:
+    with pytest.raises(hw.errors.LayoutError, match="(?s)" + refused.found) as refusal:
         hw.find_heads(model)
     named = [
         name for name, _ in model.named_modules() if name and re.search(rf"\b{re.escape(name)}\b", str(refusal.value))
@@ -24,10 +24,10 @@ def test_find_heads_refuses_with_its_candidates(refused: Refused):
 
 def test_a_row_of_ones_own_reads_the_projections_of_irregular_heads_and_verify_disproves_them():
     entry = next(refused for refused in REFUSED if refused.name == "differential attention")
-    row = hw.SeparateLinears("mine")
+    row = hw.layouts.SeparateLinears("mine")
     heads = hw.find_heads(entry.build(), row)
     assert [site.layout for site in heads] == ["mine", "mine"]
-    with pytest.raises(hw.LayoutError, match=r"layout 'mine' .* misreads DiffLlamaAttention"):
+    with pytest.raises(hw.errors.LayoutError, match=r"layout 'mine' .* misreads DiffLlamaAttention"):
         hw.verify(heads, entry.inputs())
 
 
@@ -39,7 +39,7 @@ def test_what_is_left_out_is_named_by_a_pattern_that_matches_nothing_else():
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     config = MiniMaxConfig(**{**LLAMA, "num_hidden_layers": 3}, head_dim=8, layer_types=kinds, num_local_experts=2)
     model = MiniMaxModel(config)
-    with pytest.raises(hw.LayoutError, match="MiniMaxLightningAttention is linear attention") as refusal:
+    with pytest.raises(hw.errors.LayoutError, match="MiniMaxLightningAttention is linear attention") as refusal:
         hw.find_heads(model)
     left_out = ("layers.0.self_attn", "layers.2.self_attn")
     assert f"exclude={left_out!r}" in str(refusal.value).replace(",))", "))")

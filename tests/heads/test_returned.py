@@ -129,8 +129,8 @@ def test_projections_along_an_axis_of_their_own_are_proved_and_read(form: str):
 
 def test_a_wrong_reading_of_axes_is_rejected():
     model = nn.Sequential(Attention(Wrapper, "b h t e")).eval()
-    row = hw.SeparateLinears(output=("output",), num_heads=6, head_size=())
-    with pytest.raises(hw.LayoutError, match="has no axis of 6 query heads and one of 2 features"):
+    row = hw.layouts.SeparateLinears(output=("output",), num_heads=6, head_size=())
+    with pytest.raises(hw.errors.LayoutError, match="has no axis of 6 query heads and one of 2 features"):
         hw.find_heads(model, (row,))
 
 
@@ -161,5 +161,5 @@ def test_what_cannot_be_read_is_refused_when_it_is_found():
         (merging, r"its output projection, a Merging, takes heads along an axis of their own"),
         (Attention(Wrapper, "b t e h"), r"misreads Attention: .*alternate|has no axis of|changing feature"),
     ):
-        with pytest.raises(hw.LayoutError, match=told):
+        with pytest.raises(hw.errors.LayoutError, match=told):
             hw.find_heads(nn.Sequential(nn.LayerNorm(WIDTH), module))

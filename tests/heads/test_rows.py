@@ -34,30 +34,36 @@ COUNT: dict[str, Any] = {"num_heads": ("sizes.0.heads",), "head_size": ("sizes.0
 BOXED = [
     (
         boxed(SeparateAttention(), "q_proj", "k_proj", "v_proj", "o_proj"),
-        hw.SeparateLinears("mine", ("box.0.q_proj",), ("box.0.k_proj",), ("box.0.v_proj",), ("box.0.o_proj",), **COUNT),
+        hw.layouts.SeparateLinears(
+            "mine", ("box.0.q_proj",), ("box.0.k_proj",), ("box.0.v_proj",), ("box.0.o_proj",), **COUNT
+        ),
     ),
-    (boxed(FusedAttention(), "qkv", "proj"), hw.FusedLinear("mine", ("box.0.qkv",), ("box.0.proj",), **COUNT)),
+    (boxed(FusedAttention(), "qkv", "proj"), hw.layouts.FusedLinear("mine", ("box.0.qkv",), ("box.0.proj",), **COUNT)),
     (
         boxed(KeyValueAttention(), "to_q", "to_kv", "to_out"),
-        hw.FusedLinear("mine", ("box.0.to_kv",), ("box.0.to_out.0",), ("key", "value"), query=("box.0.to_q",), **COUNT),
+        hw.layouts.FusedLinear(
+            "mine", ("box.0.to_kv",), ("box.0.to_out.0",), ("key", "value"), query=("box.0.to_q",), **COUNT
+        ),
     ),
     (
         boxed(LensAttention(12, 4, 5), "W_Q", "W_K", "W_V", "W_O"),
-        hw.SeparateParameters("mine", ("box.1.W_Q",), ("box.1.W_K",), ("box.1.W_V",), ("box.1.W_O",), "h d e", **COUNT),
+        hw.layouts.SeparateParameters(
+            "mine", ("box.1.W_Q",), ("box.1.W_K",), ("box.1.W_V",), ("box.1.W_O",), "h d e", **COUNT
+        ),
     ),
     (
         boxed(EinsumAttention(12, 4, 5), "w_qkv", "w_o"),
-        hw.FusedParameter("mine", ("box.1.w_qkv",), ("box.1.w_o",), "p d h e", **COUNT),
+        hw.layouts.FusedParameter("mine", ("box.1.w_qkv",), ("box.1.w_o",), "p d h e", **COUNT),
     ),
     (
         boxed(ListAttention(12, 4, 5), "heads", "proj"),
-        hw.HeadList("mine", ("box.0.heads",), output=("box.0.proj",)),
+        hw.layouts.HeadList("mine", ("box.0.heads",), output=("box.0.proj",)),
     ),
 ]
 
 
 @pytest.mark.parametrize(("module", "row"), BOXED, ids=lambda one: type(one).__name__)
-def test_every_row_names_dotted_paths(module: nn.Module, row: hw.Layout):
+def test_every_row_names_dotted_paths(module: nn.Module, row: hw.layouts.Layout):
     heads = hw.find_heads(module, row)
     (site,) = heads
     assert (site.num_heads, site.layout) == (4, "mine")
@@ -70,7 +76,7 @@ def test_latent_attention_is_found_by_dotted_paths_too():
     module.config = {"heads": 4, "value": 3}
     module.box = nn.ModuleDict({"q": nn.Linear(12, 20), "kv": nn.Linear(6, 28), "down": nn.Linear(12, 6)})
     module.out = nn.Sequential(nn.Linear(12, 12))
-    row = hw.LatentLinears(
+    row = hw.layouts.LatentLinears(
         "mine", ("box.q",), ("box.kv",), ("out.0",), num_heads=("config.heads",), value_size=("config.value",)
     )
     (site,) = hw.find_heads(module, row)
@@ -79,16 +85,16 @@ def test_latent_attention_is_found_by_dotted_paths_too():
 
 def test_conditions_and_projections_that_no_heads_have_are_dotted_paths():
     module, row = BOXED[0]
-    assert isinstance(row, hw.SeparateLinears)
+    assert isinstance(row, hw.layouts.SeparateLinears)
     module.box[0].q_more = nn.Linear(12, 20)
-    with pytest.raises(hw.LayoutError, match=r"holds box\.0\.q_more in addition to box\.0\.k_proj"):
+    with pytest.raises(hw.errors.LayoutError, match=r"holds box\.0\.q_more in addition to box\.0\.k_proj"):
         hw.find_heads(module, row)
     settings: dict[str, Any] = {name: getattr(row, name) for name in row.__dataclass_fields__}
-    assert hw.find_heads(module, hw.SeparateLinears(**{**settings, "beside": ("box.0.q_more",)}))
+    assert hw.find_heads(module, hw.layouts.SeparateLinears(**{**settings, "beside": ("box.0.q_more",)}))
     del module.box[0]["q_more"]
-    assert hw.find_heads(module, hw.SeparateLinears(**{**settings, "when": (("sizes.0.heads", (4, None)),)}))
-    with pytest.raises(hw.LayoutError, match="no attention heads found"):
-        hw.find_heads(module, hw.SeparateLinears(**{**settings, "when": (("sizes.0.heads", (5,)),)}))
+    assert hw.find_heads(module, hw.layouts.SeparateLinears(**{**settings, "when": (("sizes.0.heads", (4, None)),)}))
+    with pytest.raises(hw.errors.LayoutError, match="no attention heads found"):
+        hw.find_heads(module, hw.layouts.SeparateLinears(**{**settings, "when": (("sizes.0.heads", (5,)),)}))
 
 
 TILED = next(form for form in WRITTEN if form.make is Tiled)
@@ -97,15 +103,17 @@ TILED = next(form for form in WRITTEN if form.make is Tiled)
 def test_a_row_that_groups_the_other_way_is_refused_at_once_and_by_verify(monkeypatch: pytest.MonkeyPatch):
     x = TILED.inputs()
     for module, tiled in ((TILED.build(), False), (SeparateAttention(24, 4, 2, 6).double(), True)):
-        row = hw.SeparateLinears("mine", tiled=tiled)
-        with pytest.raises(hw.LayoutError, match=rf"changing key head 1 changed query heads .* \(tiled={not tiled}\)"):
+        row = hw.layouts.SeparateLinears("mine", tiled=tiled)
+        with pytest.raises(
+            hw.errors.LayoutError, match=rf"changing key head 1 changed query heads .* \(tiled={not tiled}\)"
+        ):
             hw.find_heads(module, row)
         with monkeypatch.context() as patched:
             patched.setattr("headwise.heads.find.require_arranged", lambda *_: None)
             heads = hw.find_heads(module, row)
-        with pytest.raises(hw.LayoutError, match="key features of head 0 changed the heads"):
+        with pytest.raises(hw.errors.LayoutError, match="key features of head 0 changed the heads"):
             hw.verify(heads, x)
-        assert hw.verify(hw.find_heads(module, hw.SeparateLinears("mine", tiled=not tiled)), x).sites == ("",)
+        assert hw.verify(hw.find_heads(module, hw.layouts.SeparateLinears("mine", tiled=not tiled)), x).sites == ("",)
 
 
 def test_every_row_of_grouped_queries_may_be_tiled():
@@ -123,10 +131,10 @@ def test_every_row_of_grouped_queries_may_be_tiled():
 
     own = Own(12, 4, 5)
     own.W_K, own.W_V = (nn.Parameter(torch.randn(2, 12, 5)) for _ in range(2))
-    blocks = hw.FusedLinear("mine", ("qkv",), ("proj",), tiled=True)
+    blocks = hw.layouts.FusedLinear("mine", ("qkv",), ("proj",), tiled=True)
     for module, row in (
         (Blocks(key_value_heads=2), blocks),
-        (own, hw.SeparateParameters("mine", axes="h d e", tiled=True)),
+        (own, hw.layouts.SeparateParameters("mine", axes="h d e", tiled=True)),
     ):
         heads = hw.find_heads(module, row)
         assert [list(site.list_members(1)) for site in heads] == [[1, 3]]
@@ -141,15 +149,16 @@ def test_groups_of_queries_follow_the_tiling():
     assert [group.name for group in groups] == ["query 0:4:2", "query 1:4:2"]
     for index, group in enumerate(groups):
         assert torch.equal(group.slices[0].read(), own[index::2])
-    with pytest.raises(hw.LayoutError, match="other query heads lie between those of a group"):
+    with pytest.raises(hw.errors.LayoutError, match="other query heads lie between those of a group"):
         find_groups(heads.grouped("across"), joint=False)
-    term = hw.GroupedQueries(hw.CKA(debiased=False))
+    term = hw.similarity.GroupedQueries(hw.similarity.CKA(debiased=False))
     with hw.Taps(heads, outputs=True) as taps:
         model(x)
         outputs = taps.read()[0].outputs
     assert outputs is not None
     apart = [
-        hw.CKA(debiased=False).sum_and_count_at(heads.sites[0], outputs[:, :, index::2], None)[0] for index in range(2)
+        hw.similarity.CKA(debiased=False).sum_and_count_at(heads.sites[0], outputs[:, :, index::2], None)[0]
+        for index in range(2)
     ]
     assert torch.allclose(term.sum_and_count_at(heads.sites[0], outputs, None)[0], torch.stack(apart).mean())
 
@@ -171,7 +180,7 @@ def test_tiled_heads_are_removed_by_group_or_from_the_front_or_the_end(gone: lis
 
 def test_heads_that_would_group_otherwise_are_neither_removed_nor_merged():
     heads = find(TILED, TILED.build())
-    with pytest.raises(hw.LayoutError, match=r"in another order; .*\(group g has heads g, g \+ 2 and so on\)"):
+    with pytest.raises(hw.errors.LayoutError, match=r"in another order; .*\(group g has heads g, g \+ 2 and so on\)"):
         hw.prune(heads, {0: [0, 3]}, inputs=TILED.inputs())
-    with pytest.raises(hw.LayoutError, match="head h mod G"):
+    with pytest.raises(hw.errors.LayoutError, match="head h mod G"):
         hw.merge(heads, 1, batches=[TILED.inputs()])

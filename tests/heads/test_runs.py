@@ -32,7 +32,7 @@ def test_no_wrong_order_of_runs_and_no_shift_of_one_is_accepted(family: Family):
     )
     swapped = (query, replace(value, projection="key"), replace(key, projection="value"))
     for slices in (*((own, key, value) for own in wrong), swapped):
-        with pytest.raises(hw.LayoutError, match=r"misreads|is read as part of|do not fit"):
+        with pytest.raises(hw.errors.LayoutError, match=r"misreads|is read as part of|do not fit"):
             hw.verify(Heads(heads.model, (replace(site, slices=slices),)), family.inputs())
 
 
@@ -62,11 +62,11 @@ def test_a_step_is_that_of_the_same_heads_in_one_block():
 def test_there_is_no_view_of_heads_in_runs():
     heads = hw.find_heads(IN_RUNS[0].build())
     query = heads.slices()[0]
-    with pytest.raises(hw.LayoutError, match="its query heads lie in 2 runs"):
+    with pytest.raises(hw.errors.LayoutError, match="its query heads lie in 2 runs"):
         query.view(query.parameter)
     assert query.read().shape == (4, 8, 32)
     before = query.read()
-    hw.jitter(heads, 1e-3)
+    hw.repulsion.jitter(heads, 1e-3)
     noise = query.read() - before
     # of each run its own
     assert not torch.allclose(noise[0], noise[2], rtol=0.1)

@@ -52,7 +52,7 @@ def test_every_wrong_reading_is_disproved(name: str):
         wrong += [(how, reordered(heads, site, how)) for how in ("strided", "random")]
         for label, misread in wrong:
             # a wrong reading that is proved raises nothing
-            with pytest.raises(hw.LayoutError, match="misreads") as refusal:
+            with pytest.raises(hw.errors.LayoutError, match="misreads") as refusal:
                 hw.verify(misread, (TOKENS,))
             assert site.name in str(refusal.value), label
 
@@ -72,7 +72,7 @@ def test_values_that_are_not_the_keys_are_disproved():
 
     heads = hw.find_heads(RawAttention())
     assert heads.sites[0].layout == "shared keys as values"
-    with pytest.raises(hw.LayoutError, match="with keys at zero, tokens have different values"):
+    with pytest.raises(hw.errors.LayoutError, match="with keys at zero, tokens have different values"):
         hw.verify(heads, (torch.randn(2, 6, 32),))
 
 
@@ -91,10 +91,12 @@ def test_queries_repel_and_what_needs_keys_or_values_of_its_own_says_so(name: st
     for site, old in zip(readers, before, strict=True):
         assert not torch.equal(site.slices[0].read(), old)
     alone = replace(heads, sites=tuple(readers))
-    with pytest.raises(hw.LayoutError, match="no module computes values of its heads; read their outputs or weights"):
+    with pytest.raises(
+        hw.errors.LayoutError, match="no module computes values of its heads; read their outputs or weights"
+    ):
         hw.Taps(alone, values=True)
-    with pytest.raises(hw.SettingError, match="has no key and value projection of its own"):
-        hw.repel(alone, hw.FunctionSVGD(), optimizer)
+    with pytest.raises(hw.errors.SettingError, match="has no key and value projection of its own"):
+        hw.repel(alone, hw.repulsion.FunctionSVGD(), optimizer)
 
 
 def test_weights_of_layers_without_keys_are_read_token_by_token():
@@ -123,7 +125,7 @@ def test_a_projection_that_serves_twice_is_refused_with_remedies_that_hold(one: 
     model = nn.Sequential(Attention(), Attention())
     setattr(model[0], other, getattr(model[0], one))
     words = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
-    with pytest.raises(hw.LayoutError) as refusal:
+    with pytest.raises(hw.errors.LayoutError) as refusal:
         hw.find_heads(model)
     assert f"one weight makes its {words[one]} heads and its {words[other]} heads" in str(refusal.value)
     assert "exclude=('0',)" in str(refusal.value)

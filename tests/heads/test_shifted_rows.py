@@ -75,7 +75,7 @@ def accept_shifts(heads: Heads, inputs: object) -> tuple[list[str], int]:
     for label, shifted in shifts(site):
         try:
             hw.verify(Heads(heads.model, (shifted,)), inputs)
-        except hw.LayoutError as error:
+        except hw.errors.LayoutError as error:
             by_experiment += "misreads" in str(error)
         else:
             accepted.append(label)
@@ -94,8 +94,8 @@ def accept_shifts(heads: Heads, inputs: object) -> tuple[list[str], int]:
     ids=lambda model: type(model).__name__,
 )
 def test_no_shift_of_any_layout_is_accepted(model: nn.Module):
-    row = hw.FusedLinear("mine", ("qkv",), ("proj",), interleaved=getattr(model, "interleaved", False))
-    heads = hw.find_heads(model, (row, *hw.LAYOUTS))
+    row = hw.layouts.FusedLinear("mine", ("qkv",), ("proj",), interleaved=getattr(model, "interleaved", False))
+    heads = hw.find_heads(model, (row, *hw.layouts.LAYOUTS))
     inputs = (X, X) if isinstance(model, KeyValueAttention) else (X,)
     accepted, _ = accept_shifts(heads, inputs)
     assert accepted == []
@@ -115,11 +115,13 @@ def test_a_gate_beside_a_head_is_no_feature_of_it(gated: str):
 
 
 def test_slices_that_share_rows_are_refused_when_heads_are_found():
-    class Overlapping(hw.FusedLinear):
+    class Overlapping(hw.layouts.FusedLinear):
         def site(self, model, name, module):
             site = super().site(model, name, module)
             return site and replace(site, slices=(replace(site.slices[0], start=1), *site.slices[1:]))
 
     row = Overlapping("mine", ("qkv",), ("proj",), interleaved=True)
-    with pytest.raises(hw.LayoutError, match=r"qkv\.weight: row 5 is read as part of its query heads and of its key"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"qkv\.weight: row 5 is read as part of its query heads and of its key"
+    ):
         hw.find_heads(FusedAttention(interleaved=True), row)

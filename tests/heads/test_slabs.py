@@ -48,21 +48,25 @@ def test_features_write_through_carry_gradients_and_need_no_contiguous_tensor():
 
 def test_features_of_another_width_are_refused_with_both_numbers():
     head_slice = HeadSlice("key", "attention.qkv.weight", nn.Linear(4, 18), "weight", 2, 3, start=6)
-    with pytest.raises(hw.LayoutError, match=r"attention\.qkv\.weight: a tensor of shape \(5, 17\).*expected 18"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"attention\.qkv\.weight: a tensor of shape \(5, 17\).*expected 18"
+    ):
         head_slice.features(torch.zeros(5, 17))
 
 
 def test_a_slice_of_nothing_or_beyond_its_weight_is_refused():
-    with pytest.raises(hw.LayoutError, match=r"a\.w of Linear is not a plain floating-point matrix \(found nothing\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"a\.w of Linear is not a plain floating-point matrix \(found nothing\)"
+    ):
         check_head_slice(HeadSlice("key", "a.w", nn.Linear(4, 18), "w", 2, 3))
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.zeros(6, 2, 2))
-    with pytest.raises(hw.LayoutError, match=r"found torch\.float32 of shape \(6, 2, 2\)"):
+    with pytest.raises(hw.errors.LayoutError, match=r"found torch\.float32 of shape \(6, 2, 2\)"):
         check_head_slice(HeadSlice("key", "weight", owner, "weight", 2, 3))
     linear = nn.Linear(4, 18)
-    with pytest.raises(hw.LayoutError, match="6 heads of 3 rows from 3 every 3 do not fit the 18 of the weight"):
+    with pytest.raises(hw.errors.LayoutError, match="6 heads of 3 rows from 3 every 3 do not fit the 18 of the weight"):
         check_head_slice(HeadSlice("key", "weight", linear, "weight", 6, 3, start=3))
-    with pytest.raises(hw.LayoutError, match="2 heads of 3 rows from 0 every 2 do not fit"):
+    with pytest.raises(hw.errors.LayoutError, match="2 heads of 3 rows from 0 every 2 do not fit"):
         check_head_slice(HeadSlice("key", "weight", linear, "weight", 2, 3, stride=2))
     check_head_slice(HeadSlice("key", "weight", linear, "weight", 6, 3))
 
@@ -73,7 +77,7 @@ def test_what_stands_in_the_way_of_a_weight_is_said_whenever_it_is_asked_for():
     )
     assert head_slice.features(torch.zeros(5, 6)).shape == (5, 2, 3)
     for ask in (lambda: head_slice.parameter, lambda: head_slice.view(torch.zeros(6, 4))):
-        with pytest.raises(hw.LayoutError, match=r"^k\.weight is quantized; use the full weights\.$"):
+        with pytest.raises(hw.errors.LayoutError, match=r"^k\.weight is quantized; use the full weights\.$"):
             ask()
 
 
@@ -153,13 +157,17 @@ def test_a_bias_of_several_axes_is_read_as_its_weight_is():
 
 def test_heads_beyond_the_axes_of_their_parameter_are_refused():
     owner = held(torch.zeros(3, 5, 2))
-    with pytest.raises(hw.LayoutError, match=r"4 heads along axis 0, of 2 features along axis 2, .* shape \(3, 5, 2\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"4 heads along axis 0, of 2 features along axis 2, .* shape \(3, 5, 2\)"
+    ):
         check_head_slice(HeadSlice("key", "w", owner, "weight", 4, 2, feature_axis=2, input_axis=1))
-    with pytest.raises(hw.LayoutError, match=r"from 1 along axis 0, do not fit"):
+    with pytest.raises(hw.errors.LayoutError, match=r"from 1 along axis 0, do not fit"):
         check_head_slice(HeadSlice("key", "w", owner, "weight", 3, 2, feature_axis=2, input_axis=1, start=1))
-    with pytest.raises(hw.LayoutError, match=r"not a plain floating-point tensor of 3 axes \(found .* \(6, 5\)\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"not a plain floating-point tensor of 3 axes \(found .* \(6, 5\)\)"
+    ):
         check_head_slice(HeadSlice("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, feature_axis=2, input_axis=1))
-    with pytest.raises(hw.LayoutError, match="3 heads of 2 rows from 0 every 1 in steps of 2 do not fit"):
+    with pytest.raises(hw.errors.LayoutError, match="3 heads of 2 rows from 0 every 1 in steps of 2 do not fit"):
         check_head_slice(HeadSlice("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, stride=1, step=2))
 
 
@@ -170,9 +178,11 @@ def test_a_stack_reads_heads_that_are_parameters_of_their_own():
     check_head_slice(stack)
     assert (stack.heads, stack.head_size, stack.across, stack.module, stack.transposed) == (3, 2, 5, None, False)
     torch.testing.assert_close(stack.read(), torch.stack([linear.weight.detach() for linear in linears]))
-    with pytest.raises(hw.LayoutError, match=r"heads\.\*\.weight are 3 parameters, one for each head; read them with"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"heads\.\*\.weight are 3 parameters, one for each head; read them with"
+    ):
         _ = stack.parameter
     assert stack.with_parts(members[::-1]).parts == tuple(members[::-1])
     bad = HeadStack.build("query", "heads.*.weight", linears, [*members[:2], replace(members[2], start=1)])
-    with pytest.raises(hw.LayoutError, match="1 heads of 2 rows from 1"):
+    with pytest.raises(hw.errors.LayoutError, match="1 heads of 2 rows from 1"):
         check_head_slice(bad)

@@ -198,17 +198,17 @@ def test_training_that_never_reads_is_stopped():
     with hw.Taps(hw.find_heads(model), outputs=True):
         for _ in range(UNREAD_CALLS):
             model(x)
-        with pytest.raises(hw.NotFired, match="never read"):
+        with pytest.raises(hw.errors.NotFired, match="never read"):
             model(x)
 
 
 def test_reading_without_a_forward_is_refused_and_names_the_silent_sites():
     model = encoder()
     with hw.Taps(hw.find_heads(model), outputs=True) as taps:
-        with pytest.raises(hw.NotFired, match=r"2 of 2 tapped sites.*layers\.0\.self_attn"):
+        with pytest.raises(hw.errors.NotFired, match=r"2 of 2 tapped sites.*layers\.0\.self_attn"):
             taps.read()
         model.layers[0](torch.randn(3, 5, 8))
-        with pytest.raises(hw.NotFired, match=r"1 of 2 tapped sites.*layers\.1\.self_attn"):
+        with pytest.raises(hw.errors.NotFired, match=r"1 of 2 tapped sites.*layers\.1\.self_attn"):
             taps.read()
 
 
@@ -217,11 +217,11 @@ def test_paused_and_removed_taps_capture_nothing():
     taps = hw.Taps(hw.find_heads(model), outputs=True, values=True)
     with taps.paused():
         model(x)
-    with pytest.raises(hw.NotFired):
+    with pytest.raises(hw.errors.NotFired):
         taps.read()
     taps.remove()
     model(x)
-    with pytest.raises(hw.NotFired):
+    with pytest.raises(hw.errors.NotFired):
         taps.read()
     assert not hasattr(model.layers[0].self_attn, "observers")
 
@@ -277,7 +277,7 @@ def test_recomputation_by_checkpointing_is_not_captured_again():
         loss = checkpoint(model, x, use_reentrant=False).square().mean()
         (capture,) = taps.read()
         (loss + capture.outputs.square().mean()).backward()
-        with pytest.raises(hw.NotFired):
+        with pytest.raises(hw.errors.NotFired):
             taps.read()
 
 
@@ -296,7 +296,7 @@ def test_a_users_module_gives_outputs_and_values_and_weights_where_it_calls_the_
         model(x, key_padding_mask=padding)
         assert bool((taps.read()[0].weights[2, :, :, 4:] == 0.0).all())
     model = LinearAttention(key_value_heads=2)
-    with pytest.raises(hw.LayoutError, match="attention weights and biases of heads are reached in"):
+    with pytest.raises(hw.errors.LayoutError, match="attention weights and biases of heads are reached in"):
         hw.Taps(hw.find_heads(model), weights=True)
     assert not model._forward_pre_hooks
 
@@ -306,10 +306,10 @@ def test_values_that_do_not_match_the_mask_of_their_call_are_refused():
     with hw.Taps(hw.find_heads(model), values=True) as taps:
         # broadcast by the attention
         model(torch.randn(3, 6, 12), key_padding_mask=torch.zeros(3, 1, dtype=torch.bool))
-        with pytest.raises(hw.NotFired, match=r"values of 6 tokens, and the mask .* for 1 keys"):
+        with pytest.raises(hw.errors.NotFired, match=r"values of 6 tokens, and the mask .* for 1 keys"):
             taps.read()
 
 
 def test_a_tap_that_reads_nothing_is_refused():
-    with pytest.raises(hw.SettingError, match="given nothing to read"):
+    with pytest.raises(hw.errors.SettingError, match="given nothing to read"):
         hw.Taps(hw.find_heads(encoder()))

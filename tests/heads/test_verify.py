@@ -63,7 +63,9 @@ def test_a_model_verifies_under_another_default_device():
 
 def test_an_attention_without_values_is_not_taken_for_a_quantized_one():
     model = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).to("meta")
-    with pytest.raises(hw.LayoutError, match=r"self_attn: its in_proj_weight is on the meta device.*load the weights"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"self_attn: its in_proj_weight is on the meta device.*load the weights"
+    ):
         hw.verify(hw.find_heads(model), (X.to("meta"),))
 
 
@@ -81,7 +83,7 @@ def test_strided_shuffled_and_swapped_heads_are_rejected(wrong, monkeypatch: pyt
     # else refused when they are found
     monkeypatch.setattr(find, "require_arranged", lambda *_: None)
     sizes = {"num_heads": 4, "head_dim": 5}
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(hw.find_heads(wrong(**sizes)), (X,))
 
 
@@ -104,7 +106,7 @@ def test_half_and_twice_the_heads_are_rejected(count, attention):
         key_value_heads=count,
         head_size=size,
     )
-    with pytest.raises(hw.LayoutError, match=f"with {count} heads of {size} misreads"):
+    with pytest.raises(hw.errors.LayoutError, match=f"with {count} heads of {size} misreads"):
         hw.verify(Heads(heads.model, (wrong,)), (X,))
 
 
@@ -115,14 +117,14 @@ def test_wrong_queries_alone_and_wrong_keys_alone_are_rejected(projection):
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     linear = site.module.q_proj if projection == "query" else site.module.k_proj
     linear.register_forward_hook(lambda _m, _i, output: output[..., order])
-    with pytest.raises(hw.LayoutError, match=f"changing the {projection} rows of head 0 changed the features"):
+    with pytest.raises(hw.errors.LayoutError, match=f"changing the {projection} rows of head 0 changed the features"):
         hw.verify(heads, (X,))
 
 
 def test_a_site_that_is_not_reached_or_has_no_output_projection_is_told():
     model = SeparateAttention()
     del model.o_proj
-    with pytest.raises(hw.LayoutError, match="no site could be verified"):
+    with pytest.raises(hw.errors.LayoutError, match="no site could be verified"):
         hw.verify(hw.find_heads(model), (X,))
 
     class Both(nn.Module):
@@ -145,7 +147,7 @@ def test_a_site_that_is_not_reached_or_has_no_output_projection_is_told():
         def forward(self, x):
             return x
 
-    with pytest.raises(hw.NotFired, match="attention was not reached"):
+    with pytest.raises(hw.errors.NotFired, match="attention was not reached"):
         hw.verify(hw.find_heads(Around()), (X,))
 
 
@@ -165,7 +167,7 @@ def test_code_that_takes_float32_alone_is_proved_in_float32():
     (site,) = heads.sites
     query, key, value = site.slices
     swapped = (replace(value, projection="query"), key, replace(query, projection="value"))
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(Heads(heads.model, (replace(site, slices=swapped),)), (X,))
 
 
@@ -174,14 +176,14 @@ def test_heads_that_are_not_finite_prove_nothing():
         def join(self, heads):
             return super().join(heads) / 0.0
 
-    with pytest.raises(hw.LayoutError, match="its heads are not finite"):
+    with pytest.raises(hw.errors.LayoutError, match="its heads are not finite"):
         hw.verify(hw.find_heads(Divided()), (X,))
 
 
 def test_a_parameter_that_is_still_zero_hides_nothing():
     model = MixedHeadsAttention()
     with pytest.raises(
-        hw.LayoutError, match="changing the query features of head 0 changed the heads of heads 1, 2, 3"
+        hw.errors.LayoutError, match="changing the query features of head 0 changed the heads of heads 1, 2, 3"
     ):
         hw.verify(hw.find_heads(model), (X,))
     assert not model.mixing.any()
@@ -193,23 +195,25 @@ def test_gated_queries_are_read_beside_their_gates():
     query = site.slices[0]
     assert (query.heads, query.head_size, query.stride, query.along) == (4, 5, 10, 40)
     gates = replace(site, slices=(replace(query, start=5), *site.slices[1:]))
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(Heads(site.model, (gates,)), (X,))
 
 
 def test_what_projections_are_called_does_not_make_them_heads():
-    with pytest.raises(hw.LayoutError, match="misreads LinearAttention"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads LinearAttention"):
         hw.verify(hw.find_heads(LinearAttention()), (X,))
 
 
 def test_a_query_that_is_a_key_as_well_is_rejected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(find, "require_arranged", lambda *_: None)
-    with pytest.raises(hw.LayoutError, match="changing the query of one token changed the output at 6 positions"):
+    with pytest.raises(
+        hw.errors.LayoutError, match="changing the query of one token changed the output at 6 positions"
+    ):
         hw.verify(hw.find_heads(BlendedAttention()), (X,))
 
 
 def test_a_layer_in_which_no_token_sees_another_is_no_attention():
-    with pytest.raises(hw.LayoutError, match="changing the key of one token changed the output at 1 positions"):
+    with pytest.raises(hw.errors.LayoutError, match="changing the key of one token changed the output at 1 positions"):
         hw.verify(hw.find_heads(PointwiseGates()), (X,))
 
 
@@ -218,22 +222,22 @@ def test_a_layer_in_which_no_token_sees_another_is_no_attention():
 def test_fused_blocks_verify_in_the_order_their_row_names_and_in_no_other(order, key_value_heads):
     model = FusedAttention(order, key_value_heads=key_value_heads)
     for read in (("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")):
-        row = hw.FusedLinear("mine", ("qkv",), ("proj",), order=read)
+        row = hw.layouts.FusedLinear("mine", ("qkv",), ("proj",), order=read)
         if read == order:
             assert hw.verify(hw.find_heads(model, (row,)), (X,)).sites == ("",)
         else:
             # some are told by the cheap experiment of find_heads
-            with pytest.raises(hw.LayoutError, match="layout 'mine' with 4 heads of 5 misreads FusedAttention"):
+            with pytest.raises(hw.errors.LayoutError, match="layout 'mine' with 4 heads of 5 misreads FusedAttention"):
                 hw.verify(hw.find_heads(model, (row,)), (X,))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_blocks_and_alternating_heads_are_told_apart(interleaved):
     model = FusedAttention(interleaved=interleaved)
-    row = hw.FusedLinear("right", ("qkv",), ("proj",), interleaved=interleaved)
+    row = hw.layouts.FusedLinear("right", ("qkv",), ("proj",), interleaved=interleaved)
     assert hw.verify(hw.find_heads(model, (row,)), (X,)).sites == ("",)
-    row = hw.FusedLinear("wrong", ("qkv",), ("proj",), interleaved=not interleaved)
-    with pytest.raises(hw.LayoutError, match="layout 'wrong'"):
+    row = hw.layouts.FusedLinear("wrong", ("qkv",), ("proj",), interleaved=not interleaved)
+    with pytest.raises(hw.errors.LayoutError, match="layout 'wrong'"):
         hw.verify(hw.find_heads(model, (row,)), (X,))
 
 
@@ -251,14 +255,14 @@ def test_one_query_a_sequence_is_proved_by_the_number_of_its_tokens():
     assert hw.verify(heads, inputs).sites == ("",)
     query, key, value = heads.sites[0].slices
     swapped = (replace(key, projection="query"), replace(query, projection="key"), value)
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(Heads(pool, (replace(heads.sites[0], slices=swapped),)), inputs)
 
 
 def test_a_swapped_aggregator_stands_where_the_output_projection_stood_and_its_heads_verify():
     model = SeparateAttention()
     model.dense = nn.Linear(20, 20)
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting(capsules=4))
     (site,) = hw.find_heads(model).sites
     assert site.output_projection.attribute == "o_proj"
     assert site.output is None
@@ -267,7 +271,7 @@ def test_a_swapped_aggregator_stands_where_the_output_projection_stood_and_its_h
 
 def test_gated_queries_are_still_gated_once_an_aggregator_stands_for_their_output_projection():
     model = GatedAttention(key_value_heads=2)
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting(capsules=4))
     (site,) = hw.find_heads(model).sites
     assert (site.layout, site.num_heads, site.output) == ("separate gated", 4, None)
     assert hw.verify(hw.find_heads(model), (X,)).sites == ("",)
@@ -278,18 +282,18 @@ def test_a_model_that_is_random_or_does_not_run_is_told_apart_from_a_misread_one
         def join(self, heads):
             return super().join(heads) * torch.rand(())
 
-    with pytest.raises(hw.LayoutError, match="two results"):
+    with pytest.raises(hw.errors.LayoutError, match="two results"):
         hw.verify(hw.find_heads(Noisy()), (X,))
-    with pytest.raises(hw.HeadwiseError, match=r"could not be run on the given inputs \(TypeError"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"could not be run on the given inputs \(TypeError"):
         hw.verify(hw.find_heads(SeparateAttention()), {"y": X})
     site = hw.find_heads(SeparateAttention()).sites[0]
     outside = replace(site, slices=(replace(site.slices[0], start=3), *site.slices[1:]))
-    with pytest.raises(hw.LayoutError, match="4 heads of 5 rows from 3 every 5 do not fit the 20 of the weight"):
+    with pytest.raises(hw.errors.LayoutError, match="4 heads of 5 rows from 3 every 5 do not fit the 20 of the weight"):
         hw.verify(Heads(site.model, (outside,)), (X,))
 
 
 def test_heads_found_before_aggregation_are_proved_still():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
     heads = hw.find_heads(model)
-    hw.aggregate(heads.layer(0), hw.EMRouting(capsules=4))
+    hw.aggregate(heads.layer(0), hw.routing.EMRouting(capsules=4))
     assert len(hw.verify(heads, (torch.randn(2, 5, 8),)).sites) == 2

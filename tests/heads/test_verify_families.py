@@ -25,7 +25,7 @@ class Misread(Exception):
 def prove(heads: Heads, inputs: dict[str, Tensor]) -> None:
     try:
         hw.verify(heads, inputs)
-    except hw.LayoutError as error:
+    except hw.errors.LayoutError as error:
         if "misreads" in str(error):
             raise Misread from error
         raise
@@ -34,7 +34,7 @@ def prove(heads: Heads, inputs: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_the_right_reading_of_every_site_is_proved(family: Family):
     heads = hw.find_heads(family.build())
-    assert hw.verify(heads, family.inputs()) == hw.Verification(tuple(site.name for site in heads))
+    assert hw.verify(heads, family.inputs()) == hw.heads.Verification(tuple(site.name for site in heads))
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.name not in IN_RUNS], ids=str)

@@ -70,7 +70,7 @@ def test_what_weighs_positions_by_a_mean_attends_and_nothing_else_does(name: str
     torch.manual_seed(0)
     model = nn.Sequential(kind((ATTENDING | OTHERS)[name]))
     result = hw.verify(hw.find_heads(model), (X,))
-    assert result == hw.Verification(("0",), unweighted=() if name in ATTENDING else ("0",))
+    assert result == hw.heads.Verification(("0",), unweighted=() if name in ATTENDING else ("0",))
     assert ("not seen to attend" in str(result)) is (name in OTHERS)
 
 
@@ -99,7 +99,7 @@ def test_every_softmax_is_seen_to_attend_whatever_is_around_it(build):
     torch.manual_seed(0)
     model = build()
     inputs = (X, X, X) if isinstance(model, nn.MultiheadAttention) else (X,)
-    assert hw.verify(hw.find_heads(model), inputs) == hw.Verification(("",))
+    assert hw.verify(hw.find_heads(model), inputs) == hw.heads.Verification(("",))
 
 
 def test_gates_and_rotated_values_hide_nothing_of_heads_that_do_not_attend():

@@ -43,7 +43,7 @@ def test_a_parametrized_weight_can_be_read_and_proved_but_not_repelled(parametri
     heads = hw.find_heads(model)
     assert outputs_of(heads).shape == (2, 6, 4, 5)
     assert hw.verify(heads, (X,)).sites == ("",)
-    with pytest.raises(hw.LayoutError, match=rf"^k_proj\.weight is recomputed.*{reason}|{reason}"):
+    with pytest.raises(hw.errors.LayoutError, match=rf"^k_proj\.weight is recomputed.*{reason}|{reason}"):
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
     assert hw.repel(heads.projection("query"), hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
     assert str(heads).splitlines()[-1].startswith("no repulsion, for example in k_proj.weight: it is recomputed")
@@ -54,7 +54,7 @@ def test_a_parametrized_packed_weight_of_torch_is_found_and_not_repelled():
     nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
     heads = hw.find_heads(model)
     assert heads.sites[0].num_heads == 3
-    with pytest.raises(hw.LayoutError, match=r"in_proj_weight is recomputed at each use by a parametrization"):
+    with pytest.raises(hw.errors.LayoutError, match=r"in_proj_weight is recomputed at each use by a parametrization"):
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -84,7 +84,7 @@ def test_lora_layers_are_found_with_the_features_they_really_return(names):
 def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
     model = wrap(SeparateAttention().eval(), *PROJECTIONS)
     before = model(X)
-    handle = hw.aggregate(hw.find_heads(model), hw.SimpleRouting(capsules=4))
+    handle = hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting(capsules=4))
     assert model(X).shape == before.shape
     handle.remove()
     torch.testing.assert_close(model(X), before)
@@ -127,7 +127,7 @@ def test_quantized_layers_are_found_and_read_but_not_repelled(dynamic):
     heads = hw.find_heads(model)
     assert (heads.sites[0].num_heads, heads.sites[0].head_size, heads.sites[0].width) == (4, 5, 12)
     assert outputs_of(heads).shape == (2, 6, 4, 5)
-    with pytest.raises(hw.LayoutError, match=reason):
+    with pytest.raises(hw.errors.LayoutError, match=reason):
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(SeparateAttention().parameters(), lr=0.1))
     # quantized layers take float32 alone
     assert hw.verify(heads, (X,)).sites == ("",)

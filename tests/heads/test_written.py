@@ -39,7 +39,7 @@ def test_what_people_write_is_found_proved_and_read(form: Written):
     assert hw.verify(heads, inputs).sites == (site.name,)
     before = first(model(*inputs))
     if not (site.output_projection is not None or site.gives("outputs") or site.output is None):
-        with pytest.raises(hw.LayoutError, match="W_O is the parameter"):
+        with pytest.raises(hw.errors.LayoutError, match="W_O is the parameter"):
             hw.ablate(heads, 0)
         return
     if site.output is not None:
@@ -78,7 +78,7 @@ def test_weights_that_are_reached_times_values_are_outputs(form: Written):
 
 @pytest.mark.parametrize("form", [form for form in WRITTEN if form.refused], ids=str)
 def test_what_no_row_reads_is_refused_with_the_reason(form: Written):
-    with pytest.raises(hw.LayoutError, match=re.escape(form.refused)):
+    with pytest.raises(hw.errors.LayoutError, match=re.escape(form.refused)):
         hw.find_heads(form.build())
 
 
@@ -99,10 +99,12 @@ def test_a_row_that_cannot_be_tried_goes_by_names_and_has_places_to_fill_in():
             return self.back(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     model = Placed().eval()
-    with pytest.raises(hw.LayoutError, match=r"(?s)calling it with tokens raises .*in the place of \.\.\.") as refusal:
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"(?s)calling it with tokens raises .*in the place of \.\.\."
+    ) as refusal:
         hw.find_heads(model)
     (call,) = re.findall(r"^ +(hw\.find_heads\(.*)$", str(refusal.value), re.MULTILINE)
-    with pytest.raises(hw.SettingError, match=r"num_heads is \.\.\., a place to fill in"):
+    with pytest.raises(hw.errors.SettingError, match=r"num_heads is \.\.\., a place to fill in"):
         eval(call, {"hw": hw, "model": model})
     heads = eval(call.replace("num_heads=...", f"num_heads={HEADS}"), {"hw": hw, "model": model})
     assert hw.verify(heads, (torch.randn(2, 5, WIDTH), torch.arange(5).expand(2, 5))).sites == ("",)
@@ -168,7 +170,7 @@ def test_heads_that_are_not_projected_are_told_apart_all_the_same():
 
 
 def refuse(model: nn.Module) -> str:
-    with pytest.raises(hw.LayoutError) as refusal:
+    with pytest.raises(hw.errors.LayoutError) as refusal:
         hw.find_heads(model)
     return str(refusal.value)
 
@@ -198,7 +200,7 @@ def test_a_row_is_printed_for_each_kind_beside_attention_that_is_read():
 
     torch.manual_seed(0)
     model = nn.Sequential(OneAttention(), OtherAttention(), SeparateAttention(WIDTH), OneAttention()).eval()
-    with pytest.raises(hw.LayoutError, match="3 modules of Sequential look like attention") as refusal:
+    with pytest.raises(hw.errors.LayoutError, match="3 modules of Sequential look like attention") as refusal:
         hw.find_heads(model)
     (call,) = re.findall(r"^ +(hw\.find_heads\(.*)$", str(refusal.value), re.MULTILINE)
     heads = eval(call, {"hw": hw, "model": model})

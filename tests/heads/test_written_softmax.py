@@ -108,7 +108,9 @@ def test_a_query_that_a_bias_leaves_no_key_has_weights_of_zero_and_finite_gradie
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize("term", [hw.Position(), hw.Frobenius(), hw.Position(recompute=True)])
+@pytest.mark.parametrize(
+    "term", [hw.similarity.Position(), hw.similarity.Frobenius(), hw.similarity.Position(recompute=True)]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_penalties_have_the_value_and_gradient_of_the_definition(form, term):
     model = build(form)
@@ -130,7 +132,7 @@ def test_a_recomputed_forward_has_its_bias_and_dropout_again(form):
     for recomputed in (False, True):
         model = build(form).train()
         heads = hw.find_heads(model)
-        penalty = hw.Disagreement(heads, hw.Position())
+        penalty = hw.Disagreement(heads, hw.similarity.Position())
         handle = hw.bias_heads(heads, random_bias())
         torch.manual_seed(5)
         returned = first(checkpoint(model, X, use_reentrant=False) if recomputed else model(X))
@@ -158,7 +160,7 @@ def test_weights_are_read_before_dropout_and_shown_to_be_right_under_it(form):
 def test_weights_are_mixed_after_the_softmax_and_scores_are_not_mixed(form):
     model = build(form)
     heads, plain = hw.find_heads(model), first(model(X))
-    with pytest.raises(hw.LayoutError, match=r"writes its softmax out.*pass logits=False"):
+    with pytest.raises(hw.errors.LayoutError, match=r"writes its softmax out.*pass logits=False"):
         hw.mix_heads(heads)
     with hw.mix_heads(heads, logits=False) as mixing, hw.Taps(heads, weights=True) as taps:
         close(first(model(X)), plain.detach(), model)
@@ -177,7 +179,7 @@ def test_weights_are_mixed_after_the_softmax_and_scores_are_not_mixed(form):
 def test_roles_guide_the_heads_and_a_report_has_their_attention(form):
     model = build(form)
     heads = hw.find_heads(model)
-    mask = hw.Roles(hw.Window(1))(hw.WordTable.split("one two three four five six"), num_heads=4)
+    mask = hw.roles.Roles(hw.roles.Window(1))(hw.roles.WordTable.split("one two three four five six"), num_heads=4)
     with hw.guide(heads, mask), hw.Taps(heads, weights=True) as taps:
         model(X[:1])
         weights = taps.read()[0].weights
@@ -210,7 +212,7 @@ def test_copies_run_their_own_forward_and_nothing_is_left_when_a_forward_is_refu
         assert not torch.allclose(model(X), plain)
         assert torch.equal(copy.deepcopy(model)(X), plain)
     other = build(Transposed)
-    with pytest.raises(hw.LayoutError), hw.Taps(hw.find_heads(other), weights=True):
+    with pytest.raises(hw.errors.LayoutError), hw.Taps(hw.find_heads(other), weights=True):
         other(X[:, :4])
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in other.modules())
 
@@ -229,7 +231,9 @@ def test_what_only_looks_like_a_softmax_of_scores_is_refused(form, what: str, to
         with hw.Taps(heads, weights=True) if what == "read" else hw.bias_heads(heads, bias):
             model(x)
 
-    with pytest.raises(hw.HeadwiseError, match=rf"\({form.__name__}\)|misreads {form.__name__}|the bias has shape"):
+    with pytest.raises(
+        hw.errors.HeadwiseError, match=rf"\({form.__name__}\)|misreads {form.__name__}|the bias has shape"
+    ):
         attach()
     assert "forward" not in vars(model)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
@@ -241,7 +245,7 @@ def test_heads_first_in_the_batch_are_read_where_there_is_one_sequence_and_refus
         model(X[:1])
         q, k, _ = model.project(X[:1])
         torch.testing.assert_close(taps.read()[0].weights, (q @ k.mT).softmax(-1))
-        with pytest.raises(hw.LayoutError, match="axes are others"):
+        with pytest.raises(hw.errors.LayoutError, match="axes are others"):
             model(X)
 
 
@@ -259,7 +263,7 @@ def test_a_switch_away_from_the_fused_kernel_leads_to_the_same_weights_and_biase
     model, x = make().double().eval(), torch.randn(inputs, dtype=torch.float64)
     heads = hw.find_heads(model)
 
-    def bias(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+    def bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
         return torch.linspace(-2, 3, call.heads * call.keys, dtype=torch.float64).view(1, call.heads, 1, call.keys)
 
     found = []
@@ -294,7 +298,7 @@ def test_a_cache_is_read_once_a_forward_without_one_has_shown_where():
         close(taps.read()[0].weights, expected, model)
     with (
         hw.Taps(hw.find_heads(model), weights=True),
-        pytest.raises(hw.LayoutError, match="run a forward without a cache first"),
+        pytest.raises(hw.errors.LayoutError, match="run a forward without a cache first"),
     ):
         model(X[:, 4:], past)
 
@@ -311,7 +315,7 @@ def test_equal_tokens_show_nothing_where_shapes_are_those_of_several_readings():
                 model(x)
                 close(taps.read()[0].weights, written_out(model, x)["weights"], model)
             else:
-                with pytest.raises(hw.LayoutError, match=message):
+                with pytest.raises(hw.errors.LayoutError, match=message):
                     model(x)
 
 
@@ -324,7 +328,7 @@ def test_several_softmaxes_of_the_heads_are_refused():
     model = build(Kept)
     with (
         hw.bias_heads(hw.find_heads(model), random_bias()),
-        pytest.raises(hw.LayoutError, match="computes 2 softmaxes of its 4 heads"),
+        pytest.raises(hw.errors.LayoutError, match="computes 2 softmaxes of its 4 heads"),
     ):
         model(X)
 
@@ -336,7 +340,7 @@ def test_dropout_in_place_is_refused():
 
     model = build(InPlace).train()
     with torch.no_grad(), hw.Taps(hw.find_heads(model), weights=True) as taps:
-        with pytest.raises(hw.LayoutError, match="inplace=False"):
+        with pytest.raises(hw.errors.LayoutError, match="inplace=False"):
             model(X)
         model.eval()(X)
         assert taps.read()
@@ -359,7 +363,7 @@ def test_a_score_of_no_token_is_named():
 
     model = build(WithSink)
     heads = hw.find_heads(model)
-    told = pytest.raises(hw.LayoutError, match="one score is of no token, such as a learned sink")
+    told = pytest.raises(hw.errors.LayoutError, match="one score is of no token, such as a learned sink")
     with told, hw.Taps(heads, weights=True):
         model(X)
     with hw.Taps(heads, outputs=True) as taps:

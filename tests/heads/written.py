@@ -67,13 +67,13 @@ class Written:
         return self.name
 
 
-def capture(heads: hw.heads.Heads, model: nn.Module, inputs: tuple[Tensor, ...]) -> hw.Capture | None:
+def capture(heads: hw.heads.Heads, model: nn.Module, inputs: tuple[Tensor, ...]) -> hw.heads.Capture | None:
     """What one call computed: weights, values and outputs of heads; None where weights are refused."""
     try:
         with hw.Taps(heads, weights=True, values=True, outputs=True) as taps:
             model(*inputs)
             return taps.read()[0]
-    except (hw.LayoutError, hw.NotFired):
+    except (hw.errors.LayoutError, hw.errors.NotFired):
         return None
 
 
@@ -83,7 +83,7 @@ def find(form: Written, model: nn.Module) -> hw.heads.Heads:
         return hw.find_heads(model)
     try:
         hw.find_heads(model)
-    except hw.LayoutError as refusal:
+    except hw.errors.LayoutError as refusal:
         (call,) = re.findall(r"^ +(hw\.find_heads\(.*)$", str(refusal), re.MULTILINE)
         assert f"(hw.{form.row}(" in call
         return eval(call, {"hw": hw, "model": model})

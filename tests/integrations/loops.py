@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 import headwise as hw
 
 RATE, CLIP, ACCUMULATED, UPDATES = 0.05, 0.2, 2, 4
-ROUTED = hw.Aggregate(hw.SimpleRouting(capsules=4), layers=(1,))
-PENALTY = hw.Penalize(hw.Output() + 0.5 * hw.Position(), weight=0.3)
+ROUTED = hw.Aggregate(hw.routing.SimpleRouting(capsules=4), layers=(1,))
+PENALTY = hw.Penalize(hw.similarity.Output() + 0.5 * hw.similarity.Position(), weight=0.3)
 NOISY = hw.Repel(hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6), layers=(0,))
 FIXED = hw.Repel(hw.SVGD(alpha=hw.Relative(0.3)), layers=(0,))
 

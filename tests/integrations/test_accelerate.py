@@ -94,7 +94,7 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit_with_noise_strength_and_aggr
 
     torch.manual_seed(1)
     whole = start()
-    whole[3].of(hw.Repulsion)[0].strength = 0.5
+    whole[3].of(hw.repulsion.Repulsion)[0].strength = 0.5
     train(*whole, 0, 2)
     whole[0].save_state(str(tmp_path))
     train(*whole, 2, UPDATES)
@@ -103,20 +103,22 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit_with_noise_strength_and_aggr
     resumed = start()
     train(*resumed, 0, 1)
     resumed[0].load_state(str(tmp_path))
-    assert (resumed[3].steps, resumed[3].of(hw.Repulsion)[0].strength) == (2, 0.5)
+    assert (resumed[3].steps, resumed[3].of(hw.repulsion.Repulsion)[0].strength) == (2, 0.5)
     train(*resumed, 2, UPDATES)
     assert_same(whole[1], resumed[1])
     assert whole[3].steps == resumed[3].steps == UPDATES
 
 
-@pytest.mark.parametrize("penalty", [PENALTY, hw.Penalize(hw.MapCosine(), weight=0.1)], ids=["outputs", "parameters"])
+@pytest.mark.parametrize(
+    "penalty", [PENALTY, hw.Penalize(hw.similarity.MapCosine(), weight=0.1)], ids=["outputs", "parameters"]
+)
 def test_a_model_built_anew_is_attached_again_and_said_where_it_is_not(penalty):
     accelerator, model, optimizer = prepare(build_bert())
     attached = accelerate.attach(accelerator, model, optimizer, penalty, FIXED)
     train(accelerator, model, optimizer, attached)
     old = model
     model, optimizer = accelerator.prepare(again := build_bert(), SGD(again.parameters(), lr=RATE))
-    with pytest.raises(hw.NotFired, match=r"a model that was not called since the last loss: another one runs"):
+    with pytest.raises(hw.errors.NotFired, match=r"a model that was not called since the last loss: another one runs"):
         train(accelerator, model, optimizer, attached)
     optimizer.zero_grad()
     attached.attach(model, optimizer)
@@ -174,12 +176,12 @@ def test_bfloat16_autocast_is_trained():
 
 def test_what_does_not_fit_is_refused_in_a_sentence():
     accelerator, model, optimizer = prepare(build_bert())
-    with pytest.raises(hw.SettingError, match="accelerator is a BertForSequenceClassification"):
+    with pytest.raises(hw.errors.SettingError, match="accelerator is a BertForSequenceClassification"):
         accelerate.attach(model, model, optimizer, PENALTY)
-    with pytest.raises(hw.SettingError, match=r"call hw\.aggregate"):
+    with pytest.raises(hw.errors.SettingError, match=r"call hw\.aggregate"):
         accelerate.attach(accelerator, model, optimizer, ROUTED)
-    with pytest.raises(hw.SettingError, match="was given no method"):
+    with pytest.raises(hw.errors.SettingError, match="was given no method"):
         accelerate.attach(accelerator, model, optimizer)
     other = build_bert()
-    with pytest.raises(hw.LayoutError, match="not held by the optimizer"):
+    with pytest.raises(hw.errors.LayoutError, match="not held by the optimizer"):
         accelerate.attach(accelerator, other, optimizer, FIXED)

@@ -35,7 +35,7 @@ def start(*methods, seed: int = 4):
 def test_a_state_that_went_through_json_goes_on_bit_for_bit(before: bool):
     model, optimizer, attached = start(PENALTY, NOISY, ROUTED)
     attached.attach(model, optimizer)
-    attached.of(hw.Repulsion)[0].strength = 0.5
+    attached.of(hw.repulsion.Repulsion)[0].strength = 0.5
     take_steps(model, optimizer, attached, 0, 2)
     state, weights = json.loads(json.dumps(attached.state_dict())), model.state_dict()
     resumed, resumed_optimizer, again = start(PENALTY, NOISY, ROUTED)
@@ -55,16 +55,16 @@ def test_what_was_loaded_for_one_model_does_not_go_to_the_next():
     model, optimizer, attached = start(NOISY)
     attached.load_state_dict({"methods": [{"steps": [9], "turns": [0], "strength": 0.5}]})
     attached.attach(model, optimizer)
-    assert (attached.steps, attached.of(hw.Repulsion)[0].strength) == (9, 0.5)
+    assert (attached.steps, attached.of(hw.repulsion.Repulsion)[0].strength) == (9, 0.5)
     other, others, _ = start()
     attached.attach(other, others)
-    assert (attached.steps, attached.of(hw.Repulsion)[0].strength) == (0, 1.0)
+    assert (attached.steps, attached.of(hw.repulsion.Repulsion)[0].strength) == (0, 1.0)
 
 
 @pytest.mark.parametrize("state", [{}, {"methods": None}, {"methods": []}, [], {"methods": [{}, {}]}])
 def test_a_state_of_something_else_is_refused(state):
     attached = hw.Attached([NOISY])
-    with pytest.raises(hw.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
+    with pytest.raises(hw.errors.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
         attached.load_state_dict(state)
 
 
@@ -73,7 +73,7 @@ def test_of_a_state_whose_last_part_is_refused_nothing_is_loaded():
     attached.attach(model, optimizer)
     before = attached.state_dict()
     good = {"steps": [9], "turns": [0], "strength": 0.5}
-    with pytest.raises(hw.SettingError):
+    with pytest.raises(hw.errors.SettingError):
         attached.load_state_dict({"methods": [good, 3]})
     assert attached.state_dict() == before
 
@@ -82,12 +82,17 @@ def test_aggregators_that_a_model_built_anew_lacks_are_told():
     model, optimizer, attached = start(ROUTED)
     attached.attach(model, optimizer)
     plain = build_bert()
-    with pytest.raises(hw.LayoutError, match=r"built anew after the modules of Aggregate were put.*build\(model\)"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"built anew after the modules of Aggregate were put.*build\(model\)"
+    ):
         attached.attach(plain, SGD(plain.parameters(), lr=RATE))
 
 
 def test_several_of_a_kind_act_together():
-    halves = (hw.Penalize(hw.Output(), weight=0.2, layers=(0,)), hw.Penalize(hw.Output(), weight=0.4, layers=(1,)))
+    halves = (
+        hw.Penalize(hw.similarity.Output(), weight=0.2, layers=(0,)),
+        hw.Penalize(hw.similarity.Output(), weight=0.4, layers=(1,)),
+    )
     model, optimizer, attached = start(*halves, FIXED, hw.Repel(FIXED.rule, layers=(1,)))
     attached.attach(model, optimizer)
     loss = model(**collate(make_rows(4))).loss
@@ -96,9 +101,11 @@ def test_several_of_a_kind_act_together():
     torch.testing.assert_close(added, 0.5 * (0.2 * values[0] + 0.4 * values[1]))
     (loss + added).backward()
     optimizer.step()
-    assert [handle.steps for handle in attached.of(hw.Repulsion)] == [1, 1]
+    assert [handle.steps for handle in attached.of(hw.repulsion.Repulsion)] == [1, 1]
     metrics = attached.stats()
-    ratios = [one.last.repulsion_norm.norm() / one.last.driving_norm.norm() for one in attached.of(hw.Repulsion)]
+    ratios = [
+        one.last.repulsion_norm.norm() / one.last.driving_norm.norm() for one in attached.of(hw.repulsion.Repulsion)
+    ]
     expected = {"similarity": values, "penalty": [0.2 * values[0], 0.4 * values[1]], "force_ratio": ratios}
     assert len(metrics) == 6
     for name, (first, second) in expected.items():
@@ -106,10 +113,19 @@ def test_several_of_a_kind_act_together():
 
 
 def test_relative_penalties_are_shares_of_the_loss_alone_in_any_order():
-    methods = [hw.Penalize(hw.Output(), weight=hw.Relative(0.5)), hw.Penalize(hw.CKA(), weight=hw.Relative(0.8))]
+    methods = [
+        hw.Penalize(hw.similarity.Output(), weight=hw.Relative(0.5)),
+        hw.Penalize(hw.similarity.CKA(), weight=hw.Relative(0.8)),
+    ]
     added: list[torch.Tensor] = []
     strengths: list[list[object]] = []
-    for given in (methods[:1], methods[1:], methods, methods[::-1], [hw.Penalize(hw.Position(), weight=3.0), *methods]):
+    for given in (
+        methods[:1],
+        methods[1:],
+        methods,
+        methods[::-1],
+        [hw.Penalize(hw.similarity.Position(), weight=3.0), *methods],
+    ):
         model, optimizer, attached = start(*given)
         attached.attach(model, optimizer)
         loss = model(**collate(make_rows(4))).loss
@@ -123,7 +139,7 @@ def test_relative_penalties_are_shares_of_the_loss_alone_in_any_order():
 
 
 def test_a_weight_of_zero_is_measured_and_leaves_the_loss_alone():
-    model, optimizer, attached = start(hw.Penalize(hw.Output(), weight=0.0))
+    model, optimizer, attached = start(hw.Penalize(hw.similarity.Output(), weight=0.0))
     attached.attach(model, optimizer)
     loss = model(**collate(make_rows(2))).loss
     assert attached.loss(loss) is loss
@@ -142,13 +158,13 @@ def test_nothing_measured_is_nothing_logged():
 def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
     model, optimizer, attached = start(PENALTY)
     assert str(attached).endswith("not attached yet)")
-    with pytest.raises(hw.NotFired, match="the methods are attached to no model; call attach"):
+    with pytest.raises(hw.errors.NotFired, match="the methods are attached to no model; call attach"):
         attached.loss(torch.zeros(()))
     attached.attach(model, optimizer)
     assert "on 2 sites (self 1)" in str(attached)
     model(**collate(make_rows(2)))
     attached.detach()
-    with pytest.raises(hw.NotFired, match="the methods are attached to no model; call attach"):
+    with pytest.raises(hw.errors.NotFired, match="the methods are attached to no model; call attach"):
         attached.loss(torch.zeros(()))
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -158,27 +174,29 @@ def test_a_model_that_a_checkpoint_runs_again_was_not_called_for_the_next_loss()
     attached.attach(model, optimizer)
     loss = checkpoint(lambda: model(**collate(make_rows(2))).loss, use_reentrant=False)
     attached.loss(loss).backward()
-    with pytest.raises(hw.NotFired, match="a model that was not called since the last loss"):
+    with pytest.raises(hw.errors.NotFired, match="a model that was not called since the last loss"):
         attached.loss(torch.zeros(()))
 
 
 @pytest.mark.parametrize(
-    "method", [hw.Repel(hw.SVGD(), layers=(7,)), hw.Penalize(hw.Output(), weight=0.1, layers=(7,))]
+    "method", [hw.Repel(hw.SVGD(), layers=(7,)), hw.Penalize(hw.similarity.Output(), weight=0.1, layers=(7,))]
 )
 def test_methods_of_which_one_cannot_be_attached_leave_nothing_behind(method):
     model, optimizer, attached = start(PENALTY, NOISY, method)
-    with pytest.raises(hw.LayoutError, match="7"):
+    with pytest.raises(hw.errors.LayoutError, match="7"):
         attached.attach(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert (attached.of(hw.Disagreement), attached.of(hw.Repulsion)) == ((), ())
+    assert (attached.of(hw.Disagreement), attached.of(hw.repulsion.Repulsion)) == ((), ())
 
 
 def test_aggregators_of_which_one_cannot_be_put_in_leave_the_model_as_it_was():
-    attached = hw.Attached([hw.Aggregate(hw.Trunk(), layers=(0,)), hw.Aggregate(hw.Trunk(), layers=(7,))])
+    attached = hw.Attached(
+        [hw.Aggregate(hw.routing.Trunk(), layers=(0,)), hw.Aggregate(hw.routing.Trunk(), layers=(7,))]
+    )
     model = build_bert()
     before = [type(module) for module in model.modules()]
-    with pytest.raises(hw.LayoutError, match="7"):
+    with pytest.raises(hw.errors.LayoutError, match="7"):
         attached.build(model)
     assert [type(module) for module in model.modules()] == before
 
@@ -211,23 +229,25 @@ def test_a_penalty_on_what_a_cached_loss_computes_later_is_refused_and_one_on_pa
     rows = make_rows()[:4]
     plain, _, _ = start()
     compute_cached(plain, rows, 2).backward()
-    for term in (hw.CKA(), hw.Position(recompute=True), hw.Subspace()):
+    for term in (hw.similarity.CKA(), hw.similarity.Position(recompute=True), hw.similarity.Subspace()):
         model, optimizer, attached = start(hw.Penalize(term, weight=0.3))
         attached.attach(model, optimizer)
         for _ in range(2):
-            with pytest.raises(hw.NotFired, match=r"without gradients for this loss.*GradCache.*without a cache"):
+            with pytest.raises(
+                hw.errors.NotFired, match=r"without gradients for this loss.*GradCache.*without a cache"
+            ):
                 attached.loss(compute_cached(model, rows, 2))
         # the next loss that is none is penalized as ever
         loss = model(**collate(rows)).loss
         assert attached.loss(loss) > loss
         alone = hw.Disagreement(hw.find_heads(model), term)
         cached = compute_cached(model, rows, 2)
-        with pytest.raises(hw.NotFired, match="GradCache"):
+        with pytest.raises(hw.errors.NotFired, match="GradCache"):
             alone.loss(cached)
-    model, optimizer, attached = start(hw.Penalize(hw.SpanOverlap(), weight=0.3))
+    model, optimizer, attached = start(hw.Penalize(hw.similarity.SpanOverlap(), weight=0.3))
     attached.attach(model, optimizer)
     attached.loss(compute_cached(model, rows, 2)).backward()
-    (0.3 * hw.Disagreement(hw.find_heads(plain), hw.SpanOverlap())()).backward()
+    (0.3 * hw.Disagreement(hw.find_heads(plain), hw.similarity.SpanOverlap())()).backward()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         if one.grad is not None:
             torch.testing.assert_close(one.grad, other.grad, msg=name)
@@ -236,17 +256,17 @@ def test_a_penalty_on_what_a_cached_loss_computes_later_is_refused_and_one_on_pa
 def test_what_acts_in_steps_waits_for_an_optimizer_that_holds_the_new_parameters_and_goes_on_under_the_next():
     model = build_bert(dropout=0.0).train()
     early = SGD(model.parameters(), lr=RATE)
-    run = hw.attach(hw.find_heads(model), NOISY, hw.GateHeads(hw.SigmoidGate()))
-    with pytest.raises(hw.NotFired, match=r"Repel.* is not attached; call attach\(model, optimizer\)"):
+    run = hw.attach(hw.find_heads(model), NOISY, hw.GateHeads(hw.gating.SigmoidGate()))
+    with pytest.raises(hw.errors.NotFired, match=r"Repel.* is not attached; call attach\(model, optimizer\)"):
         run.check()
-    with pytest.raises(hw.LayoutError, match=r"does not hold .* that GateHeads has put into the model"):
+    with pytest.raises(hw.errors.LayoutError, match=r"does not hold .* that GateHeads has put into the model"):
         run.attach(model, early)
     run.load_state_dict({"methods": [{"steps": [9], "turns": [0], "strength": 0.5}, {}]})
     run.attach(model, SGD(model.parameters(), lr=RATE))
-    assert (run.steps, run.of(hw.Repulsion)[0].strength) == (9, 0.5)
+    assert (run.steps, run.of(hw.repulsion.Repulsion)[0].strength) == (9, 0.5)
     optimizer = SGD(model.parameters(), lr=RATE)
     run.attach(model, optimizer)
-    assert (run.steps, run.of(hw.Repulsion)[0].strength) == (9, 0.5)
+    assert (run.steps, run.of(hw.repulsion.Repulsion)[0].strength) == (9, 0.5)
     take_steps(model, optimizer, run, 0, 1)
     run.check(optimizer)
     run.remove()

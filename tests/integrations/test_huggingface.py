@@ -129,7 +129,10 @@ def test_each_trial_of_a_hyperparameter_search_is_repelled_penalized_and_routed(
     class Keep(TrainerCallback):
         def on_train_end(self, _args, state, _control, model=None, optimizer=None, **_):
             models.append(model)
-            (repulsion,), (penalty,) = callback.attached.of(hw.Repulsion), callback.attached.of(hw.Disagreement)
+            (repulsion,), (penalty,) = (
+                callback.attached.of(hw.repulsion.Repulsion),
+                callback.attached.of(hw.Disagreement),
+            )
             repulsion.check(optimizer)
             assert repulsion.steps == UPDATES == state.global_step
             assert repulsion.heads.model is penalty.heads.model is model
@@ -166,9 +169,9 @@ def test_a_second_training_keeps_the_handles_of_a_model_that_is_trained_on(tmp_p
     trainer = build_trainer(tmp_path, model_init=new_bert if built_anew else None)
     callback = huggingface.attach(trainer, PENALTY, NOISY)
     trainer.train()
-    callback.attached.of(hw.Repulsion)[0].strength = 0.5
+    callback.attached.of(hw.repulsion.Repulsion)[0].strength = 0.5
     trainer.train()
-    (repulsion,) = callback.attached.of(hw.Repulsion)
+    (repulsion,) = callback.attached.of(hw.repulsion.Repulsion)
     assert (repulsion.steps, repulsion.strength) == ((UPDATES, 1.0) if built_anew else (2 * UPDATES, 0.5))
 
 
@@ -220,14 +223,14 @@ class OwnStep(InOrder):
 def test_a_step_of_another_optimizer_raises_at_once(tmp_path):
     trainer = build_trainer(tmp_path, kind=StepsAnother)
     huggingface.attach(trainer, FIXED)
-    with pytest.raises(hw.NotFired, match=r"no step\(\) of it was seen"):
+    with pytest.raises(hw.errors.NotFired, match=r"no step\(\) of it was seen"):
         trainer.train()
 
 
 def test_a_training_step_that_computes_no_penalty_raises_at_once(tmp_path):
     trainer = build_trainer(tmp_path, kind=OwnStep)
     huggingface.attach(trainer, PENALTY)
-    with pytest.raises(hw.NotFired, match=r"OwnStep computes the loss of a training step without compute_loss"):
+    with pytest.raises(hw.errors.NotFired, match=r"OwnStep computes the loss of a training step without compute_loss"):
         trainer.train()
 
 
@@ -271,7 +274,7 @@ def test_the_log_of_the_loss_holds_penalty_similarity_and_force_ratio_and_that_o
     for entry in training:
         assert entry["penalty"] == pytest.approx(PENALTY.weight * entry["similarity"])
         assert 0.0 < entry["similarity"] < 1.5
-    forces = callback.attached.of(hw.Repulsion)[0].last
+    forces = callback.attached.of(hw.repulsion.Repulsion)[0].last
     assert training[-1]["force_ratio"] == pytest.approx(
         float(forces.repulsion_norm.norm() / forces.driving_norm.norm())
     )
@@ -283,7 +286,7 @@ def test_the_log_of_the_loss_holds_penalty_similarity_and_force_ratio_and_that_o
 
 def test_a_weight_of_zero_measures_and_changes_nothing(tmp_path):
     measured = build_trainer(tmp_path, logging_strategy="steps", logging_steps=1)
-    huggingface.attach(measured, hw.Penalize(hw.Output(), weight=0.0))
+    huggingface.attach(measured, hw.Penalize(hw.similarity.Output(), weight=0.0))
     measured.train()
     plain = build_trainer(tmp_path)
     plain.train()
@@ -303,19 +306,19 @@ def test_bfloat16_is_trained_with_every_method(tmp_path):
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path):
     trainer = build_trainer(tmp_path)
-    with pytest.raises(hw.SettingError, match="trainer is a BertForSequenceClassification"):
+    with pytest.raises(hw.errors.SettingError, match="trainer is a BertForSequenceClassification"):
         huggingface.attach(trainer.model, PENALTY)
-    with pytest.raises(hw.SettingError, match="was given no method"):
+    with pytest.raises(hw.errors.SettingError, match="was given no method"):
         huggingface.attach(trainer)
-    with pytest.raises(hw.SettingError, match=r"Output\(\) is no method; expected hw.Repel"):
-        huggingface.attach(trainer, hw.Output())
+    with pytest.raises(hw.errors.SettingError, match=r"Output\(\) is no method; expected hw.Repel"):
+        huggingface.attach(trainer, hw.similarity.Output())
     huggingface.attach(trainer, PENALTY)
-    with pytest.raises(hw.SettingError, match="has methods already"):
+    with pytest.raises(hw.errors.SettingError, match="has methods already"):
         huggingface.attach(trainer, FIXED)
     model = build_bert()
     trainer = build_trainer(tmp_path, model, optimizers=(SGD(model.parameters(), lr=0.1), None))
     huggingface.attach(trainer, ROUTED)
-    with pytest.raises(hw.LayoutError, match=r"the optimizer does not hold votes.*build the optimizer after"):
+    with pytest.raises(hw.errors.LayoutError, match=r"the optimizer does not hold votes.*build the optimizer after"):
         trainer.train()
 
 

@@ -20,7 +20,7 @@ class Schedule(TrainerCallback):
 
     def on_step_end(self, _args, state, _control, **_):
         if state.global_step == 1:
-            self.callback.attached.of(hw.Repulsion)[0].strength = 0.25
+            self.callback.attached.of(hw.repulsion.Repulsion)[0].strength = 0.25
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
@@ -47,8 +47,8 @@ def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, 
     torch.manual_seed(99)
     resumed, callback = run(tmp_path / "rest", build, methods, checkpoint, scheduled=False, **changes)
     assert_same(whole.model, resumed.model)
-    assert callback.attached.of(hw.Repulsion)[0].steps == UPDATES
-    assert callback.attached.of(hw.Repulsion)[0].strength == 0.25
+    assert callback.attached.of(hw.repulsion.Repulsion)[0].steps == UPDATES
+    assert callback.attached.of(hw.repulsion.Repulsion)[0].strength == 0.25
     logged = [
         [{name: entry.get(name) for name in ("loss", "penalty", "force_ratio")} for entry in trainer.state.log_history]
         for trainer in (whole, resumed)
@@ -59,7 +59,7 @@ def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, 
 
 @pytest.mark.parametrize("weight", [hw.Relative(0.5), hw.Target(2.0)], ids=str)
 def test_the_strength_of_a_penalty_alone_goes_on_where_it_was(tmp_path, weight):
-    method = hw.Penalize(hw.CKA(), weight=weight)
+    method = hw.Penalize(hw.similarity.CKA(), weight=weight)
     whole, _ = run(tmp_path / "whole", build_bert, [method], scheduled=False)
     rest = run(tmp_path / "rest", build_bert, [method], tmp_path / "whole" / "checkpoint-2", scheduled=False)
     assert_same(whole.model, rest[0].model)
@@ -78,7 +78,7 @@ class Fails(TrainerCallback):
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_a_training_nothing_of_the_model_is_kept(tmp_path, fails):
     trainer = build_trainer(tmp_path)
-    callback = huggingface.attach(trainer, hw.Penalize(hw.Output(), weight=0.1))
+    callback = huggingface.attach(trainer, hw.Penalize(hw.similarity.Output(), weight=0.1))
     if fails:
         trainer.add_callback(Fails())
         with pytest.raises(ZeroDivisionError):
@@ -89,7 +89,7 @@ def test_after_a_training_nothing_of_the_model_is_kept(tmp_path, fails):
     for batch in build_trainer(tmp_path).get_train_dataloader():
         trainer.model.train()(**batch)
     (penalty,) = callback.attached.of(hw.Disagreement)
-    with pytest.raises(hw.NotFired, match="were not called since the last read"):
+    with pytest.raises(hw.errors.NotFired, match="were not called since the last read"):
         penalty.taps.read()
     # and a further training goes on
     before = callback.attached.readings
@@ -113,7 +113,7 @@ def test_an_aggregator_under_peft_is_trained_saved_with_the_adapter_and_resumed(
     torch.manual_seed(99)
     resumed, callback = run(tmp_path / "rest", build_adapted, (PENALTY, lowered, ROUTED), checkpoint, scheduled=False)
     assert_same(whole.model, resumed.model)
-    assert callback.attached.of(hw.Repulsion)[0].steps == UPDATES
+    assert callback.attached.of(hw.repulsion.Repulsion)[0].steps == UPDATES
     trained = [name for name, parameter in whole.model.named_parameters() if parameter.requires_grad]
     assert any("votes" in name for name in trained)
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_the_state_is_said_where_the_noise_begins_anew(tmp_
 
 def test_a_checkpoint_of_other_methods_is_refused(tmp_path):
     run(tmp_path, build_bert, [NOISY])
-    with pytest.raises(hw.SettingError, match=r"is that of 1 methods, and 2 are attached"):
+    with pytest.raises(hw.errors.SettingError, match=r"is that of 1 methods, and 2 are attached"):
         run(tmp_path, build_bert, [NOISY, hw.Repel(FIXED.rule, layers=(1,))], tmp_path / "checkpoint-2")
 
 
@@ -162,7 +162,7 @@ def test_the_best_model_comes_back_with_its_aggregators_and_the_state_it_had(tmp
         first["classifier.weight" if form == "transformers" else "network.classifier.weight"],
         last["classifier.weight" if form == "transformers" else "network.classifier.weight"],
     )
-    assert callback.attached.of(hw.Repulsion)[0].steps == 2
+    assert callback.attached.of(hw.repulsion.Repulsion)[0].steps == 2
 
 
 def test_a_model_whose_heads_are_found_in_a_part_of_it_is_saved_whole(tmp_path):

@@ -137,7 +137,7 @@ def test_penalty_similarity_and_force_ratio_are_in_the_trainers_log(tmp_path):
     callback = HeadwiseCallback(PENALTY, FIXED)
     trainer = build_trainer(tmp_path, callback, logger=logger, log_every_n_steps=1)
     trainer.fit(Classifier(), rows(), rows())
-    forces = callback.attached.of(hw.Repulsion)[0].last
+    forces = callback.attached.of(hw.repulsion.Repulsion)[0].last
     assert float(trainer.callback_metrics["force_ratio"]) == pytest.approx(
         float(forces.repulsion_norm.norm() / forces.driving_norm.norm())
     )
@@ -157,7 +157,7 @@ def test_a_resumed_fit_ends_at_the_bits_of_the_uninterrupted_one(tmp_path):
         class Schedule(lightning.Callback):
             def on_train_start(self, *_):
                 if strength is not None:
-                    callback.attached.of(hw.Repulsion)[0].strength = strength
+                    callback.attached.of(hw.repulsion.Repulsion)[0].strength = strength
 
         saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
         settings = {"enable_checkpointing": True, "max_epochs": 2}
@@ -170,7 +170,7 @@ def test_a_resumed_fit_ends_at_the_bits_of_the_uninterrupted_one(tmp_path):
     assert_same(whole, resumed)
     assert type(resumed.network.bert.encoder.layer[1].attention.output.dense).__name__ == "SimpleAggregator"
     assert first.attached.steps == second.attached.steps == 2 * UPDATES
-    assert second.attached.of(hw.Repulsion)[0].strength == 0.5
+    assert second.attached.of(hw.repulsion.Repulsion)[0].strength == 0.5
     # a callback that served another model goes on from the checkpoint, too
     third, _ = fit(tmp_path / f"step={UPDATES}.ckpt", callback=first)
     assert_same(whole, third)
@@ -198,7 +198,7 @@ class ExchangeOptimizer(lightning.Callback):
 def test_an_optimizer_exchanged_in_mid_training_raises_at_its_first_step(tmp_path):
     module = Classifier()
     trainer = build_trainer(tmp_path, HeadwiseCallback(FIXED), ExchangeOptimizer(), accumulate_grad_batches=1)
-    with pytest.raises(hw.NotFired, match="is not attached to the optimizer in use"):
+    with pytest.raises(hw.errors.NotFired, match="is not attached to the optimizer in use"):
         trainer.fit(module, rows())
 
 
@@ -207,7 +207,7 @@ def test_manual_optimization_adds_the_penalty_itself_and_is_told_where_it_does_n
     automatic, manual = Classifier(), ByHand()
     settings = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     build_trainer(tmp_path, HeadwiseCallback(PENALTY, FIXED), **settings).fit(automatic, rows())
-    with pytest.raises(hw.NotFired, match=r"ByHand optimizes manually; in training_step, write loss = callback"):
+    with pytest.raises(hw.errors.NotFired, match=r"ByHand optimizes manually; in training_step, write loss = callback"):
         build_trainer(tmp_path, callback, **settings).fit(manual, rows())
     manual = ByHand()
     manual.callback = callback
@@ -243,7 +243,7 @@ class Skips(Classifier):
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None")
 def test_a_batch_that_is_left_out_does_not_enter_the_next_penalty(tmp_path):
     module = Skips()
-    build_trainer(tmp_path, HeadwiseCallback(hw.Penalize(hw.Output(), weight=0.1))).fit(module, rows())
+    build_trainer(tmp_path, HeadwiseCallback(hw.Penalize(hw.similarity.Output(), weight=0.1))).fit(module, rows())
     assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
 
@@ -274,14 +274,14 @@ def test_mixed_precision_is_trained_also_over_a_step_that_overflows(tmp_path, pr
 
 def test_heads_are_found_where_the_module_says(tmp_path):
     callback = HeadwiseCallback(
-        hw.Penalize(hw.Output()), find=lambda module: hw.find_heads(module.network.bert).layer(1)
+        hw.Penalize(hw.similarity.Output()), find=lambda module: hw.find_heads(module.network.bert).layer(1)
     )
     build_trainer(tmp_path, callback).fit(Classifier(), rows())
     assert [site.name for site in callback.attached.of(hw.Disagreement)[0].heads] == ["encoder.layer.1.attention.self"]
 
 
 def test_nothing_given_and_a_missing_lightning_are_said_in_a_sentence(monkeypatch):
-    with pytest.raises(hw.SettingError, match="was given no method"):
+    with pytest.raises(hw.errors.SettingError, match="was given no method"):
         HeadwiseCallback()
     monkeypatch.delitem(sys.modules, "headwise.integrations.lightning")
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):

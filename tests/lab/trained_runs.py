@@ -103,16 +103,18 @@ def write_texts(place: Path) -> None:
     (place / "past_present.txt").write_text(text)
 
 
-def measure() -> hw.Report:
+def measure() -> hw.report.Report:
     """Return a report with scores and roles of heads, of an encoder with an aggregator."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).eval()
-    hw.aggregate(hw.find_heads(encoder).layer(0), hw.EMRouting(capsules=4))
+    hw.aggregate(hw.find_heads(encoder).layer(0), hw.routing.EMRouting(capsules=4))
     return hw.measure(
         hw.find_heads(encoder),
         [torch.randn(3, 5, 8)],
         score=lambda output, batch: -(output - batch).square().mean((1, 2)),
         score_name="likeness",
-        roles=lambda _: hw.Roles(hw.Separator(), hw.Window(3))([hw.WordTable.split("a , b c .")] * 3, num_heads=2),
+        roles=lambda _: hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))(
+            [hw.roles.WordTable.split("a , b c .")] * 3, num_heads=2
+        ),
     )

@@ -40,36 +40,36 @@ FAMILIES = (
 TOLERANCE = 1e-5
 RULES = {
     "SVGD": hw.SVGD(),
-    "SVGD, relative, IMQ": hw.SVGD(kernel=hw.IMQ(), alpha=hw.Relative(0.3)),
+    "SVGD, relative, IMQ": hw.SVGD(kernel=hw.kernels.IMQ(), alpha=hw.Relative(0.3)),
     "SPOS": hw.SPOS(inverse_temperature=100.0),
     "SGLD": hw.SGLD(inverse_temperature=100.0),
-    "CosineRepulsion": hw.CosineRepulsion(),
-    "CosinePenalty": hw.CosinePenalty(),
-    "SpanSVGD": hw.SpanSVGD(),
-    "FunctionSVGD": hw.FunctionSVGD(),
+    "CosineRepulsion": hw.repulsion.CosineRepulsion(),
+    "CosinePenalty": hw.repulsion.CosinePenalty(),
+    "SpanSVGD": hw.repulsion.SpanSVGD(),
+    "FunctionSVGD": hw.repulsion.FunctionSVGD(),
 }
 TERMS = {
-    "Output": hw.Output(),
-    "Subspace": hw.Subspace(),
-    "Position": hw.Position(),
-    "Position, recomputed": hw.Position(recompute=True),
-    "PositionSquaredDifference": hw.PositionSquaredDifference(),
-    "Frobenius": hw.Frobenius(),
-    "SquaredCosine": hw.SquaredCosine(),
-    "CKA": hw.CKA(),
-    "HSIC": hw.HSIC(),
-    "CrossCorrelation": hw.CrossCorrelation(),
-    "LogDeterminant": hw.LogDeterminant(),
-    "SpanOverlap": hw.SpanOverlap(),
-    "MapCosine": hw.MapCosine(),
-    "GroupedQueries": hw.GroupedQueries(hw.CKA()),
+    "Output": hw.similarity.Output(),
+    "Subspace": hw.similarity.Subspace(),
+    "Position": hw.similarity.Position(),
+    "Position, recomputed": hw.similarity.Position(recompute=True),
+    "PositionSquaredDifference": hw.similarity.PositionSquaredDifference(),
+    "Frobenius": hw.similarity.Frobenius(),
+    "SquaredCosine": hw.similarity.SquaredCosine(),
+    "CKA": hw.similarity.CKA(),
+    "HSIC": hw.similarity.HSIC(),
+    "CrossCorrelation": hw.similarity.CrossCorrelation(),
+    "LogDeterminant": hw.similarity.LogDeterminant(),
+    "SpanOverlap": hw.similarity.SpanOverlap(),
+    "MapCosine": hw.similarity.MapCosine(),
+    "GroupedQueries": hw.similarity.GroupedQueries(hw.similarity.CKA()),
 }
 AGGREGATORS = {
-    "EMRouting": hw.EMRouting(iterations=3),
-    "EMRouting, per head": hw.EMRouting(votes=hw.PerHead()),
-    "SimpleRouting": hw.SimpleRouting(),
-    "Trunk": hw.Trunk(),
-    "Residual": hw.Residual(hw.SimpleRouting()),
+    "EMRouting": hw.routing.EMRouting(iterations=3),
+    "EMRouting, per head": hw.routing.EMRouting(votes=hw.routing.PerHead()),
+    "SimpleRouting": hw.routing.SimpleRouting(),
+    "Trunk": hw.routing.Trunk(),
+    "Residual": hw.routing.Residual(hw.routing.SimpleRouting()),
 }
 
 
@@ -170,20 +170,20 @@ class Sandbox:
         with torch.no_grad():
             return sign(self.run(model))
 
-    def ranked(self, heads: hw.Heads) -> hw.Importance:
+    def ranked(self, heads: hw.Heads) -> hw.heads.Importance:
         return hw.importance(heads, lambda: self.losses(heads.model), method="first_order")
 
     def blocks(self) -> list[Any]:
         heads = self.open()[1]
-        return [repr(hw.head_blocks(heads))]
+        return [repr(hw.heads.head_blocks(heads))]
 
     def jittered(self) -> list[Any]:
         model, heads = self.open()
-        hw.jitter(heads, 0.1)
+        hw.repulsion.jitter(heads, 0.1)
         return sign(list(model.parameters()))
 
 
-def bias_of(_site: hw.Site, call: hw.ScoreCall) -> Tensor:
+def bias_of(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
     shape = (call.heads, call.queries, call.keys)
     count = shape[0] * shape[1] * shape[2]
     return torch.sin(torch.arange(count, dtype=torch.float64)).view(1, *shape)
@@ -201,10 +201,10 @@ def list_calls(sandbox: Sandbox) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "bias_heads", lambda: sandbox.attached(lambda heads: hw.bias_heads(heads, bias_of))
     yield "drop_heads", lambda: sandbox.attached(lambda heads: hw.drop_heads(heads, 0.5, seed=3))
     yield "mix_heads", lambda: sandbox.attached(hw.mix_heads)
-    yield "gate_heads", lambda: sandbox.attached(lambda heads: hw.gate_heads(heads, hw.SigmoidGate()))
+    yield "gate_heads", lambda: sandbox.attached(lambda heads: hw.gate_heads(heads, hw.gating.SigmoidGate()))
     yield (
         "gate_heads, mixture",
-        lambda: sandbox.attached(lambda heads: hw.gate_heads(heads, hw.MixtureOfHeads(shared=1, active=2))),
+        lambda: sandbox.attached(lambda heads: hw.gate_heads(heads, hw.gating.MixtureOfHeads(shared=1, active=2))),
     )
     for name, rule in RULES.items():
         yield f"repel, {name}", lambda rule=rule: sandbox.stepped(rule)
@@ -224,7 +224,7 @@ def compute(name: str) -> dict[str, Any]:
     for call, run in list_calls(sandbox):
         try:
             found[call] = run()
-        except hw.HeadwiseError as error:
+        except hw.errors.HeadwiseError as error:
             found[call] = type(error).__name__
     return found
 

@@ -33,7 +33,7 @@ class Remedies:
     def check(self, message: str) -> None:
         case = self.cases[message]()
         refused = next(case)
-        with pytest.raises(hw.HeadwiseError, match=message):
+        with pytest.raises(hw.errors.HeadwiseError, match=message):
             refused()
         works = next(case, refused)
         works()

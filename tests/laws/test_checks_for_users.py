@@ -15,12 +15,12 @@ from headwise.testing import check_layout, check_rule, particles_near_collapse
 
 RULES = [
     hw.SVGD(alpha=0.3, step_size=0.2),
-    hw.SVGD(alpha=0.3, kernel=hw.IMQ(hw.Fixed(2.5)), smoothing=False, prior_precision=0.4),
-    hw.SVGD(alpha=hw.Relative(0.7), kernel=hw.NormalizedRBF()),
-    hw.SVGD(alpha=0.3, kernel=hw.Cosine(), data_size=3.0),
+    hw.SVGD(alpha=0.3, kernel=hw.kernels.IMQ(hw.kernels.Fixed(2.5)), smoothing=False, prior_precision=0.4),
+    hw.SVGD(alpha=hw.Relative(0.7), kernel=hw.kernels.NormalizedRBF()),
+    hw.SVGD(alpha=0.3, kernel=hw.kernels.Cosine(), data_size=3.0),
     hw.SPOS(alpha=0.3, inverse_temperature=4.0),
     hw.SGLD(inverse_temperature=4.0),
-    hw.CosinePenalty(alpha=0.4, step_size=0.3),
+    hw.repulsion.CosinePenalty(alpha=0.4, step_size=0.3),
 ]
 
 
@@ -62,7 +62,7 @@ def test_layouts_pass_or_are_refused():
     x = torch.randn(2, 6, 12)
     assert check_layout(SeparateAttention(), (x,)).sites == ("",)
     assert check_layout(nn.MultiheadAttention(12, 3, batch_first=True), (x, x, x)).sites == ("",)
-    with pytest.raises(hw.LayoutError, match="misreads"):
+    with pytest.raises(hw.errors.LayoutError, match="misreads"):
         check_layout(StridedAttention(), (x,))
 
 

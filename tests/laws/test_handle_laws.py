@@ -57,7 +57,7 @@ class Attachment:
 def drawn(handle: Any) -> Any:
     """The handle, with new parameters that do something."""
     first = handle.handles[0] if isinstance(handle, hw.Attached) else handle
-    model = first.model if isinstance(first, hw.Aggregation) else first.heads.model
+    model = first.model if isinstance(first, hw.routing.Aggregation) else first.heads.model
     new = [p for name, p in model.named_parameters() if any(w in name for w in ("head_gates", "head_mixer", "gamma"))]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -77,7 +77,7 @@ def penalty(term: Any, **settings: Any) -> Attachment:
     return Attachment(lambda heads: hw.Disagreement(heads, term, **settings), lambda handle: [handle()])
 
 
-def bias(site: hw.Site, call: hw.ScoreCall) -> Tensor:
+def bias(site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
     positions = call.query_positions.to(call.dtype)[:, None] - torch.arange(call.keys, dtype=call.dtype)
     return torch.sin(positions * 0.7 + site.layer).expand(1, call.heads, -1, -1)
 
@@ -87,18 +87,23 @@ def repelled(heads: hw.Heads) -> Any:
 
 
 def in_blocks(heads: hw.Heads) -> Any:
-    blocks = hw.head_blocks(heads)
+    blocks = hw.heads.head_blocks(heads)
     blocks.attach(torch.optim.SGD(list(blocks), lr=0.1))
     return blocks
 
 
 def mixture(heads: hw.Heads) -> Any:
-    return drawn(hw.gate_heads(heads, hw.MixtureOfHeads(shared=1, active=1, balance=0.1)))
+    return drawn(hw.gate_heads(heads, hw.gating.MixtureOfHeads(shared=1, active=1, balance=0.1)))
 
 
 def together(heads: hw.Heads) -> Any:
-    methods = (hw.MixHeads(), hw.GateHeads(hw.SigmoidGate(), layers=(1,)), hw.Tap(outputs=True), hw.DropHeads(0.0))
-    run = hw.attach(heads, hw.Penalize(hw.CKA(), weight=0.5), hw.Repel(hw.SVGD()), *methods)
+    methods = (
+        hw.MixHeads(),
+        hw.GateHeads(hw.gating.SigmoidGate(), layers=(1,)),
+        hw.Tap(outputs=True),
+        hw.DropHeads(0.0),
+    )
+    run = hw.attach(heads, hw.Penalize(hw.similarity.CKA(), weight=0.5), hw.Repel(hw.SVGD()), *methods)
     run.attach(heads.model, torch.optim.SGD(heads.model.parameters(), lr=0.1))
     return run
 
@@ -109,8 +114,10 @@ def read_together(run: hw.Attached) -> list[Tensor]:
 
 
 ATTACHMENTS = {
-    "gates": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.SigmoidGate())), parts=True),
-    "gates of features": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.SigmoidGate("element"))), parts=True),
+    "gates": Attachment(lambda heads: drawn(hw.gate_heads(heads, hw.gating.SigmoidGate())), parts=True),
+    "gates of features": Attachment(
+        lambda heads: drawn(hw.gate_heads(heads, hw.gating.SigmoidGate("element"))), parts=True
+    ),
     "mixture of heads": Attachment(mixture, lambda handle: [handle.balance()], trains=True, parts=True),
     "talking heads": Attachment(lambda heads: drawn(hw.mix_heads(heads)), parts=True),
     "dropped heads": Attachment(lambda heads: hw.drop_heads(heads, 0.0), trains=True),
@@ -118,20 +125,23 @@ ATTACHMENTS = {
     "bias": Attachment(lambda heads: hw.bias_heads(heads, bias)),
     "guide": Attachment(lambda heads: hw.guide(square(heads))),
     "aggregators": Attachment(
-        lambda heads: drawn(hw.aggregate(heads, hw.Residual(hw.EMRouting(votes=hw.PerHead())))), parts=True
+        lambda heads: drawn(hw.aggregate(heads, hw.routing.Residual(hw.routing.EMRouting(votes=hw.routing.PerHead())))),
+        parts=True,
     ),
     "outputs": taps("outputs"),
     "values": taps("values"),
     "weights": taps("weights"),
     "mean weights": taps("mean_weights"),
     "everything beside": taps("outputs", "values", "weights", "mean_weights", beside=True),
-    "CKA": penalty(hw.CKA()),
-    "Subspace": penalty(hw.Subspace()),
-    "Position": penalty(hw.Position()),
-    "Position recomputed": penalty(hw.Position(recompute=True)),
-    "MapCosine": penalty(hw.MapCosine()),
+    "CKA": penalty(hw.similarity.CKA()),
+    "Subspace": penalty(hw.similarity.Subspace()),
+    "Position": penalty(hw.similarity.Position()),
+    "Position recomputed": penalty(hw.similarity.Position(recompute=True)),
+    "MapCosine": penalty(hw.similarity.MapCosine()),
     "a penalty that trains": Attachment(
-        lambda heads: hw.Disagreement(heads, hw.CKA(), training_only=True), lambda handle: [handle()], trains=True
+        lambda heads: hw.Disagreement(heads, hw.similarity.CKA(), training_only=True),
+        lambda handle: [handle()],
+        trains=True,
     ),
     "repulsion": Attachment(repelled, trains=True),
     "blocks": Attachment(in_blocks, trains=True),
@@ -139,14 +149,14 @@ ATTACHMENTS = {
 }
 # Each method as a value, and its own call.
 VALUES = {
-    "gates": hw.GateHeads(hw.SigmoidGate()),
+    "gates": hw.GateHeads(hw.gating.SigmoidGate()),
     "talking heads": hw.MixHeads(),
     "dropped heads": hw.DropHeads(0.3, seed=4),
     "ablation": hw.Ablate((1,)),
     "bias": hw.BiasHeads(bias),
-    "aggregators": hw.Aggregate(hw.Residual(hw.EMRouting(votes=hw.PerHead()))),
+    "aggregators": hw.Aggregate(hw.routing.Residual(hw.routing.EMRouting(votes=hw.routing.PerHead()))),
     "outputs": hw.Tap(outputs=True),
-    "CKA": hw.Penalize(hw.CKA()),
+    "CKA": hw.Penalize(hw.similarity.CKA()),
 }
 
 
@@ -265,11 +275,11 @@ QUICK_AND_SLOW = [pytest.param(name, marks=() if name in QUICK else pytest.mark.
 
 
 def run(model: nn.Module, handle: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    if isinstance(handle, hw.Guidance):
+    if isinstance(handle, hw.roles.Guidance):
         first = next(iter(inputs.values()))
         drawn = torch.Generator().manual_seed(int(first.double().abs().sum() * 1000))
         roles = torch.rand(first.shape[0], 2, first.shape[1], first.shape[1], generator=drawn) < 0.5
-        mask = hw.HeadMask(roles, None, handle.heads.sites[0].num_heads, (1, 0))
+        mask = hw.roles.HeadMask(roles, None, handle.heads.sites[0].num_heads, (1, 0))
         return results(model, {**inputs, "role_mask": mask})
     return results(model, inputs)
 
@@ -327,7 +337,7 @@ def test_two_threads_compute_and_read_what_each_does_alone(name: str):
         model = build()
         try:
             handle = attachment.attach(hw.find_heads(model))
-        except hw.LayoutError:
+        except hw.errors.LayoutError:
             continue
         model.train(attachment.trains)
         without_dropout(model)
@@ -336,10 +346,10 @@ def test_two_threads_compute_and_read_what_each_does_alone(name: str):
         works = [partial(serve, model, handle, one, attachment) for one in inputs]
         try:
             expected = [work() for work in works]
-        except (hw.MaskError, hw.NotFired):  # a cache
+        except (hw.errors.MaskError, hw.errors.NotFired):  # a cache
             continue
         for own, other in zip(expected, race(works), strict=True):
-            if isinstance(other, hw.HeadwiseError):
+            if isinstance(other, hw.errors.HeadwiseError):
                 continue
             if not isinstance(other, list) or len(own) != len(other) or not equal(own, other):
                 wrong.append((what, other if isinstance(other, Exception) else "differs"))
@@ -352,7 +362,7 @@ def test_what_changes_a_layer_is_refused_when_it_is_attached_or_runs(family: Fam
         attachment, model = ATTACHMENTS[name], family.build()
         try:
             handle = attachment.attach(hw.find_heads(model))
-        except hw.LayoutError:
+        except hw.errors.LayoutError:
             continue
         model.train(attachment.trains)
         serve(model, handle, family.inputs(), attachment)
@@ -409,7 +419,7 @@ def test_a_first_forward_that_ends_inside_another_leaves_it_alone(what: str, nam
 
     try:
         expected = [work() for work in prepare()]
-    except hw.LayoutError:
+    except hw.errors.LayoutError:
         return
     for place in range(len([*build().modules()])):
         for own, other in zip(expected, overtake(prepare(), place), strict=True):
@@ -499,7 +509,7 @@ def test_removing_gives_back_each_object_and_the_fast_path(name: str):
                     if failing:
                         model(nonsense=True)
                     run(model, handle, inputs)
-            except (hw.HeadwiseError, TypeError, ValueError):
+            except (hw.errors.HeadwiseError, TypeError, ValueError):
                 twins = []
             for module, mode in zip(model.modules(), modes, strict=True):
                 module.training = mode
@@ -525,7 +535,7 @@ def test_two_handles_give_everything_back_in_each_order():
         for second, other in ATTACHMENTS.items():
             for turn in (1, -1):
                 handles: list[Any] = []
-                with suppress(hw.HeadwiseError):
+                with suppress(hw.errors.HeadwiseError):
                     handles.append(one.attach(heads))
                     handles.append(other.attach(heads))
                 for handle in handles[::turn]:
@@ -544,8 +554,8 @@ def act(model: nn.Module, handle: Any, attachment: Attachment) -> None:
     model.train(attachment.trains)
     run(model, handle, draw_inputs(1))[0].square().mean().backward()
     attachment.read(handle)
-    for repulsion in (handle, *(handle.of(hw.Repulsion) if isinstance(handle, hw.Attached) else ())):
-        if isinstance(repulsion, hw.Repulsion):
+    for repulsion in (handle, *(handle.of(hw.repulsion.Repulsion) if isinstance(handle, hw.Attached) else ())):
+        if isinstance(repulsion, hw.repulsion.Repulsion):
             repulsion._attachments[0].optimizer.step()
 
 
@@ -560,9 +570,9 @@ def test_every_handle_is_used_alike(what: str):
     # a block in which it never acted
     model, handle = attach()
     assert handle.attached is True
-    with pytest.raises(hw.NotFired):
+    with pytest.raises(hw.errors.NotFired):
         handle.check()
-    with pytest.raises(hw.NotFired), handle as entered:
+    with pytest.raises(hw.errors.NotFired), handle as entered:
         assert entered is handle
     assert handle.attached is False
     handle.remove()
@@ -604,7 +614,7 @@ def test_a_method_as_a_value_does_what_its_own_call_does(what: str):
         # the other layer alone, and then none
         handle.remove()
         with (
-            suppress(hw.NotFired),
+            suppress(hw.errors.NotFired),
             hw.attach(hw.find_heads(model), dataclasses.replace(VALUES[what], layers=(1,))) as one,
         ):
             found = one.handles[0]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.repulsion.kernels import (
+from headwise.kernels import (
     IMQ,
     RBF,
     Cosine,

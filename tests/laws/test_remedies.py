@@ -97,14 +97,14 @@ class Switched(SeparateAttention):
         return self.o_proj(self.join((query @ key.mT).sigmoid() @ value))
 
 
-def window_mask(heads: int = 4) -> hw.HeadMask:
-    return hw.HeadMask(torch.ones(2, heads, 5, 5, dtype=torch.bool).tril(1).triu(-1))
+def window_mask(heads: int = 4) -> hw.roles.HeadMask:
+    return hw.roles.HeadMask(torch.ones(2, heads, 5, 5, dtype=torch.bool).tril(1).triu(-1))
 
 
 # repulsion
 
 
-@after("all 4 heads are equal, so their repulsion is zero and stays so. Separate them with hw.jitter")
+@after("all 4 heads are equal, so their repulsion is zero and stays so. Separate them with hw.repulsion.jitter")
 def equal_heads() -> Iterator[Callable[[], Any]]:
     model = encoder(1)
     heads = hw.find_heads(model)
@@ -113,7 +113,7 @@ def equal_heads() -> Iterator[Callable[[], Any]]:
             view = part.view(part.parameter)
             view.copy_(view[:1].expand_as(view).clone())
     yield lambda: hw.repel(heads, hw.SVGD(), sgd(model))
-    hw.jitter(heads, scale=1e-3)
+    hw.repulsion.jitter(heads, scale=1e-3)
 
 
 @after("are repelled by this optimizer already; call .remove\\(\\) on the earlier handle")
@@ -161,12 +161,12 @@ def adapters_repelled_late() -> Iterator[Callable[[], Any]]:
     yield lambda: step(model, optimizer, ids)
 
 
-@after("is the base of a LoRA layer, and noise in it would be saved with no adapter; call hw.jitter before")
+@after("is the base of a LoRA layer, and noise in it would be saved with no adapter; call hw.repulsion.jitter before")
 def jitter_under_adapters() -> Iterator[Callable[[], Any]]:
     model = with_lora(llama(), ["q_proj"])
-    yield lambda: hw.jitter(hw.find_heads(model), 0.1)
+    yield lambda: hw.repulsion.jitter(hw.find_heads(model), 0.1)
     model = llama()
-    yield lambda: (hw.jitter(hw.find_heads(model), 0.1), with_lora(model, ["q_proj"]))
+    yield lambda: (hw.repulsion.jitter(hw.find_heads(model), 0.1), with_lora(model, ["q_proj"]))
 
 
 @after("particle groups has a gradient; call backward\\(\\) before the step")
@@ -193,10 +193,10 @@ def removed_repulsion() -> Iterator[Callable[[], Any]]:
 @after("compares what heads span or compute; expected a rule on particles such as hw.SVGD")
 def spans_as_particles() -> Iterator[Callable[[], Any]]:
     particles = torch.randn(3, 4)
-    yield lambda: check_rule(hw.SpanSVGD())
+    yield lambda: check_rule(hw.repulsion.SpanSVGD())
     model = encoder()
     optimizer = sgd(model)
-    hw.repel(hw.find_heads(model), hw.SpanSVGD(), optimizer)
+    hw.repel(hw.find_heads(model), hw.repulsion.SpanSVGD(), optimizer)
     assert particles.shape == (3, 4)
     yield lambda: (check_rule(hw.SVGD()), step(model, optimizer))
 
@@ -210,39 +210,39 @@ def target_without_a_model() -> Iterator[Callable[[], Any]]:
 # penalties
 
 
-@after("so that each spans all of them and no two differ; compare another projection, or outputs, as hw.CKA")
+@after("so that each spans all of them and no two differ; compare another projection, or outputs, as hw.similarity.CKA")
 def spans_of_everything() -> Iterator[Callable[[], Any]]:
     model = SeparateAttention(width=5, num_heads=3, key_value_heads=3, head_dim=6)
     heads = hw.find_heads(model)
-    yield lambda: hw.Disagreement(heads, hw.SpanOverlap())
-    penalty = hw.Disagreement(heads, hw.CKA())
+    yield lambda: hw.Disagreement(heads, hw.similarity.SpanOverlap())
+    penalty = hw.Disagreement(heads, hw.similarity.CKA())
     model(torch.randn(3, 6, 5))
     yield penalty
     yield penalty
 
 
-@after("use a term on all heads, such as hw.Output")
+@after("use a term on all heads, such as hw.similarity.Output")
 def groups_of_one() -> Iterator[Callable[[], Any]]:
-    yield lambda: hw.Disagreement(hw.find_heads(encoder()), hw.GroupedQueries(hw.CKA()))
-    yield lambda: hw.Disagreement(hw.find_heads(encoder()), hw.Output())
+    yield lambda: hw.Disagreement(hw.find_heads(encoder()), hw.similarity.GroupedQueries(hw.similarity.CKA()))
+    yield lambda: hw.Disagreement(hw.find_heads(encoder()), hw.similarity.Output())
 
 
 @after("select sites with more heads")
 def one_head() -> Iterator[Callable[[], Any]]:
     single = nn.TransformerEncoderLayer(16, 1, 24, batch_first=True)
     model = nn.ModuleList([single, encoder()])
-    yield lambda: hw.Disagreement(hw.find_heads(model).where("0.*"), hw.CKA())
-    yield lambda: hw.Disagreement(hw.find_heads(model).where("1.*"), hw.CKA())
+    yield lambda: hw.Disagreement(hw.find_heads(model).where("0.*"), hw.similarity.CKA())
+    yield lambda: hw.Disagreement(hw.find_heads(model).where("1.*"), hw.similarity.CKA())
 
 
-@after("is trained, so the penalty would change nothing; unfreeze them .* or use a term on outputs, such as hw.CKA")
+@after("is trained, so the penalty would change nothing; unfreeze them .* or use a term on outputs, hw.similarity.CKA")
 def frozen_parameters() -> Iterator[Callable[[], Any]]:
     model = with_lora(llama(), ["q_proj"], init_lora_weights=False).train()
     heads = hw.find_heads(model)
-    yield hw.Disagreement(heads, hw.SpanOverlap())
+    yield hw.Disagreement(heads, hw.similarity.SpanOverlap())
     named = with_lora(llama(), ["q_proj", "v_proj"], init_lora_weights=False).train()
-    on_spans = hw.Disagreement(hw.find_heads(named), hw.SpanOverlap())
-    on_outputs = hw.Disagreement(heads, hw.CKA())
+    on_spans = hw.Disagreement(hw.find_heads(named), hw.similarity.SpanOverlap())
+    on_outputs = hw.Disagreement(heads, hw.similarity.CKA())
     model(ids)
     yield lambda: (on_spans(), on_outputs())
 
@@ -275,7 +275,7 @@ def removed_taps() -> Iterator[Callable[[], Any]]:
 def taps_before_routing() -> Iterator[Callable[[], Any]]:
     model = encoder()
     taps = hw.Taps(hw.find_heads(model), outputs=True)
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     model(x)
     yield taps.read
     taps.remove()
@@ -290,17 +290,17 @@ def taps_before_routing() -> Iterator[Callable[[], Any]]:
 @after("already has head_gates; call remove\\(\\) on the handle of the first gate_heads")
 def gated_twice() -> Iterator[Callable[[], Any]]:
     model = encoder()
-    first = hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
-    yield lambda: hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    first = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
+    yield lambda: hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     first.remove()
 
 
 @after("which would not save gates with them; call hw.gate_heads on the base model, and then get_peft_model")
 def gates_under_adapters() -> Iterator[Callable[[], Any]]:
     model = with_lora(llama(), ["q_proj"])
-    yield lambda: hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    yield lambda: hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     base = llama()
-    hw.gate_heads(hw.find_heads(base), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(base), hw.gating.SigmoidGate())
     yield lambda: with_lora(base, ["q_proj"], modules_to_save=["head_gates"])(ids)
 
 
@@ -316,11 +316,11 @@ def matrices_under_adapters() -> Iterator[Callable[[], Any]]:
 @after("set after hw.gate_heads, which would get the heads without their gates; call remove\\(\\) on the gates")
 def gates_bypassed() -> Iterator[Callable[[], Any]]:
     model = encoder()
-    gates = hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    gates = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     yield lambda: model(x)
     gates.remove()
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
 
 
 @after("has talking heads already; call remove\\(\\) on the handle of the first mix_heads")
@@ -347,7 +347,7 @@ def copied_matrices() -> Iterator[Callable[[], Any]]:
 def ablated_too_early() -> Iterator[Callable[[], Any]]:
     model = encoder()
     ablation = hw.ablate(hw.find_heads(model), 1)
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     yield lambda: model(x)
     ablation.remove()
     hw.ablate(hw.find_heads(model), 1)
@@ -356,24 +356,22 @@ def ablated_too_early() -> Iterator[Callable[[], Any]]:
 @after("the blocks are attached already; call remove\\(\\) before attaching another optimizer")
 def blocks_attached_twice() -> Iterator[Callable[[], Any]]:
     model = encoder()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     blocks.attach(torch.optim.SGD(list(blocks), lr=0.1))
     yield lambda: blocks.attach(torch.optim.SGD(list(blocks), lr=0.1))
     blocks.remove()
 
 
-@after(
-    "is in another place of memory than when hw.head_blocks was called.*; call remove\\(\\), and hw.head_blocks again"
-)
+@after("is in another place of memory than when .*head_blocks was called.*; call remove\\(\\), and .*head_blocks again")
 def moved_blocks() -> Iterator[Callable[[], Any]]:
     model = encoder()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     optimizer = torch.optim.SGD(list(blocks), lr=0.1)
     blocks.attach(optimizer)
     model.double()
     yield lambda: step(model, optimizer, x.double())
     blocks.remove()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     moved = torch.optim.SGD(list(blocks), lr=0.1)
     blocks.attach(moved)
     yield lambda: step(model, moved, x.double())
@@ -460,47 +458,47 @@ def mask_for_fewer_heads() -> Iterator[Callable[[], Any]]:
 @after("already has .* as its output; call remove\\(\\) on the handle of the first aggregate\\(\\) before a second")
 def routed_twice() -> Iterator[Callable[[], Any]]:
     model = encoder()
-    first = hw.aggregate(hw.find_heads(model), hw.Trunk())
-    yield lambda: hw.aggregate(hw.find_heads(model), hw.Trunk())
+    first = hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
+    yield lambda: hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     first.remove()
 
 
 @after("is not the model that peft returned.*find the heads in that: hw.find_heads\\(peft_model\\)")
 def routing_inside_of_adapters() -> Iterator[Callable[[], Any]]:
     peft_model = with_lora(bert(), ["query"])
-    yield lambda: hw.aggregate(hw.find_heads(peft_model.base_model.model.encoder), hw.Trunk())
-    yield lambda: hw.aggregate(hw.find_heads(peft_model), hw.Trunk())
+    yield lambda: hw.aggregate(hw.find_heads(peft_model.base_model.model.encoder), hw.routing.Trunk())
+    yield lambda: hw.aggregate(hw.find_heads(peft_model), hw.routing.Trunk())
 
 
 @after("aggregators have to be in the model before there is an optimizer: call hw.aggregate\\(heads, setting\\)")
 def aggregators_in_a_loop() -> Iterator[Callable[[], Any]]:
     model, accelerator = encoder(), Accelerator(cpu=True)
     optimizer = sgd(model)
-    yield lambda: attach(accelerator, model, optimizer, hw.Aggregate(hw.Trunk()))
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
-    yield lambda: attach(accelerator, model, sgd(model), hw.Penalize(hw.Output()), hw.Repel(hw.SVGD()))
+    yield lambda: attach(accelerator, model, optimizer, hw.Aggregate(hw.routing.Trunk()))
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
+    yield lambda: attach(accelerator, model, sgd(model), hw.Penalize(hw.similarity.Output()), hw.Repel(hw.SVGD()))
 
 
 @after("is gated and computed no queries before its output projection was called.* gate the heads again")
 def queries_replaced_under_gates() -> Iterator[Callable[[], Any]]:
     model = llama()
-    gates = hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    gates = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     model.layers[0].self_attn.q_proj = nn.Linear(16, 16, bias=False)
     yield lambda: model(ids)
     gates.remove()
-    hw.gate_heads(hw.find_heads(model), hw.SigmoidGate())
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
 
 
-@after("was replaced since hw.head_blocks was called; call remove\\(\\), and hw.head_blocks again")
+@after("was replaced since hw.heads.head_blocks was called; call remove\\(\\), and hw.heads.head_blocks again")
 def blocks_of_replaced_parameters() -> Iterator[Callable[[], Any]]:
     model = encoder()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     optimizer = torch.optim.SGD(list(blocks), lr=0.1)
     blocks.attach(optimizer)
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     yield lambda: step(model, optimizer)
     blocks.remove()
-    blocks = hw.head_blocks(hw.find_heads(model))
+    blocks = hw.heads.head_blocks(hw.find_heads(model))
     again = torch.optim.SGD(list(blocks), lr=0.1)
     blocks.attach(again)
     yield lambda: step(model, again)
@@ -548,26 +546,28 @@ def attention_without_a_softmax() -> Iterator[Callable[[], Any]]:
     taps.remove()
 
 
-@after("expected the same words at the same characters: call hw.align with the tables given")
+@after("expected the same words at the same characters: call hw.roles.align with the tables given")
 def other_words() -> Iterator[Callable[[], Any]]:
     encoding = fast_tokenizer("WordPiece")(["so it goes"])
-    aligned = hw.align([hw.WordTable.split("so it goes")], encoding)
-    other = [hw.WordTable.split("so it went")]
+    aligned = hw.roles.align([hw.roles.WordTable.split("so it goes")], encoding)
+    other = [hw.roles.WordTable.split("so it went")]
     yield lambda: aligned.with_tables(other)
-    yield lambda: hw.align(other, fast_tokenizer("WordPiece")(["so it went"]))
+    yield lambda: hw.roles.align(other, fast_tokenizer("WordPiece")(["so it went"]))
 
 
-@after("which an aggregator in that place would leave as it is; use hw.Residual\\(...\\) or hw.Gate\\(\\)")
+@after(
+    "which an aggregator in that place would leave as it is; use hw.routing.Residual\\(...\\) or hw.routing.Gate\\(\\)"
+)
 def norm_before_the_output() -> Iterator[Callable[[], Any]]:
     model = BY_NAME["BitNet"].build()
-    yield lambda: hw.aggregate(hw.find_heads(model), hw.Trunk())
-    yield lambda: hw.aggregate(hw.find_heads(model), hw.Residual(hw.Trunk()))
+    yield lambda: hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
+    yield lambda: hw.aggregate(hw.find_heads(model), hw.routing.Residual(hw.routing.Trunk()))
 
 
 @after("it was replaced since. Put the .* back, and call remove\\(\\) again")
 def replaced_aggregator() -> Iterator[Callable[[], Any]]:
     model: Any = encoder(1)
-    aggregation = hw.aggregate(hw.find_heads(model), hw.Trunk())
+    aggregation = hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     attention = model.layers[0].self_attn
     placed, attention.out_proj = attention.out_proj, nn.Linear(16, 16)
     yield aggregation.remove

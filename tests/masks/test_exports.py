@@ -15,7 +15,7 @@ import headwise as hw
 BATCH, HEADS, TOKENS, SIZE = 3, 4, 6, 8
 
 
-def mask_of(empty: str = "regular", causal: bool = False, padded: bool = True) -> hw.HeadMask:
+def mask_of(empty: str = "regular", causal: bool = False, padded: bool = True) -> hw.roles.HeadMask:
     """A mask with empty rows in role 1; the last sentence is padding alone where `padded`."""
     roles = torch.rand(BATCH, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.4
     roles[:, 1, 2] = False
@@ -23,7 +23,7 @@ def mask_of(empty: str = "regular", causal: bool = False, padded: bool = True) -
     if padded:
         keep[1, 4:] = False
         keep[2] = False
-    return hw.HeadMask(roles, keep, HEADS, (2, 0), empty=empty, causal=causal)
+    return hw.roles.HeadMask(roles, keep, HEADS, (2, 0), empty=empty, causal=causal)
 
 
 def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +32,7 @@ def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return made[0], made[1], made[2]
 
 
-def expected(mask: hw.HeadMask) -> Tensor:
+def expected(mask: hw.roles.HeadMask) -> Tensor:
     """softmax over the allowed keys alone; 0 where there is none."""
     query, key, value = qkv()
     allowed = mask.allowed()

@@ -20,19 +20,27 @@ from roles.tokenizers_for_tests import KINDS, fast_tokenizer
 HEADS = 7
 TEXTS = [
     SENTENCE,
-    hw.WordTable(["a", "sesquipedalian", "film"], [2, 2, 2], ["det", "amod", "ROOT"], text="asesquipedalianfilm"),
+    hw.roles.WordTable(["a", "sesquipedalian", "film"], [2, 2, 2], ["det", "amod", "ROOT"], text="asesquipedalianfilm"),
 ]
 
 
-def previous(table: hw.WordTable) -> list[tuple[int, int]]:
+def previous(table: hw.roles.WordTable) -> list[tuple[int, int]]:
     return [(word, word - 1) for word in range(1, len(table))]
 
 
-ROLES = hw.Roles(hw.Rare(), hw.Separator(), hw.Dependency(), hw.Major(), hw.Window(3), previous, idf=FREQUENT)
+ROLES = hw.roles.Roles(
+    hw.roles.Rare(),
+    hw.roles.Separator(),
+    hw.roles.Dependency(),
+    hw.roles.Major(),
+    hw.roles.Window(3),
+    previous,
+    idf=FREQUENT,
+)
 PLACES = (5, 0, 2, 1, 6, 3)
 
 
-def both(kind: str, side: str, *, empty: str, causal: bool) -> tuple[FlexMask, hw.HeadMask]:
+def both(kind: str, side: str, *, empty: str, causal: bool) -> tuple[FlexMask, hw.roles.HeadMask]:
     encoding = fast_tokenizer(kind, padding_side=side)([table.text for table in TEXTS], padding=True)
     given = {"encoding": encoding, "heads": PLACES, "empty": empty}
     return ROLES.for_flex(TEXTS, HEADS, causal=causal, **given), replace(ROLES(TEXTS, HEADS, **given), causal=causal)
@@ -55,10 +63,10 @@ def test_it_allows_what_the_boolean_mask_allows(kind, side, empty, causal):
 
 
 def test_a_token_of_several_words_is_a_column_where_any_of_them_is():
-    tables = (hw.WordTable(["film", ",", "I", "."]),)
+    tables = (hw.roles.WordTable(["film", ",", "I", "."]),)
     row = AlignedRow(first=[0, 2, 3, -1], last=[1, 2, 3, -1], units=4, special=(), places=((0, 1, 2, 3),))
     aligned = Alignment((tables,), (row,), 4)
-    roles = hw.Roles(hw.Separator(), hw.Window(3))
+    roles = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))
     flex, dense = roles.for_flex([tables[0]], HEADS, encoding=aligned), roles([tables[0]], HEADS, encoding=aligned)
     assert flex.columns[0, 0].tolist() == [True, False, True, False]
     assert torch.equal(evaluated(flex), dense.allowed())
@@ -96,26 +104,26 @@ def test_flex_attention_computes_what_sdpa_does_with_the_boolean_mask(causal):
 
 
 def test_windows_and_columns_take_memory_of_the_length():
-    roles = hw.Roles(hw.Separator(), hw.Window(3))
+    roles = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))
     sizes = {}
     for words in (200, 400):
-        tables = [hw.WordTable(["film", "."] * (words // 2))] * 2
+        tables = [hw.roles.WordTable(["film", "."] * (words // 2))] * 2
         sizes[words] = roles.for_flex(tables, 8).nbytes
         assert roles(tables, 8).roles.numel() == 2 * 2 * words * words
     # two numbers of 8 bytes and two booleans a token, and two numbers a head
     assert sizes[400] - 8 * 16 == 2 * (sizes[200] - 8 * 16) == 2 * 400 * (2 * 8 + 2)
-    with_pairs = hw.Roles(hw.Separator(), hw.Window(3), previous).for_flex(tables, 8)
+    with_pairs = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3), previous).for_flex(tables, 8)
     assert with_pairs.nbytes == sizes[400] + 2 * 400 * 400
 
 
 def test_no_mask_of_all_pairs_of_tokens_is_made_on_the_way(monkeypatch):
-    tables = [hw.WordTable(["film", "."] * 150)] * 2
-    roles = hw.Roles(hw.Separator(), hw.Window(3))
+    tables = [hw.roles.WordTable(["film", "."] * 150)] * 2
+    roles = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))
 
     def refuse(*_args: object) -> None:
         raise AssertionError("the boolean mask was made")
 
-    monkeypatch.setattr(hw.Roles, "_mask_units", refuse)
+    monkeypatch.setattr(hw.roles.Roles, "_mask_units", refuse)
     mask = roles.for_flex(tables, 4)
     largest = 0
 
@@ -143,18 +151,22 @@ def test_it_moves_to_a_device():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"heads": (0, 7)}, hw.MaskError, r"heads is \(0, 7\) for 2 roles; expected 2 different heads of 0 to 6"),
-        ({"heads": (3,)}, hw.MaskError, r"heads is \(3,\) for 2 roles"),
-        ({"heads": (3, 0, 1)}, hw.MaskError, r"heads is \(3, 0, 1\) for 2 roles"),
-        ({"heads": (2, 2)}, hw.MaskError, "2 different heads"),
-        ({"empty": "nothing"}, hw.SettingError, "empty is 'nothing'; expected one of regular, self"),
-        ({"num_heads": 2.5}, hw.SettingError, "num_heads is 2.5; expected an integer"),
-        ({"num_heads": -3}, hw.SettingError, "num_heads is -3; expected an integer"),
-        ({"num_heads": 1}, hw.MaskError, "2 different heads of 0 to 0"),
+        (
+            {"heads": (0, 7)},
+            hw.errors.MaskError,
+            r"heads is \(0, 7\) for 2 roles; expected 2 different heads of 0 to 6",
+        ),
+        ({"heads": (3,)}, hw.errors.MaskError, r"heads is \(3,\) for 2 roles"),
+        ({"heads": (3, 0, 1)}, hw.errors.MaskError, r"heads is \(3, 0, 1\) for 2 roles"),
+        ({"heads": (2, 2)}, hw.errors.MaskError, "2 different heads"),
+        ({"empty": "nothing"}, hw.errors.SettingError, "empty is 'nothing'; expected one of regular, self"),
+        ({"num_heads": 2.5}, hw.errors.SettingError, "num_heads is 2.5; expected an integer"),
+        ({"num_heads": -3}, hw.errors.SettingError, "num_heads is -3; expected an integer"),
+        ({"num_heads": 1}, hw.errors.MaskError, "2 different heads of 0 to 0"),
     ],
 )
 def test_both_forms_of_a_mask_refuse_the_same(given: dict, error: type[Exception], message: str):
-    roles = hw.Roles(hw.Separator(), hw.Window(3))
+    roles = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))
     for make in (roles, roles.for_flex):
         with pytest.raises(error, match=message):
             make(SENTENCE, **{"num_heads": HEADS, **given})
@@ -165,9 +177,9 @@ def test_a_mask_made_of_tables_refuses_heads_and_policies_that_are_not_there():
     given = {"num_heads": 4, "columns": {1: keep}, "windows": {2: 1}, "pairs": {}}
     FlexMask.from_tables(keep, places, places, **given)
     for wrong, error, message in (
-        ({"windows": {4: 1}}, hw.MaskError, r"heads \[1, 4\]; expected different heads of 0 to 3"),
-        ({"empty": "nothing"}, hw.SettingError, "empty is 'nothing'"),
-        ({"num_heads": 3.0}, hw.SettingError, "num_heads is 3.0"),
+        ({"windows": {4: 1}}, hw.errors.MaskError, r"heads \[1, 4\]; expected different heads of 0 to 3"),
+        ({"empty": "nothing"}, hw.errors.SettingError, "empty is 'nothing'"),
+        ({"num_heads": 3.0}, hw.errors.SettingError, "num_heads is 3.0"),
     ):
         with pytest.raises(error, match=message):
             FlexMask.from_tables(keep, places, places, **{**given, **wrong})

@@ -21,7 +21,7 @@ def test_a_new_gate_changes_nothing_and_a_learned_one_weighs_the_heads():
         attention(x, x, x)
         outputs = taps.read()[0].outputs
     old = attention.out_proj
-    handle = hw.aggregate(heads, hw.Gate())
+    handle = hw.aggregate(heads, hw.routing.Gate())
     torch.testing.assert_close(attention(x, x, x)[0], plain)
     with torch.no_grad():
         attention.out_proj.gate.copy_(torch.tensor([0.3, -1.2, 0.8]))
@@ -39,7 +39,7 @@ def test_a_new_gate_changes_nothing_and_a_learned_one_weighs_the_heads():
 
 def test_the_gate_has_the_precision_of_float64():
     torch.manual_seed(0)
-    gated = GatedProjection(hw.Gate(), nn.Linear(6, 4), 3, 2, 4).double()
+    gated = GatedProjection(hw.routing.Gate(), nn.Linear(6, 4), 3, 2, 4).double()
     with torch.no_grad():
         gated.gate.copy_(torch.tensor([0.3, -0.7, 1.1]))
     assert torch.equal(gated.weights(), 3 * gated.gate.softmax(0))
@@ -59,17 +59,17 @@ def test_a_gated_model_is_guided_and_comes_back_from_its_folder(tmp_path: Path):
 
     model, x = build(), torch.randn(2, 5, 12)
     heads = hw.find_heads(model)
-    hw.aggregate(heads, hw.Gate())
+    hw.aggregate(heads, hw.routing.Gate())
     with torch.no_grad():
         model.self_attn.out_proj.gate.copy_(torch.tensor([0.5, -0.4, 0.1]))
-    mask = hw.Roles(hw.Window(1))([hw.WordTable(list("abcde"))] * 2, num_heads=3)
+    mask = hw.roles.Roles(hw.roles.Window(1))([hw.roles.WordTable(list("abcde"))] * 2, num_heads=3)
     hw.save(model, tmp_path)
     again = hw.load(tmp_path, build())
     with hw.guide(heads, mask), hw.guide(hw.find_heads(again), mask):
         assert torch.equal(again(x), model(x))
-    assert again.self_attn.out_proj.setting == hw.Gate()
+    assert again.self_attn.out_proj.setting == hw.routing.Gate()
 
 
 def test_heads_of_another_width_are_refused():
-    with pytest.raises(hw.ShapeError, match="expected 3 heads of 2 numbers"):
-        GatedProjection(hw.Gate(), nn.Linear(6, 4), 3, 2, 4)(torch.randn(5, 8))
+    with pytest.raises(hw.errors.ShapeError, match="expected 3 heads of 2 numbers"):
+        GatedProjection(hw.routing.Gate(), nn.Linear(6, 4), 3, 2, 4)(torch.randn(5, 8))

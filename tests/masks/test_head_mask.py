@@ -14,7 +14,7 @@ from torch import Tensor
 import headwise as hw
 
 
-def by_loops(mask: hw.HeadMask) -> Tensor:
+def by_loops(mask: hw.roles.HeadMask) -> Tensor:
     """Where each head may attend, cell by cell."""
     found = torch.zeros(mask.batch, mask.num_heads, mask.tokens, mask.tokens, dtype=torch.bool)
     roles = mask.roles.expand(mask.batch, -1, mask.tokens, -1)
@@ -36,14 +36,14 @@ def by_loops(mask: hw.HeadMask) -> Tensor:
 
 
 @st.composite
-def head_masks(draw: st.DrawFn) -> hw.HeadMask:
+def head_masks(draw: st.DrawFn) -> hw.roles.HeadMask:
     batch, roles, tokens = draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.integers(1, 5))
     total = draw(st.integers(max(1, roles), 5))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     share = draw(st.sampled_from([0.0, 0.2, 0.6]))
     shape = (draw(st.sampled_from([1, batch])), roles, draw(st.sampled_from([1, tokens])), tokens)
     keep = torch.rand(batch, tokens, generator=rng) < draw(st.sampled_from([0.0, 0.5, 0.9]))
-    return hw.HeadMask(
+    return hw.roles.HeadMask(
         torch.rand(shape, generator=rng) < share,
         draw(st.sampled_from([None, keep])),
         total,
@@ -55,13 +55,13 @@ def head_masks(draw: st.DrawFn) -> hw.HeadMask:
 
 @settings(max_examples=150)
 @given(head_masks())
-def test_what_is_allowed_is_what_the_rules_say(mask: hw.HeadMask):
+def test_what_is_allowed_is_what_the_rules_say(mask: hw.roles.HeadMask):
     assert torch.equal(mask.allowed(), by_loops(mask))
 
 
 @settings(max_examples=60)
 @given(head_masks(), st.data())
-def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.HeadMask, data: st.DataObject):
+def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.roles.HeadMask, data: st.DataObject):
     cut = data.draw(st.integers(0, mask.batch))
     whole = mask.allowed()
     assert torch.equal(mask[cut:].allowed(), whole[cut:])
@@ -69,13 +69,15 @@ def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.HeadMas
     order = data.draw(st.permutations(range(mask.batch)))
     assert torch.equal(mask[order].allowed(), whole[list(order)])
     parts = [part for part in (mask[:cut], mask[cut:]) if part.batch]
-    assert torch.equal(hw.HeadMask.concatenate(parts).allowed(), whole)
+    assert torch.equal(hw.roles.HeadMask.concatenate(parts).allowed(), whole)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_sentences_are_chosen_by_integers_of_any_kind_or_by_a_boolean_for_each(shared: bool):
     roles = torch.rand(1 if shared else 3, 2, 4, 4, generator=torch.Generator().manual_seed(2)) < 0.4
-    mask = hw.HeadMask(roles, torch.tensor([[True] * 4, [True, False, True, False], [False, True, True, True]]), 3)
+    mask = hw.roles.HeadMask(
+        roles, torch.tensor([[True] * 4, [True, False, True, False], [False, True, True, True]]), 3
+    )
     whole = mask.allowed()
     for one in (1, -2, np.int64(1), torch.tensor(1), torch.tensor(-2)):
         assert torch.equal(mask[one].allowed(), whole[1:2])
@@ -87,7 +89,7 @@ def test_sentences_are_chosen_by_integers_of_any_kind_or_by_a_boolean_for_each(s
     assert mask[[]].batch == 0
     assert [part.batch for part in mask] == [1, 1, 1]
     for wrong in (True, [True, False], [0.0, 1.0], 1.0, "01", None, [[0, 1]], torch.zeros(3, dtype=torch.complex64)):
-        with pytest.raises(hw.SettingError, match="a list of integers, or 3 booleans, one for each sentence"):
+        with pytest.raises(hw.errors.SettingError, match="a list of integers, or 3 booleans, one for each sentence"):
             mask[wrong]
     for outside in (3, -4, np.int64(3), torch.tensor(3), [0, 3]):
         with pytest.raises(IndexError):
@@ -96,41 +98,45 @@ def test_sentences_are_chosen_by_integers_of_any_kind_or_by_a_boolean_for_each(s
 
 @settings(max_examples=60)
 @given(head_masks(), st.integers(0, 3))
-def test_padding_adds_tokens_nobody_attends_to(mask: hw.HeadMask, extra: int):
+def test_padding_adds_tokens_nobody_attends_to(mask: hw.roles.HeadMask, extra: int):
     padded = mask.padded(mask.tokens + extra).allowed()
     assert torch.equal(padded[:, :, : mask.tokens, : mask.tokens], mask.allowed())
     assert not padded[..., mask.tokens :].any()
 
 
 def test_masks_of_other_lengths_are_concatenated_at_the_longest():
-    short, long = (hw.HeadMask(torch.eye(n, dtype=torch.bool)[None, None], num_heads=2, empty="self") for n in (2, 4))
-    both = hw.HeadMask.concatenate([short, long])
+    short, long = (
+        hw.roles.HeadMask(torch.eye(n, dtype=torch.bool)[None, None], num_heads=2, empty="self") for n in (2, 4)
+    )
+    both = hw.roles.HeadMask.concatenate([short, long])
     assert both.tokens == 4
     assert both.keep.tolist() == [[True, True, False, False], [True] * 4]
     assert both.allowed()[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    with pytest.raises(hw.MaskError, match="of one kind"):
-        hw.HeadMask.concatenate([short, hw.HeadMask(torch.eye(4, dtype=torch.bool)[None, None], num_heads=3)])
+    with pytest.raises(hw.errors.MaskError, match="of one kind"):
+        hw.roles.HeadMask.concatenate(
+            [short, hw.roles.HeadMask(torch.eye(4, dtype=torch.bool)[None, None], num_heads=3)]
+        )
 
 
 def test_a_role_that_is_dropped_leaves_a_regular_head():
     roles = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)) < 0.4
     keep = torch.tensor([[True] * 4, [True, True, False, False]])
-    mask = hw.HeadMask(roles, keep, 5, (4, 0, 2), ("rare", "window", "major"))
+    mask = hw.roles.HeadMask(roles, keep, 5, (4, 0, 2), ("rare", "window", "major"))
     without = mask.without("window")
     assert without.heads == (4, 2)
     assert without.names == ("rare", "major")
     assert torch.equal(without.allowed()[:, 0], keep[:, None, :].expand(2, 4, 4))
     assert torch.equal(without.allowed()[:, [1, 2, 3, 4]], mask.allowed()[:, [1, 2, 3, 4]])
     nothing = mask.without("rare", "window", "major")
-    assert torch.equal(nothing.allowed(), hw.HeadMask.regular(keep, 5).allowed())
-    with pytest.raises(hw.SettingError, match="separator"):
+    assert torch.equal(nothing.allowed(), hw.roles.HeadMask.regular(keep, 5).allowed())
+    with pytest.raises(hw.errors.SettingError, match="separator"):
         mask.without("separator")
 
 
 def test_random_masks_have_as_many_keys_a_row_and_come_from_the_sentence_alone():
     roles = torch.rand(2, 2, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
     keep = torch.tensor([[True] * 6, [True, True, True, True, False, False]])
-    mask = hw.HeadMask(roles, keep, 3)
+    mask = hw.roles.HeadMask(roles, keep, 3)
     drawn = mask.randomized([7, 8])
     real = keep[:, None, :, None] & keep[:, None, None, :]
     assert torch.equal((drawn.roles & real).sum(-1), (mask.roles & real).sum(-1))
@@ -143,14 +149,14 @@ def test_random_masks_have_as_many_keys_a_row_and_come_from_the_sentence_alone()
     # another batch and more padding change nothing
     alone = mask[1].padded(9).randomized([8])
     assert torch.equal(alone.roles[0, :, :6, :6], drawn.roles[1])
-    causal = hw.HeadMask(roles, keep, 3, causal=True).randomized([7, 8])
+    causal = hw.roles.HeadMask(roles, keep, 3, causal=True).randomized([7, 8])
     assert not causal.roles.triu(1).any()
-    with pytest.raises(hw.SettingError, match="one per sentence"):
+    with pytest.raises(hw.errors.SettingError, match="one per sentence"):
         mask.randomized([7])
 
 
 def test_every_key_is_drawn_as_often_by_the_random_control():
-    mask = hw.HeadMask(torch.eye(5, dtype=torch.bool)[None, None], num_heads=1)
+    mask = hw.roles.HeadMask(torch.eye(5, dtype=torch.bool)[None, None], num_heads=1)
     counts = sum(mask.randomized([seed]).roles[0, 0].int() for seed in range(400))
     assert counts.sum() == 2000
     # 80 expected; five standard deviations are 40
@@ -159,13 +165,13 @@ def test_every_key_is_drawn_as_often_by_the_random_control():
 
 
 def test_a_mask_of_no_sentence_has_a_text():
-    assert repr(hw.HeadMask(torch.zeros(0, 1, 2, 2, dtype=torch.bool))) == (
+    assert repr(hw.roles.HeadMask(torch.zeros(0, 1, 2, 2, dtype=torch.bool))) == (
         "HeadMask(0 sentences, 0 tokens, 1 head; allowed in role 0: 0 %; 0 regular heads)"
     )
 
 
 def test_a_mask_travels_between_processes_and_devices():
-    mask = hw.HeadMask(torch.eye(3, dtype=torch.bool)[None, None], torch.tensor([[True, True, False]]), 2)
+    mask = hw.roles.HeadMask(torch.eye(3, dtype=torch.bool)[None, None], torch.tensor([[True, True, False]]), 2)
     again = pickle.loads(pickle.dumps(mask))
     assert torch.equal(again.allowed(), mask.allowed())
     assert mask.to("meta", non_blocking=True).roles.device.type == "meta"
@@ -176,7 +182,7 @@ def test_the_text_of_a_mask_says_sizes_and_shares():
     roles = torch.zeros(2, 2, 4, 4, dtype=torch.bool)
     roles[:, 0] = torch.eye(4, dtype=torch.bool)
     keep = torch.tensor([[True] * 4, [True, True, False, False]])
-    text = repr(hw.HeadMask(roles, keep, 4, names=("self", "nothing"), causal=True))
+    text = repr(hw.roles.HeadMask(roles, keep, 4, names=("self", "nothing"), causal=True))
     # 6 of 13 causal cells of real tokens
     assert text == (
         "HeadMask(2 sentences, 8 tokens of which 2 padding, 4 heads, causal; allowed in self: 46 %, nothing: 0 %; "
@@ -200,17 +206,17 @@ def test_the_text_of_a_mask_says_sizes_and_shares():
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(arguments: dict, message: str):
-    with pytest.raises(hw.MaskError, match=message):
-        hw.HeadMask(**{"roles": torch.zeros(1, 2, 3, 3, dtype=torch.bool), **arguments})
+    with pytest.raises(hw.errors.MaskError, match=message):
+        hw.roles.HeadMask(**{"roles": torch.zeros(1, 2, 3, 3, dtype=torch.bool), **arguments})
 
 
 def test_an_unknown_policy_and_an_additive_mask_of_integers_are_refused():
     roles = torch.zeros(1, 2, 3, 3, dtype=torch.bool)
-    with pytest.raises(hw.SettingError, match="regular, self"):
-        hw.HeadMask(roles, empty="nothing")
-    with pytest.raises(hw.MaskError, match="int64"):
-        hw.HeadMask(roles).for_sdpa(torch.int64)
-    with pytest.raises(hw.MaskError, match="padded to 2"):
-        hw.HeadMask(roles).padded(2)
+    with pytest.raises(hw.errors.SettingError, match="regular, self"):
+        hw.roles.HeadMask(roles, empty="nothing")
+    with pytest.raises(hw.errors.MaskError, match="int64"):
+        hw.roles.HeadMask(roles).for_sdpa(torch.int64)
+    with pytest.raises(hw.errors.MaskError, match="padded to 2"):
+        hw.roles.HeadMask(roles).padded(2)
     with pytest.raises(IndexError):
-        hw.HeadMask(roles)[1]
+        hw.roles.HeadMask(roles)[1]

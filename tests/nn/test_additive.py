@@ -60,11 +60,11 @@ def test_padding_has_no_influence_and_all_padding_gives_zeros():
 
 def test_shapes_that_do_not_fit_are_refused():
     attention, (states, padding) = model().attention, batch()
-    with pytest.raises(hw.ShapeError, match=r"expected \(B, L, 6\)"):
+    with pytest.raises(hw.errors.ShapeError, match=r"expected \(B, L, 6\)"):
         attention(states[..., :5])
-    with pytest.raises(hw.ShapeError, match=r"expected torch.bool of shape \(2, 5\)"):
+    with pytest.raises(hw.errors.ShapeError, match=r"expected torch.bool of shape \(2, 5\)"):
         attention(states, padding.float())
-    with pytest.raises(hw.SettingError, match="num_heads"):
+    with pytest.raises(hw.errors.SettingError, match="num_heads"):
         hw.nn.AdditiveAttention(6, 4, 0)
 
 
@@ -102,7 +102,7 @@ def test_taps_read_outputs_and_weights_with_the_padding_of_the_keys_alone():
     assert torch.equal(capture.key_keep, ~padding)
     # a learned query is no token of the sequence: none is padding, whichever side that lies on
     assert torch.equal(capture.query_keep, torch.tensor([[True], [True]]))
-    with pytest.raises(hw.LayoutError, match="no module computes values"):
+    with pytest.raises(hw.errors.LayoutError, match="no module computes values"):
         hw.Taps(hw.find_heads(found), values=True)
 
 
@@ -114,7 +114,7 @@ def test_a_text_of_padding_alone_counts_nowhere():
     reports = [hw.measure(heads, [given], forward=lambda model, b: model(*b)) for given in (alone, beside)]
     assert [report.tokens for report in reports] == [2, 2]
     assert reports[0].layers == reports[1].layers
-    penalty = hw.Disagreement(heads, hw.Frobenius())
+    penalty = hw.Disagreement(heads, hw.similarity.Frobenius())
     values = []
     for given in (alone, beside):
         found(*given)
@@ -124,23 +124,23 @@ def test_a_text_of_padding_alone_counts_nowhere():
 
 def test_the_frobenius_penalty_is_lins_over_sentences():
     found, (states, padding) = model(), batch()
-    penalty = hw.Disagreement(hw.find_heads(found), hw.Frobenius())
+    penalty = hw.Disagreement(hw.find_heads(found), hw.similarity.Frobenius())
     found(states, padding.flip(1))
     value = penalty()
     weights = found.attention(states, padding.flip(1))[1]
     wanted = torch.stack([(a @ a.T - torch.eye(HEADS)).square().sum() for a in weights]).mean()
     assert torch.allclose(value, wanted)
-    with pytest.raises(hw.LayoutError, match="key/value head"):
-        hw.Disagreement(hw.find_heads(found), hw.Subspace())
+    with pytest.raises(hw.errors.LayoutError, match="key/value head"):
+        hw.Disagreement(hw.find_heads(found), hw.similarity.Subspace())
 
 
 @pytest.mark.parametrize(
     "rule",
     [
         hw.SVGD(alpha=0.7, step_size=0.3),
-        hw.SVGD(alpha=0.7, step_size=0.3, kernel=hw.Cosine(), smoothing=False),
-        hw.CosineRepulsion(alpha=0.7, step_size=0.3),
-        hw.CosinePenalty(alpha=0.7, step_size=0.3),
+        hw.SVGD(alpha=0.7, step_size=0.3, kernel=hw.kernels.Cosine(), smoothing=False),
+        hw.repulsion.CosineRepulsion(alpha=0.7, step_size=0.3),
+        hw.repulsion.CosinePenalty(alpha=0.7, step_size=0.3),
     ],
 )
 def test_every_rule_moves_the_rows_and_leaves_the_shared_matrix(rule):
@@ -173,7 +173,7 @@ def test_rules_with_noise_step(rule):
 
 def test_keys_alone_cannot_be_repelled():
     found = model()
-    with pytest.raises(hw.LayoutError, match=r"heads.projection\('query'\)"):
+    with pytest.raises(hw.errors.LayoutError, match=r"heads.projection\('query'\)"):
         hw.repel(hw.find_heads(found).projection("key"), hw.SVGD(), torch.optim.SGD(found.parameters(), lr=0.1))
 
 
@@ -222,7 +222,7 @@ def test_verify_refuses_rows_that_are_no_heads():
     (head_slice,) = heads.slices()
     # one head more than there is a row of its own for
     site = dataclasses.replace(heads.sites[0], slices=(dataclasses.replace(head_slice, heads=2, head_size=1, start=1),))
-    with pytest.raises(hw.LayoutError, match=r"changing the query of head 0 changes the outputs of heads \[1\]"):
+    with pytest.raises(hw.errors.LayoutError, match=r"changing the query of head 0 changes the outputs of heads \[1\]"):
         hw.verify(dataclasses.replace(heads, sites=(site,)), inputs)
 
 

@@ -198,21 +198,21 @@ def test_a_subclass_with_its_own_forward_is_not_adopted():
     class Own(nn.MultiheadAttention):
         pass
 
-    with pytest.raises(hw.LayoutError, match="Own is not torch"):
+    with pytest.raises(hw.errors.LayoutError, match="Own is not torch"):
         adopt(nn.Module(), Own(8, 2))
 
 
 def test_shapes_that_do_not_fit_are_refused():
     attention = MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8)
-    with pytest.raises(hw.ShapeError, match=r"\(3, 2, 3\)"):
+    with pytest.raises(hw.errors.ShapeError, match=r"\(3, 2, 3\)"):
         attention(x, x[0], x)
-    with pytest.raises(hw.ShapeError, match=r"attn_mask has shape \(4, 5\); expected \(5, 5\)"):
+    with pytest.raises(hw.errors.ShapeError, match=r"attn_mask has shape \(4, 5\); expected \(5, 5\)"):
         attention(x, x, x, attn_mask=torch.zeros(4, 5))
     with pytest.raises(RuntimeError, match="is_causal=True was given without attn_mask"):
         attention(x, x, x, is_causal=True)
     nested = torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)
-    with pytest.raises(hw.LayoutError, match="nested tensor"):
+    with pytest.raises(hw.errors.LayoutError, match="nested tensor"):
         attention(nested, nested, nested)
 
 
@@ -244,7 +244,7 @@ def test_what_torch_refuses_is_not_broadcast(changes, message, separate):
     for need_weights in (True, False):
         with pytest.raises((AssertionError, RuntimeError)):
             nn.MultiheadAttention(8, 2, batch_first=True, **widths)(**arguments, need_weights=need_weights)
-        with pytest.raises((hw.ShapeError, AssertionError), match=message):
+        with pytest.raises((hw.errors.ShapeError, AssertionError), match=message):
             MultiheadAttention(8, 2, batch_first=True, **widths)(**arguments, need_weights=need_weights)
 
 
@@ -296,7 +296,7 @@ def test_the_constructor_makes_parameters_where_and_as_it_is_told():
 def test_scripting_is_refused_in_a_sentence_and_exporting_is_not():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     adopt(layer, layer.self_attn)
-    with pytest.raises(hw.LayoutError, match=r"cannot be scripted.*torch\.compile or torch\.export"):
+    with pytest.raises(hw.errors.LayoutError, match=r"cannot be scripted.*torch\.compile or torch\.export"):
         torch.jit.script(layer)
     x = torch.randn(2, 5, 8)
     torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))

@@ -1,6 +1,6 @@
 """The disagreement terms as plain float64 loops over every pair of heads.
 
-No closed form, no batching, and no code shared with `headwise.disagreement`. Built of differentiable scalars, so that
+No closed form, no batching, and no code shared with `headwise.similarity`. Built of differentiable scalars, so that
 autograd gives the gradients too. Arguments are those of the fast forms with one batch axis, and `keep` must keep at
 least one token.
 """

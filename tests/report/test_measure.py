@@ -44,7 +44,11 @@ def test_the_numbers_of_a_report_are_the_metrics():
         assert layer.entropy == pytest.approx(hw.metrics.attention_entropy(capture.weights, keep).tolist(), abs=1e-6)
         particles = capture.site.slices[1].view(capture.site.slices[1].parameter.detach()).flatten(1)
         assert layer.mean("key_cosine") == pytest.approx(float(hw.metrics.parameter_cosine(particles).mean), abs=1e-6)
-        for term, similarity in {"output": hw.Output(), "subspace": hw.Subspace(), "position": hw.Position()}.items():
+        for term, similarity in {
+            "output": hw.similarity.Output(),
+            "subspace": hw.similarity.Subspace(),
+            "position": hw.similarity.Position(),
+        }.items():
             with torch.no_grad():
                 one = hw.Disagreement(heads.layer(layer.layer), similarity)
                 model(**batches[0])
@@ -94,7 +98,7 @@ def test_what_cannot_be_read_is_left_out_and_said():
     assert any("attention weights of Plain cannot be read" in note for note in report.notes)
 
 
-def measured() -> hw.Report:
+def measured() -> hw.report.Report:
     torch.manual_seed(0)
     model = Stack("plain")
     return hw.measure(hw.find_heads(model), tensors(), score=spread, score_name="spread")
@@ -103,18 +107,18 @@ def measured() -> hw.Report:
 def test_a_report_comes_back_from_its_file(tmp_path):
     report = measured()
     report.save(tmp_path / "report.json")
-    assert hw.load_report(tmp_path / "report.json") == report
+    assert hw.report.load_report(tmp_path / "report.json") == report
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     text = (tmp_path / "report.json").read_text()
     for damage in (text[:-30], "[]", text.replace('"layers"', '"layer"'), text.replace('"low"', '"lowest"')):
         (tmp_path / "damaged.json").write_text(damage)
         with pytest.raises(DataError, match=r"damaged\.json"):
-            hw.load_report(tmp_path / "damaged.json")
+            hw.report.load_report(tmp_path / "damaged.json")
     record = {**json.loads(text), "roles": ["window"]}
     for one in record["layers"]:
         one |= {"heads": 3.0, "roles": [[0.5, 0.25, 0.125]], "chance": [0.2]}
     (tmp_path / "roles.json").write_text(json.dumps(record))
-    assert hw.load_report(tmp_path / "roles.json").head_table().row_count == 9
+    assert hw.report.load_report(tmp_path / "roles.json").head_table().row_count == 9
     for keys, wrong in (
         (("layers", 1, "heads"), "three"),
         (("layers", 1, "heads"), 2),
@@ -138,9 +142,9 @@ def test_a_report_comes_back_from_its_file(tmp_path):
         place[last] = wrong
         (tmp_path / "damaged.json").write_text(json.dumps(changed))
         with pytest.raises(DataError, match=r"damaged\.json is a damaged report .*; measure again"):
-            hw.load_report(tmp_path / "damaged.json")
+            hw.report.load_report(tmp_path / "damaged.json")
     with pytest.raises(DataError, match="cannot be read"):
-        hw.load_report(tmp_path / "absent.json")
+        hw.report.load_report(tmp_path / "absent.json")
     assert json.loads(text)["score"] == "spread"
 
 
@@ -207,12 +211,12 @@ def test_a_guided_model_is_measured_with_the_masks_of_its_batches():
     model = BertModel(BertConfig(num_hidden_layers=3, **SMALL)).eval()
     heads = hw.find_heads(model)
     batches = [
-        {**batch, "role_mask": hw.Roles(hw.Window(3))(tables, num_heads=4)}
+        {**batch, "role_mask": hw.roles.Roles(hw.roles.Window(3))(tables, num_heads=4)}
         for batch, size in zip(ids(), (7, 5), strict=True)
-        for tables in [[hw.WordTable([f"w{place}" for place in range(size)])] * len(batch["input_ids"])]
+        for tables in [[hw.roles.WordTable([f"w{place}" for place in range(size)])] * len(batch["input_ids"])]
     ]
 
-    def measured(*, replay: bool) -> hw.Report:
+    def measured(*, replay: bool) -> hw.report.Report:
         return hw.measure(heads, batches, score=lambda out, _: out[0][:, 0].sum(-1), replay=replay)
 
     with hw.guide(heads):
@@ -276,7 +280,7 @@ def test_what_a_report_calls_an_attention_names_it_to_prune(tmp_path):
     x = torch.randn(4, 5, 8)
     written = hw.measure(hw.find_heads(model), [x], score=lambda output, _: output[..., 0].mean(1))
     written.save(tmp_path / "report.json")
-    report = hw.load_report(tmp_path / "report.json")
+    report = hw.report.load_report(tmp_path / "report.json")
     assert report == written
     names = [layer.site.name for layer in report.layers]
     assert names == [site.name for site in hw.find_heads(model)]

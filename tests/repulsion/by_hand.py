@@ -63,7 +63,7 @@ def trained(loop: Loop, how: str, dtype: torch.dtype = torch.float64, rule: Rule
     """Parameters after a loop: "plain", with repulsion written in "by hand", or by `hw.repel`."""
     torch.manual_seed(0)
     model = SeparateAttention().to(dtype)
-    made: list[hw.Repulsion] = []
+    made: list[hw.repulsion.Repulsion] = []
 
     def repel(optimizer: Optimizer | list[Optimizer]) -> None:
         if how == "repelled":

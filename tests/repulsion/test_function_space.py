@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads.attentions import SeparateAttention
+from headwise.kernels import geometry
 from headwise.repulsion.function_space import FunctionSVGD, compute_products, pull_back
-from headwise.repulsion.kernels import geometry
 
 HEADS, SIZE, WIDTH = 3, 4, 12
 
@@ -31,7 +31,7 @@ def stepped(model: nn.Module, rule: object, gradient: float = 0.0) -> dict[str, 
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("kernel", [hw.RBF(hw.Fixed(3.0)), hw.IMQ(hw.Fixed(2.0))])
+@pytest.mark.parametrize("kernel", [hw.kernels.RBF(hw.kernels.Fixed(3.0)), hw.kernels.IMQ(hw.kernels.Fixed(2.0))])
 def test_the_force_is_the_gradient_of_the_kernel_in_the_parameters(kernel):
     torch.manual_seed(1)
     first = torch.randn(HEADS, SIZE, 5, dtype=torch.float64, requires_grad=True)
@@ -39,7 +39,7 @@ def test_the_force_is_the_gradient_of_the_kernel_in_the_parameters(kernel):
     flat = compute_products(first, second).flatten(1)
     distances = (flat[:, None] - flat).square().sum(-1)
     h = kernel.bandwidth.value
-    values = torch.exp(-distances / h) if isinstance(kernel, hw.RBF) else (1 + distances / h) ** -0.5
+    values = torch.exp(-distances / h) if isinstance(kernel, hw.kernels.RBF) else (1 + distances / h) ** -0.5
     # R_i = -sum_j grad_i k(F_i, F_j); each pair stands in the sum twice
     wanted = torch.autograd.grad(-values.sum() / 2, (first, second))
     functions = compute_products(first, second).detach()
@@ -52,7 +52,9 @@ def test_the_force_is_the_gradient_of_the_kernel_in_the_parameters(kernel):
 
 def test_a_step_is_the_gradient_of_the_whole_models_kernel():
     model = attention()
-    found = stepped(model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.RBF(hw.Fixed(5.0))), gradient=0.25)
+    found = stepped(
+        model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.kernels.RBF(hw.kernels.Fixed(5.0))), gradient=0.25
+    )
     packed = model.in_proj_weight.detach().clone().requires_grad_(True)
     output = model.out_proj.weight.detach().clone().requires_grad_(True)
     query, key, value = (part.view(HEADS, SIZE, WIDTH) for part in packed.chunk(3))
@@ -102,7 +104,9 @@ def test_a_change_of_basis_inside_a_head_changes_no_output_and_no_kernel_and_tur
 def test_additive_heads_are_repelled_by_their_scores_where_tanh_is_linear():
     torch.manual_seed(3)
     model = hw.nn.AdditiveAttention(6, 4, 3).double()
-    found = stepped(model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.RBF(hw.Fixed(0.5))), gradient=0.5)
+    found = stepped(
+        model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.kernels.RBF(hw.kernels.Fixed(0.5))), gradient=0.5
+    )
     score = model.score.weight.detach().clone().requires_grad_(True)
     functions = score @ model.hidden.weight.detach()
     distances = (functions[:, None] - functions).square().sum(-1)
@@ -166,12 +170,16 @@ def test_a_product_tied_between_layers_is_acted_on_once():
     found = stepped(nn.ModuleList([first, other]), rule, gradient=0.5)
     torch.testing.assert_close(found["0.in_proj_weight"], torch.full_like(first.in_proj_weight, 0.5 * 0.3 / HEADS))
     other.out_proj.weight = nn.Parameter(first.out_proj.weight.detach().clone())
-    with pytest.raises(hw.SettingError, match=r"1 output-value shares one of its factors with an earlier attention"):
+    with pytest.raises(
+        hw.errors.SettingError, match=r"1 output-value shares one of its factors with an earlier attention"
+    ):
         stepped(nn.ModuleList([first, other]), rule)
     # a product of factors that others have is another function
     one, two, three = (SeparateAttention(12, 3, 3) for _ in range(3))
     three.q_proj, three.k_proj = one.q_proj, two.k_proj
-    with pytest.raises(hw.SettingError, match=r"2 query-key shares one of its factors with an earlier attention"):
+    with pytest.raises(
+        hw.errors.SettingError, match=r"2 query-key shares one of its factors with an earlier attention"
+    ):
         stepped(nn.ModuleList([one, two, three]), rule)
 
 
@@ -179,11 +187,11 @@ def test_what_makes_no_product_is_refused():
     model = attention()
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hw.LayoutError, match="make no product; select query and key"):
+    with pytest.raises(hw.errors.LayoutError, match="make no product; select query and key"):
         hw.repel(heads.projection("key"), FunctionSVGD(), optimizer)
-    with pytest.raises(hw.SettingError, match="leave joint out"):
+    with pytest.raises(hw.errors.SettingError, match="leave joint out"):
         hw.repel(heads, FunctionSVGD(), optimizer, joint=True)
-    with pytest.raises(hw.SettingError, match=r"alpha"):
+    with pytest.raises(hw.errors.SettingError, match=r"alpha"):
         FunctionSVGD(alpha=-1.0)
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("query", "key"))] == ["query-key"]
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("value"))] == ["output-value"]
@@ -200,7 +208,7 @@ def test_grouped_queries_are_refused():
         vocab_size=11,
     )
     model = transformers.LlamaModel(config)
-    with pytest.raises(hw.SettingError, match="4 query heads share 2 key/value heads"):
+    with pytest.raises(hw.errors.SettingError, match="4 query heads share 2 key/value heads"):
         hw.repel(hw.find_heads(model), FunctionSVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -210,20 +218,22 @@ def test_keys_of_another_size_than_queries_make_no_product():
     model.q_proj, model.kv_b_proj, model.o_proj = nn.Linear(8, 12), nn.Linear(4, 16), nn.Linear(6, 8)
     heads = hw.find_heads(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hw.SettingError, match=r"a query head has 6 features and a key head 5 .*projection\('value'\)"):
+    with pytest.raises(
+        hw.errors.SettingError, match=r"a query head has 6 features and a key head 5 .*projection\('value'\)"
+    ):
         hw.repel(heads, FunctionSVGD(), optimizer)
     hw.repel(heads.projection("value"), FunctionSVGD(), optimizer)
 
 
 def test_heads_divided_over_processes_are_refused(monkeypatch):
     monkeypatch.setattr("headwise.repulsion.groups.is_sharded", lambda tensor: tensor.dim() == 2)
-    with pytest.raises(hw.SettingError, match=r"query-key is divided over processes.*use SVGD there"):
+    with pytest.raises(hw.errors.SettingError, match=r"query-key is divided over processes.*use SVGD there"):
         FunctionSVGD().find_groups(hw.find_heads(attention()))
 
 
 def test_on_directions_of_functions_neither_factor_is_lengthened():
     model = attention(7)
-    force = stepped(model, FunctionSVGD(alpha=0.7, kernel=hw.NormalizedRBF()))
+    force = stepped(model, FunctionSVGD(alpha=0.7, kernel=hw.kernels.NormalizedRBF()))
     for head_slice in hw.find_heads(model).slices():
         name = head_slice.name.removeprefix("model.")
         rows, push = head_slice.view(head_slice.parameter), head_slice.view(force[name])

@@ -114,7 +114,7 @@ def test_groups_join_with_their_keys_and_values(model):
     found = torch.cat([one.grad.reshape(GROUPS, -1) for one in weights], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     for chosen in (heads, heads.grouped("within")):
-        with pytest.raises(hw.SettingError, match="6 query heads and 2 key/value heads cannot be joined"):
+        with pytest.raises(hw.errors.SettingError, match="6 query heads and 2 key/value heads cannot be joined"):
             hw.repel(chosen, rule, torch.optim.SGD(model.parameters(), lr=0.0), joint=True)
 
 
@@ -140,8 +140,8 @@ def test_groups_have_names_and_train_under_adapters_and_targets(model):
 def test_a_penalty_compares_what_it_was_given(name, grouping, model):
     heads = hw.find_heads(model).layer(1)
     term, by_hand = {
-        "output": (hw.Output(), reference.output_similarity),
-        "position": (hw.Position(), reference.position_similarity),
+        "output": (hw.similarity.Output(), reference.output_similarity),
+        "position": (hw.similarity.Position(), reference.position_similarity),
     }[name]
     keep = torch.ones(IDS.shape, dtype=torch.bool)
     with hw.Taps(heads, outputs=True, weights=True) as taps:
@@ -154,7 +154,7 @@ def test_a_penalty_compares_what_it_was_given(name, grouping, model):
         parts = [capture.weights[:, :MEMBERS], capture.weights[:, MEMBERS:]]
         joined = torch.stack([sum(part[:, head] for head in range(MEMBERS)) / MEMBERS for part in parts], dim=1)
     values = [by_hand(one.detach(), keep) for one in (parts if grouping == "within" else [joined])]
-    penalty = hw.Disagreement(heads, hw.GroupedQueries(term, grouping))
+    penalty = hw.Disagreement(heads, hw.similarity.GroupedQueries(term, grouping))
     model(input_ids=IDS, use_cache=False)
     found = penalty()
     value = float(found.detach())
@@ -170,25 +170,28 @@ def test_terms_of_calls_are_averaged_over_groups(model):
     heads = hw.find_heads(model).layer(0)
     outputs = torch.randn(2, 5, HEADS, SIZE, dtype=torch.float64)
     site = heads.sites[0]
-    within, count = hw.GroupedQueries(hw.CKA(), "within").sum_and_count_at(site, outputs, None)
+    within, count = hw.similarity.GroupedQueries(hw.similarity.CKA(), "within").sum_and_count_at(site, outputs, None)
     single = [
-        hw.CKA().sum_and_count_at(site, outputs[:, :, start : start + MEMBERS], None)[0] for start in (0, MEMBERS)
+        hw.similarity.CKA().sum_and_count_at(site, outputs[:, :, start : start + MEMBERS], None)[0]
+        for start in (0, MEMBERS)
     ]
     assert float(within / count) == pytest.approx(float(sum(single) / 2), rel=1e-9)
 
 
 def test_what_has_no_groups_is_refused(model):
     plain = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    with pytest.raises(hw.LayoutError, match="has 2 query heads and as many key/value heads"):
+    with pytest.raises(hw.errors.LayoutError, match="has 2 query heads and as many key/value heads"):
         plain.grouped("within")
-    with pytest.raises(hw.SettingError, match="grouping is 'inside'"):
+    with pytest.raises(hw.errors.SettingError, match="grouping is 'inside'"):
         hw.find_heads(model).grouped("inside")
-    for term in (hw.Subspace(), hw.SpanOverlap(), hw.CKA(of="contributions")):
-        with pytest.raises(hw.SettingError, match="term is"):
-            hw.GroupedQueries(term)
-    with pytest.raises(hw.SettingError, match="grouping is 'inside'"):
-        hw.GroupedQueries(hw.Output(), "inside")
-    with pytest.raises(hw.LayoutError, match="each of the 1 sites has only one head or group"):
-        hw.Disagreement(plain, hw.GroupedQueries(hw.Output()))
-    with pytest.raises(hw.LayoutError, match="no group of query heads shares one"):
-        hw.GroupedQueries(hw.Output()).sum_and_count_at(plain.sites[0], torch.randn(2, 3, 2, 4), None)
+    for term in (hw.similarity.Subspace(), hw.similarity.SpanOverlap(), hw.similarity.CKA(of="contributions")):
+        with pytest.raises(hw.errors.SettingError, match="term is"):
+            hw.similarity.GroupedQueries(term)
+    with pytest.raises(hw.errors.SettingError, match="grouping is 'inside'"):
+        hw.similarity.GroupedQueries(hw.similarity.Output(), "inside")
+    with pytest.raises(hw.errors.LayoutError, match="each of the 1 sites has only one head or group"):
+        hw.Disagreement(plain, hw.similarity.GroupedQueries(hw.similarity.Output()))
+    with pytest.raises(hw.errors.LayoutError, match="no group of query heads shares one"):
+        hw.similarity.GroupedQueries(hw.similarity.Output()).sum_and_count_at(
+            plain.sites[0], torch.randn(2, 3, 2, 4), None
+        )

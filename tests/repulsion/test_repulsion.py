@@ -28,8 +28,8 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor], **tole
         RULE,
         hw.SVGD(alpha=0.5, smoothing=False),
         hw.SVGD(alpha=hw.Relative(0.4), prior_precision=0.3),
-        hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
-        hw.SVGD(alpha=0.6, kernel=hw.RadialRBF()),
+        hw.SVGD(alpha=0.6, kernel=hw.kernels.NormalizedRBF()),
+        hw.SVGD(alpha=0.6, kernel=hw.kernels.RadialRBF()),
     ],
     ids=["svgd", "unsmoothed", "relative", "normalized", "radial"],
 )
@@ -74,7 +74,7 @@ def test_joint_particles_share_one_kernel():
     torch.testing.assert_close(result.double(), forces.gradient, rtol=2e-5, atol=2e-6)
     grouped = SeparateAttention(key_value_heads=2)
     optimizer = torch.optim.SGD(grouped.parameters(), lr=0.1)
-    with pytest.raises(hw.SettingError, match="4 query heads and 2 key/value heads cannot be joined"):
+    with pytest.raises(hw.errors.SettingError, match="4 query heads and 2 key/value heads cannot be joined"):
         hw.repel(hw.find_heads(grouped), RULE, optimizer, joint=True)
 
 
@@ -121,7 +121,7 @@ def test_apply_before_clipping_is_not_repeated_by_the_step_and_manual_insists_on
     handle.apply()
     optimizer.step()
     assert_gradients(model, expected, rtol=2e-5, atol=2e-6)
-    with pytest.raises(hw.NotFired, match=r"apply\(\) was not called before optimizer\.step"):
+    with pytest.raises(hw.errors.NotFired, match=r"apply\(\) was not called before optimizer\.step"):
         optimizer.step()
 
 
@@ -204,7 +204,7 @@ def test_heads_without_a_gradient_are_skipped_and_none_at_all_is_an_error():
     assert handle.last.skipped == ("key",)
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(hw.NotFired, match="none of the 3 particle groups has a gradient"):
+    with pytest.raises(hw.errors.NotFired, match="none of the 3 particle groups has a gradient"):
         optimizer.step()
 
 
@@ -219,9 +219,9 @@ def test_equal_heads_are_refused_jitter_separates_them_and_later_collapse_is_tol
     collapse()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     heads = hw.find_heads(model)
-    with pytest.raises(hw.HeadwiseError, match=r"all 4 heads are equal.*hw\.jitter"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"all 4 heads are equal.*hw\.repulsion\.jitter"):
         hw.repel(heads, RULE, optimizer)
-    hw.jitter(heads, 1e-3, seed=4)
+    hw.repulsion.jitter(heads, 1e-3, seed=4)
     handle = hw.repel(heads, RULE, optimizer)
     optimizer.step()
     handle.check()
@@ -230,7 +230,7 @@ def test_equal_heads_are_refused_jitter_separates_them_and_later_collapse_is_tol
     optimizer.step()
     assert handle.last.equal.all()
     assert torch.isfinite(model.q_proj.weight.grad).all()
-    with pytest.raises(hw.HeadwiseError, match=r"query: all 4 heads are equal.*hw\.jitter"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"query: all 4 heads are equal.*hw\.repulsion\.jitter"):
         handle.check()
 
 
@@ -263,7 +263,7 @@ def test_parameters_the_optimizer_does_not_hold_are_refused_and_several_optimize
     model = model_with_gradients()
     heads = hw.find_heads(model)
     matrices = torch.optim.SGD([model.q_proj.weight, model.k_proj.weight], lr=0.0)
-    with pytest.raises(hw.LayoutError, match="value: its parameters are not held by the optimizer"):
+    with pytest.raises(hw.errors.LayoutError, match="value: its parameters are not held by the optimizer"):
         hw.repel(heads, RULE, matrices)
     expected = expected_gradients(model, RULE)
     rest = torch.optim.Adam([model.v_proj.weight], lr=0.0)
@@ -283,7 +283,7 @@ def test_a_removed_handle_and_its_model_can_be_freed():
     del handle
     gc.collect()
     assert watched() is None
-    with pytest.raises(hw.NotFired, match="no optimizer step has been taken"):
+    with pytest.raises(hw.errors.NotFired, match="no optimizer step has been taken"):
         _ = hw.repel(hw.find_heads(model), RULE, optimizer).last
 
 
@@ -329,8 +329,8 @@ def test_a_zero_head_is_refused_where_the_kernel_compares_directions():
     with torch.no_grad():
         model.v_proj.weight[5:10] = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.raises(hw.ShapeError, match=r"value: heads \[1\] of 4 are zero"):
-        hw.repel(hw.find_heads(model), hw.SVGD(kernel=hw.NormalizedRBF()), optimizer)
+    with pytest.raises(hw.errors.ShapeError, match=r"value: heads \[1\] of 4 are zero"):
+        hw.repel(hw.find_heads(model), hw.SVGD(kernel=hw.kernels.NormalizedRBF()), optimizer)
     hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
 
 
@@ -364,14 +364,14 @@ def test_two_models_in_one_optimizer_are_told_apart_and_one_model_found_twice_is
     optimizer = torch.optim.SGD(models.parameters(), lr=0.0)
     for model in models:
         hw.repel(hw.find_heads(model), RULE, optimizer)
-    with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
+    with pytest.raises(hw.errors.SettingError, match="repelled by this optimizer already"):
         hw.repel(hw.find_heads(models), RULE, optimizer)
 
 
 def test_what_is_no_rule_and_an_optimizer_that_maximizes_are_refused():
     model = model_with_gradients()
     heads = hw.find_heads(model)
-    with pytest.raises(hw.SettingError, match="expected a particle rule"):
+    with pytest.raises(hw.errors.SettingError, match="expected a particle rule"):
         hw.repel(heads, hw.SVGD, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(hw.SettingError, match="maximize=True"):
+    with pytest.raises(hw.errors.SettingError, match="maximize=True"):
         hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))

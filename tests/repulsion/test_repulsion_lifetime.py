@@ -44,7 +44,7 @@ def test_a_copy_of_model_and_optimizer_is_not_repelled_and_that_is_told(copied):
     before = handle.steps
     take_steps(twin, twins_optimizer, 2, 3)
     assert handle.steps == before
-    with pytest.raises(hw.NotFired, match=r"copied or unpickled.*Call hw\.repel on the optimizer in use"):
+    with pytest.raises(hw.errors.NotFired, match=r"copied or unpickled.*Call hw\.repel on the optimizer in use"):
         handle.check(twins_optimizer)
     again = hw.repel(hw.find_heads(twin), RULE, twins_optimizer)
     take_steps(twin, twins_optimizer, 3, 4)
@@ -54,9 +54,9 @@ def test_a_copy_of_model_and_optimizer_is_not_repelled_and_that_is_told(copied):
 def test_a_copy_of_the_handle_tells_that_its_hooks_are_lost():
     model, optimizer, handle = stepped()
     *_, twin = copy.deepcopy((model, optimizer, handle))
-    with pytest.raises(hw.NotFired, match="copied or unpickled"):
+    with pytest.raises(hw.errors.NotFired, match="copied or unpickled"):
         twin.check()
-    with pytest.raises(hw.NotFired, match="not attached to its optimizer anymore"):
+    with pytest.raises(hw.errors.NotFired, match="not attached to its optimizer anymore"):
         twin.apply()
     handle.check(optimizer)
 
@@ -65,7 +65,7 @@ def test_an_optimizer_built_again_is_told():
     model, _, handle = stepped()
     rebuilt = AdamW(model.parameters(), lr=0.01)
     take_steps(model, rebuilt, 2, 3)
-    with pytest.raises(hw.NotFired, match="another optimizer was built"):
+    with pytest.raises(hw.errors.NotFired, match="another optimizer was built"):
         handle.check(rebuilt)
 
 
@@ -87,14 +87,14 @@ def test_a_replaced_parameter_is_told_instead_of_acting_on_a_stale_one(call):
     optimizer.zero_grad()
     loss_of(model, 2).backward()
     act = {"step": optimizer.step, "apply": handle.apply, "verify": handle.check}[call]
-    with pytest.raises(hw.LayoutError, match=r"q_proj\.weight is another tensor than when hw\.repel was called"):
+    with pytest.raises(hw.errors.LayoutError, match=r"q_proj\.weight is another tensor than when hw\.repel was called"):
         act()
 
 
 def test_a_parameter_taken_out_of_the_optimizer_is_told():
     model, optimizer, handle = stepped()
     optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p is not model.k_proj.weight]
-    with pytest.raises(hw.LayoutError, match=r"k_proj\.weight is no longer held by AdamW"):
+    with pytest.raises(hw.errors.LayoutError, match=r"k_proj\.weight is no longer held by AdamW"):
         take_steps(model, optimizer, 2, 3)
     handle.remove()
     take_steps(model, optimizer, 3, 4)
@@ -118,7 +118,7 @@ def test_heads_frozen_later_stay_where_they_are(set_to_none):
     handle.check(optimizer)
     for weight in (model.q_proj.weight, model.v_proj.weight):
         weight.requires_grad_(False)
-    with pytest.raises(hw.NotFired, match=r"frozen for good, call \.remove\(\)"):
+    with pytest.raises(hw.errors.NotFired, match=r"frozen for good, call \.remove\(\)"):
         optimizer.step()
 
 
@@ -128,7 +128,7 @@ def test_heads_that_the_loss_never_reaches_are_told_by_name():
     optimizer = SGD(model.parameters(), lr=0.1)
     handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     optimizer.step()
-    with pytest.raises(hw.NotFired, match="value: no gradient at any step since repel"):
+    with pytest.raises(hw.errors.NotFired, match="value: no gradient at any step since repel"):
         handle.check()
     model.v_proj.weight.grad = torch.ones_like(model.v_proj.weight)
     optimizer.step()
@@ -144,7 +144,7 @@ def test_an_optimizer_that_never_calls_torchs_constructor_is_refused():
             """Fire no hooks."""
 
     model = model_with_gradients()
-    with pytest.raises(hw.SettingError, match=r"Bare does not call torch\.optim\.Optimizer\.__init__"):
+    with pytest.raises(hw.errors.SettingError, match=r"Bare does not call torch\.optim\.Optimizer\.__init__"):
         hw.repel(hw.find_heads(model), RULE, Bare(model.parameters()))
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_acted_on_after_removal_nor_after_the_with_block():
     take_steps(model, optimizer, 2, 3)
     assert handle.steps == 2
     for call in (handle.apply, handle.check):
-        with pytest.raises(hw.NotFired, match="not attached"):
+        with pytest.raises(hw.errors.NotFired, match="not attached"):
             call()
 
 

@@ -14,7 +14,7 @@ import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.wrappers import wrap
-from headwise.repulsion.kernels import Geometry
+from headwise.kernels import Geometry
 from headwise.repulsion.rules import Mixing
 from repulsion.lora_by_hand import base_weight, expected_gradients, lora_layers, product_of
 
@@ -82,7 +82,7 @@ def test_heads_without_a_gradient_are_told_where_all_of_their_kind_lack_one(unus
     optimizer.step()
     (skipped,) = handle.last.skipped
     assert skipped.endswith(unused)
-    with pytest.raises(hw.NotFired, match=f"{skipped}: no gradient at any step"):
+    with pytest.raises(hw.errors.NotFired, match=f"{skipped}: no gradient at any step"):
         handle.check()
 
 
@@ -106,9 +106,9 @@ class OneWay:
     [
         RULE,
         hw.SVGD(alpha=0.5, smoothing=False),
-        hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
-        hw.SVGD(alpha=0.6, kernel=hw.RadialRBF()),
-        hw.CosinePenalty(alpha=0.4),
+        hw.SVGD(alpha=0.6, kernel=hw.kernels.NormalizedRBF()),
+        hw.SVGD(alpha=0.6, kernel=hw.kernels.RadialRBF()),
+        hw.repulsion.CosinePenalty(alpha=0.4),
     ],
     ids=["svgd", "unsmoothed", "normalized", "radial", "cosine"],
 )
@@ -333,7 +333,7 @@ def test_autocast_keeps_the_small_numbers_of_a_small_step():
 
 @pytest.mark.parametrize(
     "rule",
-    [hw.FunctionSVGD(alpha=0.8, step_size=0.3), hw.SpanSVGD(alpha=0.6, step_size=0.4)],
+    [hw.repulsion.FunctionSVGD(alpha=0.8, step_size=0.3), hw.repulsion.SpanSVGD(alpha=0.6, step_size=0.4)],
     ids=["functions", "spans"],
 )
 def test_functions_and_spans_of_heads_repel_as_those_of_the_effective_weights(rule):

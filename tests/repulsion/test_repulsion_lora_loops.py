@@ -51,7 +51,7 @@ class Quiet(torch.optim.Optimizer):
 
 def test_functions_of_heads_repel_as_they_are_now_whatever_the_optimizer():
     model = adapted(SeparateAttention(), ("q_proj", "k_proj", "v_proj", "o_proj"))
-    rule = hw.FunctionSVGD(alpha=0.8, step_size=0.3)
+    rule = hw.repulsion.FunctionSVGD(alpha=0.8, step_size=0.3)
     optimizer = Quiet([p for p in model.parameters() if p.requires_grad])
     first = hw.repel(hw.find_heads(model), rule, optimizer)
     squares(model).backward()
@@ -140,7 +140,7 @@ def test_heads_repelled_after_the_forward_pass_are_refused():
     handle = hw.repel(hw.find_heads(model), RULE, optimizer)
     loss.backward()
     with pytest.raises(
-        hw.NotFired, match=r"'default' of \S+q_proj\S+ has a gradient from a forward pass that ran without"
+        hw.errors.NotFired, match=r"'default' of \S+q_proj\S+ has a gradient from a forward pass that ran without"
     ):
         optimizer.step()
     optimizer.zero_grad()
@@ -158,7 +158,7 @@ def test_another_adapter_that_becomes_active_is_noticed():
     model.set_adapter("second")
     squares(model).backward()
     with pytest.raises(
-        hw.LayoutError, match=r"q_proj\.lora_A\.default\.weight is another tensor .* adapter became active"
+        hw.errors.LayoutError, match=r"q_proj\.lora_A\.default\.weight is another tensor .* adapter became active"
     ):
         optimizer.step()
 
@@ -167,7 +167,7 @@ def test_an_optimizer_without_b_or_with_the_base_alone_is_refused():
     model = adapted(SeparateAttention())
     heads = hw.find_heads(model)
     without = [parameter for name, parameter in model.named_parameters() if "lora_B" not in name]
-    with pytest.raises(hw.LayoutError, match=r"query: its parameters are not held by the optimizer"):
+    with pytest.raises(hw.errors.LayoutError, match=r"query: its parameters are not held by the optimizer"):
         hw.repel(heads, RULE, torch.optim.SGD(without, lr=0.1))
 
 
@@ -175,7 +175,7 @@ def test_only_some_projections_adapted_says_what_to_select():
     model = adapted(SeparateAttention(), ("q_proj", "v_proj"))
     heads = hw.find_heads(model)
     with pytest.raises(
-        hw.LayoutError, match=r"k_proj\.weight does not require a gradient; unfreeze it \(under LoRA: name"
+        hw.errors.LayoutError, match=r"k_proj\.weight does not require a gradient; unfreeze it \(under LoRA: name"
     ):
         hw.repel(heads, RULE, sgd(model))
     assert len(hw.repel(heads.projection("query", "value"), RULE, sgd(model)).groups) == 2
@@ -184,8 +184,8 @@ def test_only_some_projections_adapted_says_what_to_select():
 def test_jitter_in_a_base_that_no_adapter_saves_is_refused():
     model = adapted(SeparateAttention())
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(hw.LayoutError, match=r"call hw\.jitter before adding the adapter"):
-        hw.jitter(hw.find_heads(model), 1e-3)
+    with pytest.raises(hw.errors.LayoutError, match=r"call hw\.repulsion\.jitter before adding the adapter"):
+        hw.repulsion.jitter(hw.find_heads(model), 1e-3)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -216,7 +216,9 @@ def test_heads_that_are_layers_of_their_own_are_read_under_lora_and_not_repelled
     (site,) = heads.sites
     layer = model.base_model.model.heads[2].key
     torch.testing.assert_close(site.slices[1].read()[2], layer(torch.eye(12, dtype=torch.float64)).T)
-    with pytest.raises(hw.LayoutError, match=r"query: each head is a layer of its own with its own LoRA adapter"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"query: each head is a layer of its own with its own LoRA adapter"
+    ):
         hw.repel(heads, RULE, sgd(model))
 
 

@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_with_the_same_noise():
     optimizer.step()
     assert torch.equal(model.q_proj.weight.grad, expected)
     assert handle.steps == 4
-    with pytest.raises(hw.SettingError, match=r"steps=\[1, 2\] and turns=\[0, 1\]; expected lists of 1"):
+    with pytest.raises(hw.errors.SettingError, match=r"steps=\[1, 2\] and turns=\[0, 1\]; expected lists of 1"):
         handle.load_state_dict({"steps": [1, 2], "turns": [0, 1], "strength": 1.0})
 
 

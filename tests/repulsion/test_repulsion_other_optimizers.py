@@ -149,7 +149,9 @@ def test_optimizers_of_other_libraries_step_on_the_rules_gradients(kind, with_cl
 
 def test_a_wrapper_that_is_no_optimizer_is_refused_and_its_base_repelled_by_hand():
     model = SeparateAttention()
-    with pytest.raises(hw.SettingError, match=r"Around; expected .*wraps a SGD.*optimizer\.base.*when=\"manual\""):
+    with pytest.raises(
+        hw.errors.SettingError, match=r"Around; expected .*wraps a SGD.*optimizer\.base.*when=\"manual\""
+    ):
         hw.repel(hw.find_heads(model), RULE, Around(SGD(model.parameters(), lr=RATE)))
     results = []
     for how in ("by hand", "repelled"):

@@ -30,20 +30,22 @@ def repelled(rule=RULE, **sizes):
 
 
 @pytest.mark.parametrize(
-    "rule", [RULE, hw.SVGD(alpha=0.0), hw.CosinePenalty(alpha=0.3)], ids=["svgd", "smooth", "cosine"]
+    "rule", [RULE, hw.SVGD(alpha=0.0), hw.repulsion.CosinePenalty(alpha=0.3)], ids=["svgd", "smooth", "cosine"]
 )
 def test_one_particle_everywhere_is_refused_with_the_projection_to_choose(rule):
     shared = model_with_gradients(key_value_heads=1)
     heads = hw.find_heads(shared)
     with pytest.raises(
-        hw.LayoutError,
+        hw.errors.LayoutError,
         match=r"^no particle group has more than one particle \(key: 1, value: 1\), and one head has nothing to be "
         r"repelled from; choose heads\.projection\('query'\), with 4 heads per layer\.$",
     ):
         hw.repel(heads.projection("key", "value"), rule, sgd(shared))
     assert hw.repel(heads.projection("query"), rule, sgd(shared))
     single = model_with_gradients(num_heads=1, key_value_heads=1)
-    with pytest.raises(hw.LayoutError, match=r"\(query\+key\+value: 1\).*; select an attention with more heads\.$"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"\(query\+key\+value: 1\).*; select an attention with more heads\.$"
+    ):
         hw.repel(hw.find_heads(single), rule, sgd(single), joint=True)
 
 
@@ -64,7 +66,7 @@ def test_rules_that_move_each_head_by_itself_act_on_one():
 )
 def test_a_strength_that_is_no_number_from_zero_is_refused_when_assigned(value):
     _, optimizer, handle = repelled()
-    with pytest.raises(hw.SettingError, match=r"^strength is .*; expected a finite number in \[0, inf\]\.$"):
+    with pytest.raises(hw.errors.SettingError, match=r"^strength is .*; expected a finite number in \[0, inf\]\.$"):
         handle.strength = value
     assert handle.strength == 1.0
     optimizer.step()
@@ -89,7 +91,7 @@ def test_a_state_that_is_none_of_a_repulsion_changes_nothing(state, message):
     _, optimizer, handle = repelled()
     optimizer.step()
     before = handle.state_dict()
-    with pytest.raises(hw.SettingError, match=message):
+    with pytest.raises(hw.errors.SettingError, match=message):
         handle.load_state_dict(state)
     assert handle.state_dict() == before
 
@@ -100,11 +102,11 @@ def test_heads_that_are_not_finite_are_named_and_never_called_equal(bad):
     with torch.no_grad():
         model.k_proj.weight[[7, 13]] = bad
     message = r"^k_proj\.weight holds NaN or infinity in key heads \[1, 2\] of 4; repulsion needs finite heads"
-    with pytest.raises(hw.HeadwiseError, match=message):
+    with pytest.raises(hw.errors.HeadwiseError, match=message):
         hw.repel(hw.find_heads(model), RULE, sgd(model))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(hw.HeadwiseError, match=message):
-        hw.jitter(hw.find_heads(model), 0.5)
+    with pytest.raises(hw.errors.HeadwiseError, match=message):
+        hw.repulsion.jitter(hw.find_heads(model), 0.5)
     assert all(torch.equal(before[n].nan_to_num(5.0), p.nan_to_num(5.0)) for n, p in model.state_dict().items())
 
 
@@ -114,8 +116,8 @@ def test_heads_that_are_not_finite_are_named_and_never_called_equal(bad):
         RULE,
         hw.SVGD(alpha=0.5, smoothing=False),
         hw.SVGD(alpha=hw.Relative(0.3), smoothing=False),
-        hw.SVGD(kernel=hw.Cosine()),
-        hw.CosineRepulsion(alpha=0.3),
+        hw.SVGD(kernel=hw.kernels.Cosine()),
+        hw.repulsion.CosineRepulsion(alpha=0.3),
     ],
     ids=["svgd", "unsmoothed", "relative", "cosine", "cosine repulsion"],
 )
@@ -134,7 +136,7 @@ def test_heads_that_become_nan_leave_their_gradient_alone_and_are_told(rule):
     assert handle.last.finite.tolist() == [True, False, True]
     assert not handle.last.equal.any()
     assert "heads not finite, gradient unchanged" in str(handle.last)
-    with pytest.raises(hw.HeadwiseError, match=r"k_proj\.weight holds NaN or infinity in key heads \[1\] of 4"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"k_proj\.weight holds NaN or infinity in key heads \[1\] of 4"):
         handle.check()
 
 
@@ -142,7 +144,7 @@ def test_heads_held_by_two_of_the_optimizers_are_refused():
     model = model_with_gradients()
     heads = hw.find_heads(model)
     both, one = sgd(model), SGD([model.q_proj.weight, nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(hw.SettingError, match=r"query: its parameters are held by 2 of the 2 optimizers"):
+    with pytest.raises(hw.errors.SettingError, match=r"query: its parameters are held by 2 of the 2 optimizers"):
         hw.repel(heads, RULE, [both, one])
     assert hw.repel(heads.projection("key", "value"), RULE, [both, one])
     assert hw.repel(heads.projection("query"), RULE, [both, both])
@@ -162,15 +164,20 @@ def test_a_sparse_gradient_is_refused_before_any_is_changed():
     model, optimizer, _ = repelled()
     model.v_proj.weight.grad = model.v_proj.weight.grad.to_sparse()
     before = model.q_proj.weight.grad.clone()
-    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight has a sparse gradient; repulsion needs a dense one"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"v_proj\.weight has a sparse gradient; repulsion needs a dense one"
+    ):
         optimizer.step()
     assert torch.equal(model.q_proj.weight.grad, before)
 
 
 def test_heads_without_values_are_refused():
     model = SeparateAttention().to("meta")
-    for act in (lambda: hw.repel(hw.find_heads(model), RULE, sgd(model)), lambda: hw.jitter(hw.find_heads(model), 0.1)):
-        with pytest.raises(hw.LayoutError, match=r"q_proj\.weight is on the meta device and has no values"):
+    for act in (
+        lambda: hw.repel(hw.find_heads(model), RULE, sgd(model)),
+        lambda: hw.repulsion.jitter(hw.find_heads(model), 0.1),
+    ):
+        with pytest.raises(hw.errors.LayoutError, match=r"q_proj\.weight is on the meta device and has no values"):
             act()
 
 
@@ -194,7 +201,7 @@ def test_a_layer_changed_after_repel_is_told_at_the_next_step_and_by_verify(chan
     loss_of(model, 0).backward()
     before = model.q_proj.weight.grad.clone()
     for act in (optimizer.step, handle.apply, handle.check):
-        with pytest.raises(hw.LayoutError, match=message):
+        with pytest.raises(hw.errors.LayoutError, match=message):
             act()
     assert torch.equal(model.q_proj.weight.grad, before)
 
@@ -207,7 +214,7 @@ def test_verify_tells_of_a_wrapper_whose_base_still_trains():
     optimizer.zero_grad()
     loss_of(model, 0).backward()
     optimizer.step()
-    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is not where the model calls it anymore"):
+    with pytest.raises(hw.errors.LayoutError, match=r"v_proj\.weight is not where the model calls it anymore"):
         handle.check()
 
 
@@ -246,20 +253,20 @@ def test_a_model_moved_to_new_parameters_is_told():
         model.to(torch.float64)
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-    with pytest.raises(hw.LayoutError, match=r"q_proj\.weight is another tensor than when hw\.repel was called"):
+    with pytest.raises(hw.errors.LayoutError, match=r"q_proj\.weight is another tensor than when hw\.repel was called"):
         optimizer.step()
 
 
 def test_a_setting_that_python_would_take_for_true_is_refused():
     model = model_with_gradients()
-    with pytest.raises(hw.SettingError, match="joint is 'no'; expected True or False"):
+    with pytest.raises(hw.errors.SettingError, match="joint is 'no'; expected True or False"):
         hw.repel(hw.find_heads(model), RULE, sgd(model), joint="no")
 
 
 @pytest.mark.parametrize("every", [0, -3, 2.5])
 def test_a_number_of_steps_is_refused_whatever_the_strength(every):
     model = model_with_gradients()
-    with pytest.raises(hw.SettingError, match=f"every is {every}"):
+    with pytest.raises(hw.errors.SettingError, match=f"every is {every}"):
         hw.repel(hw.find_heads(model), RULE, sgd(model), every=every)
 
 
@@ -278,7 +285,7 @@ def test_a_wrapped_optimizer_is_unwrapped_and_anything_else_refused():
     inner.step()
     assert handle.steps == 1
     assert str(handle) == f"{RULE} on 3 particle groups of 4 heads, before each step of SGD"
-    with pytest.raises(hw.SettingError, match="optimizer is str"):
+    with pytest.raises(hw.errors.SettingError, match="optimizer is str"):
         hw.repel(hw.find_heads(model), RULE, "adam")
 
 
@@ -287,7 +294,7 @@ def test_the_same_heads_are_not_repelled_twice_until_removed():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     heads = hw.find_heads(model)
     handle = hw.repel(heads, RULE, optimizer)
-    with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
+    with pytest.raises(hw.errors.SettingError, match="repelled by this optimizer already"):
         hw.repel(heads.projection("key"), RULE, optimizer)
     handle.remove()
     before = model.q_proj.weight.grad.clone()
@@ -299,5 +306,5 @@ def test_the_same_heads_are_not_repelled_twice_until_removed():
 def test_frozen_heads_are_refused_by_name():
     model = model_with_gradients()
     model.k_proj.weight.requires_grad_(False)
-    with pytest.raises(hw.LayoutError, match=r"k_proj\.weight does not require a gradient"):
+    with pytest.raises(hw.errors.LayoutError, match=r"k_proj\.weight does not require a gradient"):
         hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -23,15 +23,15 @@ RULES = {
     "svgd": SVGD,
     "unsmoothed": hw.SVGD(alpha=0.5, smoothing=False),
     "relative": hw.SVGD(alpha=hw.Relative(0.4), prior_precision=0.3),
-    "normalized": hw.SVGD(alpha=0.6, kernel=hw.NormalizedRBF()),
-    "radial": hw.SVGD(alpha=0.6, kernel=hw.RadialRBF()),
-    "imq": hw.SVGD(alpha=0.6, kernel=hw.IMQ(hw.ReleasedMedian())),
-    "fixed": hw.SVGD(alpha=0.6, kernel=hw.RBF(hw.Fixed(3.0))),
-    "cosine": hw.SVGD(alpha=0.6, kernel=hw.Cosine()),
+    "normalized": hw.SVGD(alpha=0.6, kernel=hw.kernels.NormalizedRBF()),
+    "radial": hw.SVGD(alpha=0.6, kernel=hw.kernels.RadialRBF()),
+    "imq": hw.SVGD(alpha=0.6, kernel=hw.kernels.IMQ(hw.kernels.ReleasedMedian())),
+    "fixed": hw.SVGD(alpha=0.6, kernel=hw.kernels.RBF(hw.kernels.Fixed(3.0))),
+    "cosine": hw.SVGD(alpha=0.6, kernel=hw.kernels.Cosine()),
     "spos": hw.SPOS(alpha=0.6, inverse_temperature=2.0),
     "sgld": hw.SGLD(inverse_temperature=2.0, prior_precision=0.3),
-    "cosine penalty": hw.CosinePenalty(alpha=0.8),
-    "cosine repulsion": hw.CosineRepulsion(alpha=0.8),
+    "cosine penalty": hw.repulsion.CosinePenalty(alpha=0.8),
+    "cosine repulsion": hw.repulsion.CosineRepulsion(alpha=0.8),
 }
 
 
@@ -206,7 +206,7 @@ def test_noise_in_a_cuda_graph_is_refused(monkeypatch):
     handle = hw.repel(hw.find_heads(model), RULES["sgld"], optimizer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(hw.SettingError, match="a CUDA graph would add that of one step again"):
+    with pytest.raises(hw.errors.SettingError, match="a CUDA graph would add that of one step again"):
         handle._before_step(handle._attachments[0], None)
 
 

@@ -15,10 +15,10 @@ from headwise.repulsion.rules import update
 from headwise.strength import SATURATED
 
 RULES = {
-    "svgd": lambda alpha: hw.SVGD(alpha=alpha, kernel=hw.NormalizedRBF()),
-    "function": lambda alpha: hw.FunctionSVGD(alpha=alpha),
-    "span": lambda alpha: hw.SpanSVGD(alpha=alpha),
-    "cosine": lambda alpha: hw.CosinePenalty(alpha=alpha),
+    "svgd": lambda alpha: hw.SVGD(alpha=alpha, kernel=hw.kernels.NormalizedRBF()),
+    "function": lambda alpha: hw.repulsion.FunctionSVGD(alpha=alpha),
+    "span": lambda alpha: hw.repulsion.SpanSVGD(alpha=alpha),
+    "cosine": lambda alpha: hw.repulsion.CosinePenalty(alpha=alpha),
 }
 
 
@@ -35,7 +35,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, to
     optimizer.step()
 
 
-def attach(model: torch.nn.Module, rule, **settings) -> tuple[torch.optim.Optimizer, hw.Repulsion]:
+def attach(model: torch.nn.Module, rule, **settings) -> tuple[torch.optim.Optimizer, hw.repulsion.Repulsion]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return optimizer, hw.repel(hw.find_heads(model), rule, optimizer, **settings)
 
@@ -61,7 +61,9 @@ def test_each_attention_is_repelled_at_the_ratio_of_its_controller(name: str):
 
 def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
     model = make()
-    optimizer, _ = attach(model, hw.SpanSVGD(alpha=hw.Target(3.0, highest=1e-6, integral=0.0, back=0.0)), every=1)
+    optimizer, _ = attach(
+        model, hw.repulsion.SpanSVGD(alpha=hw.Target(3.0, highest=1e-6, integral=0.0, back=0.0)), every=1
+    )
     told = []
     for seed in range(SATURATED + 2):
         told.append(len(caplog.records))

@@ -119,7 +119,7 @@ def test_the_trainer_needs_no_callback(tmp_path, made_by):
 class KeepRepulsion(TrainerCallback):
     """Saves the handle beside each checkpoint: all that a resumed Trainer needs for the same noise."""
 
-    def __init__(self, handle: hw.Repulsion) -> None:
+    def __init__(self, handle: hw.repulsion.Repulsion) -> None:
         self.handle = handle
 
     def on_save(self, args, state, *_, **__):
@@ -180,7 +180,7 @@ def test_accelerates_wrapper_is_seen_through_and_accumulation_acts_once_an_updat
             wrapped.zero_grad()
     assert handle.steps == UPDATES
     handle.check(wrapped)
-    with pytest.raises(hw.SettingError, match="repelled by this optimizer already"):
+    with pytest.raises(hw.errors.SettingError, match="repelled by this optimizer already"):
         hw.repel(heads, RULE, wrapped)
     assert_repelled(model)
 

@@ -20,7 +20,7 @@ def squared_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def test_the_force_is_that_of_autograd(bandwidth):
     torch.manual_seed(0)
     heads = torch.randn(4, 3, 9, dtype=torch.float64)
-    rule = hw.SpanSVGD(alpha=0.3, step_size=0.2, bandwidth=bandwidth)
+    rule = hw.repulsion.SpanSVGD(alpha=0.3, step_size=0.2, bandwidth=bandwidth)
     mixing, push, equal = find_turns(rule, heads)
     distances = torch.stack([torch.stack([squared_distance(a, b) for b in heads]) for a in heads])
     h = bandwidth.resolve(distances)
@@ -36,7 +36,7 @@ def test_the_force_is_that_of_autograd(bandwidth):
 def test_the_force_has_no_part_inside_a_span():
     torch.manual_seed(1)
     heads = torch.randn(4, 3, 9, dtype=torch.float64)
-    rule = hw.SpanSVGD(alpha=0.3)
+    rule = hw.repulsion.SpanSVGD(alpha=0.3)
     _, push, _ = find_turns(rule, heads)
     assert push.norm() > 1e-3
     assert (push @ heads.mT).abs().max() < 1e-6
@@ -50,7 +50,7 @@ def test_equal_spans_do_not_part_and_are_reported():
     torch.manual_seed(2)
     head = torch.randn(3, 9, dtype=torch.float64)
     mix = torch.randn(4, 3, 3, dtype=torch.float64)
-    _, push, equal = find_turns(hw.SpanSVGD(), mix @ head)
+    _, push, equal = find_turns(hw.repulsion.SpanSVGD(), mix @ head)
     assert equal
     assert push.abs().max() < 1e-4
 
@@ -60,10 +60,10 @@ def test_steps_part_the_spans_of_a_model(make_optimizer, rate: float):
     torch.manual_seed(3)
     model = torch.nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
     heads = hw.find_heads(model)
-    overlap = hw.Disagreement(heads, hw.SpanOverlap("query") + hw.SpanOverlap("value"))
+    overlap = hw.Disagreement(heads, hw.similarity.SpanOverlap("query") + hw.similarity.SpanOverlap("value"))
     before, x = overlap().item(), torch.randn(2, 5, 12)
     optimizer = make_optimizer(model.parameters(), lr=rate)
-    repulsion = hw.repel(heads, hw.SpanSVGD(alpha=hw.Relative(5.0)), optimizer)
+    repulsion = hw.repel(heads, hw.repulsion.SpanSVGD(alpha=hw.Relative(5.0)), optimizer)
     for _ in range(20):
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -75,7 +75,7 @@ def test_steps_part_the_spans_of_a_model(make_optimizer, rate: float):
 def test_norms_grow_only_at_second_order():
     torch.manual_seed(4)
     heads = torch.randn(4, 3, 9, dtype=torch.float64)
-    _, push, _ = find_turns(hw.SpanSVGD(alpha=1.0), heads)
+    _, push, _ = find_turns(hw.repulsion.SpanSVGD(alpha=1.0), heads)
     grown = [((heads + rate * push).norm() - heads.norm()).item() for rate in (1e-3, 1e-4)]
     assert grown[0] / grown[1] == pytest.approx(100, rel=0.05)
 
@@ -84,11 +84,11 @@ def test_heads_wider_than_their_input_are_refused():
     model = torch.nn.MultiheadAttention(16, 2, kdim=3, vdim=8)
     optimizer, heads = torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model)
     with pytest.raises(SettingError, match="the heads of key have 8 features of 3 inputs, so that each spans all of"):
-        hw.repel(heads, hw.SpanSVGD(), optimizer)
-    hw.repel(heads.projection("query", "value"), hw.SpanSVGD(), optimizer)
+        hw.repel(heads, hw.repulsion.SpanSVGD(), optimizer)
+    hw.repel(heads.projection("query", "value"), hw.repulsion.SpanSVGD(), optimizer)
     with pytest.raises(LayoutError, match="its key heads have 8 features of 3 inputs"):
-        hw.Disagreement(heads, hw.SpanOverlap("key"))
-    hw.Disagreement(heads, hw.SpanOverlap("value"))
+        hw.Disagreement(heads, hw.similarity.SpanOverlap("key"))
+    hw.Disagreement(heads, hw.similarity.SpanOverlap("value"))
 
 
 def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient():
@@ -98,7 +98,7 @@ def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient(
     weight.grad = torch.randn_like(weight)
     weight.grad[8:16] = 4e4
     before = weight.grad.clone()
-    repulsion = hw.repel(hw.find_heads(model), hw.SpanSVGD(step_size=4.0), torch.optim.SGD([weight], lr=0.1))
+    repulsion = hw.repel(hw.find_heads(model), hw.repulsion.SpanSVGD(step_size=4.0), torch.optim.SGD([weight], lr=0.1))
     repulsion.apply()
     assert repulsion.last.finite.tolist() == [True, False, True]
     assert torch.equal(weight.grad[8:16], before[8:16])
@@ -109,6 +109,6 @@ def test_wrong_settings_are_refused():
     model = torch.nn.MultiheadAttention(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SettingError, match="SpanSVGD compares the spans of one projection"):
-        hw.repel(hw.find_heads(model), hw.SpanSVGD(), optimizer, joint=True)
+        hw.repel(hw.find_heads(model), hw.repulsion.SpanSVGD(), optimizer, joint=True)
     with pytest.raises(SettingError, match=r"SpanSVGD\.bandwidth is 3"):
-        hw.SpanSVGD(bandwidth=3)
+        hw.repulsion.SpanSVGD(bandwidth=3)

@@ -20,7 +20,7 @@ RULES = {
     "svgd": hw.SVGD(alpha=0.7, step_size=0.3),
     "prior": hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7),
     "relative": hw.SVGD(alpha=hw.Relative(0.3), step_size=0.3),
-    "imq": hw.SVGD(alpha=0.7, kernel=hw.IMQ()),
+    "imq": hw.SVGD(alpha=0.7, kernel=hw.kernels.IMQ()),
 }
 
 
@@ -156,6 +156,6 @@ def test_a_head_that_is_not_finite_is_left_to_float64(taken: list):
 
 
 def test_rules_on_directions_and_other_dtypes_are_not_taken(taken: list):
-    act(make(), hw.SVGD(kernel=hw.NormalizedRBF()))
+    act(make(), hw.SVGD(kernel=hw.kernels.NormalizedRBF()))
     act(make().double(), RULES["svgd"])
     assert taken == []

@@ -16,18 +16,18 @@ def square(heads: hw.Heads) -> hw.Heads:
     return heads.kind(kind).where(f"{stack}*")
 
 
-def weights_of(model: nn.Module, heads: hw.Heads, inputs: dict) -> tuple[list[hw.Capture], list[Tensor]]:
+def weights_of(model: nn.Module, heads: hw.Heads, inputs: dict) -> tuple[list[hw.heads.Capture], list[Tensor]]:
     with hw.Taps(heads, weights=True) as taps:
         found = results(model, inputs)
         return taps.read(), found
 
 
-def random_mask(batch: int, heads: int, tokens: int, keep: Tensor | None = None, **settings) -> hw.HeadMask:
+def random_mask(batch: int, heads: int, tokens: int, keep: Tensor | None = None, **settings) -> hw.roles.HeadMask:
     """Roles in heads 1 and 0, with rows that are empty throughout or before their own place."""
     roles = torch.rand(batch, 2, tokens, tokens, generator=torch.Generator().manual_seed(5)) < 0.4
     roles[:, 0, 1] = False
     roles[:, 1, 2, :3] = False
-    return hw.HeadMask(roles, keep, heads, (1, 0), **settings)
+    return hw.roles.HeadMask(roles, keep, heads, (1, 0), **settings)
 
 
 def encoder(layers: int = 2, **settings) -> nn.TransformerEncoder:

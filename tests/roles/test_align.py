@@ -22,7 +22,7 @@ ALPHABET = st.one_of(
 TEXTS = st.text(ALPHABET, max_size=24)
 
 
-def words_by_looking(span: tuple[int, int], table: hw.WordTable) -> set[int]:
+def words_by_looking(span: tuple[int, int], table: hw.roles.WordTable) -> set[int]:
     """The words that share a character with a span."""
     return {w for w, (start, end) in enumerate(table.spans) if max(start, span[0]) < min(end, span[1])}
 
@@ -34,7 +34,7 @@ def standing_for(row: AlignedRow, place: int) -> set[tuple[int, int]]:
     return {owner[unit] for unit in units if unit in owner}
 
 
-def require_right(row: AlignedRow, tables: list[hw.WordTable], encoding) -> None:
+def require_right(row: AlignedRow, tables: list[hw.roles.WordTable], encoding) -> None:
     """Compare every token with the brute force, and the units with the order of the text."""
     for place, offsets in enumerate(encoding.offsets):
         if not encoding.attention_mask[place]:
@@ -62,8 +62,8 @@ def require_right(row: AlignedRow, tables: list[hw.WordTable], encoding) -> None
 @given(text=TEXTS)
 def test_a_token_stands_for_the_words_it_shares_characters_with(kind: str, text: str):
     encoding = tokenizer_of(kind).encode(text)
-    table = hw.WordTable.split(text)
-    (row,) = hw.align([table], [encoding]).rows
+    table = hw.roles.WordTable.split(text)
+    (row,) = hw.roles.align([table], [encoding]).rows
     require_right(row, [table], encoding)
     # no word of a text that is not cut is without a token, but what the tokenizer itself throws away
     covered = {c for span in encoding.offsets for c in range(*span)}
@@ -80,8 +80,11 @@ def test_pairs_truncation_and_padding_on_either_side(
     side = "left" if left else "right"
     tokenizer = fast_tokenizer(kind, padding_side=side)
     encoding = tokenizer([pair[0], "short"], [pair[1], "er"], truncation="longest_first", max_length=most, padding=True)
-    tables = [tuple(map(hw.WordTable.split, pair)), (hw.WordTable.split("short"), hw.WordTable.split("er"))]
-    aligned = hw.align(tables, encoding, length=length, padding_side=side)
+    tables = [
+        tuple(map(hw.roles.WordTable.split, pair)),
+        (hw.roles.WordTable.split("short"), hw.roles.WordTable.split("er")),
+    ]
+    aligned = hw.roles.align(tables, encoding, length=length, padding_side=side)
     assert aligned.tokens == length
     for row, table, one in zip(aligned.rows, tables, encoding.encodings, strict=True):
         extra = length - len(one.offsets)
@@ -111,7 +114,7 @@ def test_words_of_tokens_is_what_comparing_all_spans_gives(data: st.DataObject):
 
 def test_the_space_before_a_word_is_not_the_word_before():
     # the off-by-one that keeps coming back: offsets that hold the space, of byte-level BPE with trim_offsets=False
-    table = hw.WordTable.split("so it goes")
+    table = hw.roles.WordTable.split("so it goes")
     assert words_of_tokens([(0, 2), (2, 5), (5, 10)], table.spans) == [(0, 0), (1, 1), (2, 2)]
 
 
@@ -119,8 +122,8 @@ def test_words_given_to_the_tokenizer_are_aligned_by_their_number():
     tokenizer = fast_tokenizer("WordPiece")
     words = ["I", "do", "n't", "sesquipedalian", "!"]
     encoding = tokenizer([words], is_split_into_words=True)
-    table = hw.WordTable(words)
-    (row,) = hw.align([table], encoding, split_into_words=True).rows
+    table = hw.roles.WordTable(words)
+    (row,) = hw.roles.align([table], encoding, split_into_words=True).rows
     ids = encoding.encodings[0].word_ids
     assert len(ids) > len(words) + 2
     for place, word in enumerate(ids):
@@ -134,13 +137,18 @@ def test_words_given_to_the_tokenizer_are_aligned_by_their_number():
     "words", [["the", "old", "man", "."], ["I", "do", "n't"], ["the", "\u200bold"], list("数据数据"), ["数", "film"]]
 )
 def test_words_given_to_the_tokenizer_are_noticed_where_it_is_not_said(kind: str, words: list[str]):
-    tokenizer, tables = fast_tokenizer(kind), [(hw.WordTable(["so"]), hw.WordTable(words)), hw.WordTable(words)]
+    tokenizer, tables = (
+        fast_tokenizer(kind),
+        [(hw.roles.WordTable(["so"]), hw.roles.WordTable(words)), hw.roles.WordTable(words)],
+    )
     pair = tokenizer([["so"]], [words], is_split_into_words=True)
     alone = tokenizer([words], is_split_into_words=True, padding="max_length", max_length=30)
     for table, encoding in zip(tables, (pair, alone), strict=True):
-        with pytest.raises(hw.DataError, match=r"row 0: .* use hw.align\(tables, encoding, split_into_words=True\)"):
-            hw.align([table], encoding)
-        hw.align([table], encoding, split_into_words=True)
+        with pytest.raises(
+            hw.errors.DataError, match=r"row 0: .* use hw.roles.align\(tables, encoding, split_into_words=True\)"
+        ):
+            hw.roles.align([table], encoding)
+        hw.roles.align([table], encoding, split_into_words=True)
 
 
 @pytest.mark.parametrize("text", ["н", "ну 👽!", "½", "a½ b", "\tfilm", "\n", "⑴.", "½ мир", "🙽 no"])
@@ -150,11 +158,11 @@ def test_a_character_of_several_words_of_the_tokenizer_is_a_text_nevertheless(te
         [pre_tokenizers.ByteLevel(add_prefix_space=True), pre_tokenizers.Digits(True)]
     )
     split_forms = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])
-    table = hw.WordTable.split(text)
+    table = hw.roles.WordTable.split(text)
     for normalizer, splitter in ((None, split_bytes), (normalizers.NFKC(), split_forms)):
         made.normalizer, made.pre_tokenizer = normalizer, splitter
         encoding = made.encode(text)
-        (row,) = hw.align([table], [encoding]).rows
+        (row,) = hw.roles.align([table], [encoding]).rows
         require_right(row, [table], encoding)
 
 
@@ -162,8 +170,8 @@ def test_texts_that_overflow_give_a_row_for_each_part():
     tokenizer = fast_tokenizer("WordPiece")
     texts = ["one two three four five six", "seven"]
     encoding = tokenizer(texts, truncation=True, max_length=6, stride=1, return_overflowing_tokens=True)
-    tables = [hw.WordTable.split(text) for text in texts]
-    aligned = hw.align(tables, encoding)
+    tables = [hw.roles.WordTable.split(text) for text in texts]
+    aligned = hw.roles.align(tables, encoding)
     assert len(aligned.rows) == len(encoding.encodings) > 2
     assert [owner[0].text for owner in aligned.tables] == [texts[i] for i in encoding["overflow_to_sample_mapping"]]
     for row, owner, one in zip(aligned.rows, aligned.tables, encoding.encodings, strict=True):
@@ -172,7 +180,7 @@ def test_texts_that_overflow_give_a_row_for_each_part():
 
 
 def test_words_that_are_tokens_stand_between_special_ones():
-    aligned = tokens_as_words([hw.WordTable(["a", "b"]), hw.WordTable(["c"])], before=1, after=2, length=6)
+    aligned = tokens_as_words([hw.roles.WordTable(["a", "b"]), hw.roles.WordTable(["c"])], before=1, after=2, length=6)
     assert [list(row.first) for row in aligned.rows] == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
     assert aligned.rows[0].special == (0, 3, 4)
     assert list(aligned.rows[1].places[0]) == [1]
@@ -180,15 +188,15 @@ def test_words_that_are_tokens_stand_between_special_ones():
 
 def test_what_cannot_be_aligned_is_refused_in_a_sentence():
     one = tokenizer_of("WordPiece").encode("a longer text of words")
-    with pytest.raises(hw.DataError, match="without character offsets"):
-        hw.align([hw.WordTable(["a"])], {"input_ids": [[1]]})
-    with pytest.raises(hw.DataError, match="1 encoded texts were given for 2 word tables"):
-        hw.align([hw.WordTable(["a"])] * 2, [one])
-    with pytest.raises(hw.DataError, match="reach character 22 of a text of 1"):
-        hw.align([hw.WordTable(["a"])], [one])
-    with pytest.raises(hw.SettingError, match=r"sentence 0 has \d+ tokens; expected at most 3"):
-        hw.align([hw.WordTable.split("a longer text of words")], [one], length=3)
-    with pytest.raises(hw.DataError, match="pair of word tables"):
-        hw.align([hw.WordTable.split("so")], [tokenizer_of("WordPiece").encode("so", "so")])
-    with pytest.raises(hw.DataError, match="is a pair of texts"):
-        tokens_as_words([(hw.WordTable(["a"]), hw.WordTable(["b"]))])
+    with pytest.raises(hw.errors.DataError, match="without character offsets"):
+        hw.roles.align([hw.roles.WordTable(["a"])], {"input_ids": [[1]]})
+    with pytest.raises(hw.errors.DataError, match="1 encoded texts were given for 2 word tables"):
+        hw.roles.align([hw.roles.WordTable(["a"])] * 2, [one])
+    with pytest.raises(hw.errors.DataError, match="reach character 22 of a text of 1"):
+        hw.roles.align([hw.roles.WordTable(["a"])], [one])
+    with pytest.raises(hw.errors.SettingError, match=r"sentence 0 has \d+ tokens; expected at most 3"):
+        hw.roles.align([hw.roles.WordTable.split("a longer text of words")], [one], length=3)
+    with pytest.raises(hw.errors.DataError, match="pair of word tables"):
+        hw.roles.align([hw.roles.WordTable.split("so")], [tokenizer_of("WordPiece").encode("so", "so")])
+    with pytest.raises(hw.errors.DataError, match="is a pair of texts"):
+        tokens_as_words([(hw.roles.WordTable(["a"]), hw.roles.WordTable(["b"]))])

@@ -15,7 +15,7 @@ from roles.tokenizers_for_tests import fast_tokenizer
 
 TEXTS = ["The plot is thin, but well acted!", "No.", "I can't stop watching.", "naïve; rare words ...", "why not?"]
 EXAMPLES = [{"text": text, "label": index % 2} for index, text in enumerate(TEXTS)]
-ROLES = hw.Roles(hw.Separator(), hw.Window(3))
+ROLES = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))
 
 
 def classifier() -> torch.nn.Module:
@@ -28,9 +28,9 @@ def classifier() -> torch.nn.Module:
 
 def test_the_mask_is_that_of_the_encoded_texts_and_their_padding():
     tokenizer = fast_tokenizer("WordPiece")
-    batch = hw.RoleCollator(ROLES, tokenizer, 3)(EXAMPLES)
+    batch = hw.roles.RoleCollator(ROLES, tokenizer, 3)(EXAMPLES)
     encoding = tokenizer(TEXTS, padding=True)
-    tables = [hw.WordTable.split(text) for text in TEXTS]
+    tables = [hw.roles.WordTable.split(text) for text in TEXTS]
     expected = ROLES(tables, 3, encoding=encoding)
     assert torch.equal(batch["role_mask"].allowed(), expected.allowed())
     assert batch["input_ids"].tolist() == encoding["input_ids"]
@@ -49,7 +49,9 @@ def test_a_collator_of_your_own_pads_as_it_likes_and_sees_the_other_columns():
         seen.append(set(features[0]))
         return inner(features)
 
-    batch = hw.RoleCollator(ROLES, tokenizer, 4, collator=collate, max_length=12, heads=(3, 1), empty="self")(EXAMPLES)
+    batch = hw.roles.RoleCollator(ROLES, tokenizer, 4, collator=collate, max_length=12, heads=(3, 1), empty="self")(
+        EXAMPLES
+    )
     assert {"input_ids", "attention_mask", "label"} <= seen[0]
     mask = batch["role_mask"]
     assert mask.tokens == batch["input_ids"].shape[1] == 16
@@ -60,12 +62,14 @@ def test_a_collator_of_your_own_pads_as_it_likes_and_sees_the_other_columns():
 def test_pairs_of_texts_and_a_parser_of_your_own():
     calls: list[list[str]] = []
 
-    def parse(texts: list[str]) -> list[hw.WordTable]:
+    def parse(texts: list[str]) -> list[hw.roles.WordTable]:
         calls.append(texts)
-        return [hw.WordTable(text.split(), text=text) for text in texts]
+        return [hw.roles.WordTable(text.split(), text=text) for text in texts]
 
     tokenizer = fast_tokenizer("WordPiece")
-    collator = hw.RoleCollator(hw.Roles(hw.Window(1)), tokenizer, 1, parse=parse, text=("premise", "hypothesis"))
+    collator = hw.roles.RoleCollator(
+        hw.roles.Roles(hw.roles.Window(1)), tokenizer, 1, parse=parse, text=("premise", "hypothesis")
+    )
     batch = collator([{"premise": "so it goes", "hypothesis": "it stops."}, {"premise": "a", "hypothesis": "b c"}])
     assert calls == [["so it goes", "it stops.", "a", "b c"]]
     places = tokenizer(["so it goes"], ["it stops."]).encodings[0].word_ids
@@ -120,19 +124,19 @@ def test_a_trainer_gets_masks_by_one_line(tmp_path: Path, workers: int):
 
 def test_what_is_missing_is_said_with_the_way_out():
     tokenizer = fast_tokenizer("WordPiece")
-    collator = hw.RoleCollator(ROLES, tokenizer, 3)
-    with pytest.raises(hw.DataError, match=r"example 1 has label; .*remove_unused_columns=False"):
+    collator = hw.roles.RoleCollator(ROLES, tokenizer, 3)
+    with pytest.raises(hw.errors.DataError, match=r"example 1 has label; .*remove_unused_columns=False"):
         collator([{"text": "a"}, {"label": 1}])
-    with pytest.raises(hw.DataError, match=r"example 0 its 'text' is a NoneType"):
+    with pytest.raises(hw.errors.DataError, match=r"example 0 its 'text' is a NoneType"):
         collator([{"text": None}])
 
     class Slow:
         is_fast = False
 
-    with pytest.raises(hw.DataError, match="Slow is not a fast tokenizer"):
-        hw.RoleCollator(ROLES, Slow(), 3)
-    with pytest.raises(hw.DataError, match="has no parse"):
-        hw.RoleCollator(hw.Roles(hw.Dependency()), tokenizer, 3)(EXAMPLES)
+    with pytest.raises(hw.errors.DataError, match="Slow is not a fast tokenizer"):
+        hw.roles.RoleCollator(ROLES, Slow(), 3)
+    with pytest.raises(hw.errors.DataError, match="has no parse"):
+        hw.roles.RoleCollator(hw.roles.Roles(hw.roles.Dependency()), tokenizer, 3)(EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -147,29 +151,31 @@ def test_what_is_missing_is_said_with_the_way_out():
     ],
 )
 def test_columns_that_make_no_tensor_are_named(examples: list[dict], message: str):
-    with pytest.raises(hw.DataError, match=message):
-        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3)(examples)
+    with pytest.raises(hw.errors.DataError, match=message):
+        hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3)(examples)
 
 
 def test_a_length_without_room_for_a_text_is_refused():
     # with two special tokens the tokenizer would cut nothing and say nothing
-    with pytest.raises(hw.SettingError, match=r"max_length is 1 and the tokenizer made \d+ tokens"):
-        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=1)(EXAMPLES)
+    with pytest.raises(hw.errors.SettingError, match=r"max_length is 1 and the tokenizer made \d+ tokens"):
+        hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=1)(EXAMPLES)
     for wrong in (0, "8"):
-        with pytest.raises(hw.SettingError, match="max_length is"):
-            hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=wrong)
+        with pytest.raises(hw.errors.SettingError, match="max_length is"):
+            hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=wrong)
 
 
 def test_a_parser_is_a_function_that_gives_a_table_for_each_text():
     tokenizer = fast_tokenizer("WordPiece")
-    with pytest.raises(hw.SettingError, match=r"parse is 'en_core_web_sm'; .*Parser\(pipeline\)"):
-        hw.RoleCollator(ROLES, tokenizer, 3, parse="en_core_web_sm")
-    with pytest.raises(hw.SettingError, match=r"text is \('a', 'b', 'c'\); expected"):
-        hw.RoleCollator(ROLES, tokenizer, 3, text=("a", "b", "c"))
-    with pytest.raises(hw.DataError, match="parse gave 4 word tables for 5 texts"):
-        hw.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [hw.WordTable.split(t) for t in texts[1:]])(EXAMPLES)
-    with pytest.raises(hw.DataError, match=r"row 0 is \(\['The', .*expected a word table"):
-        hw.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [text.split() for text in texts])(EXAMPLES)
+    with pytest.raises(hw.errors.SettingError, match=r"parse is 'en_core_web_sm'; .*Parser\(pipeline\)"):
+        hw.roles.RoleCollator(ROLES, tokenizer, 3, parse="en_core_web_sm")
+    with pytest.raises(hw.errors.SettingError, match=r"text is \('a', 'b', 'c'\); expected"):
+        hw.roles.RoleCollator(ROLES, tokenizer, 3, text=("a", "b", "c"))
+    with pytest.raises(hw.errors.DataError, match="parse gave 4 word tables for 5 texts"):
+        hw.roles.RoleCollator(
+            ROLES, tokenizer, 3, parse=lambda texts: [hw.roles.WordTable.split(t) for t in texts[1:]]
+        )(EXAMPLES)
+    with pytest.raises(hw.errors.DataError, match=r"row 0 is \(\['The', .*expected a word table"):
+        hw.roles.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [text.split() for text in texts])(EXAMPLES)
 
 
 def test_a_trainer_that_generates_hands_the_mask_to_generate(tmp_path: Path):
@@ -263,7 +269,7 @@ def test_a_collator_that_pads_on_another_side_is_refused():
     with pytest.raises(
         DataError, match=r"attention_mask of example \d is .* padded on the right as the tokenizer does"
     ):
-        hw.RoleCollator(ROLES, tokenizer, 3, collator=left)(EXAMPLES)
+        hw.roles.RoleCollator(ROLES, tokenizer, 3, collator=left)(EXAMPLES)
 
 
 def test_a_collator_whose_mask_has_another_shape_is_refused():
@@ -272,4 +278,4 @@ def test_a_collator_whose_mask_has_another_shape_is_refused():
         return {"input_ids": ids, "attention_mask": torch.ones(len(features), 31, dtype=torch.long)}
 
     with pytest.raises(DataError, match=r"attention_mask is \(5, 31\) and the input_ids are \(5, 30\)"):
-        hw.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, collator=longer)(EXAMPLES)
+        hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, collator=longer)(EXAMPLES)

@@ -55,7 +55,7 @@ def test_a_mask_without_roles_changes_nothing_and_the_model_is_afterwards_what_i
         # stock modules change class, and their fast path with them
         expected = results(model, inputs)
     plain = results(model, inputs)
-    with hw.guide(heads, hw.HeadMask.regular(keep, total)):
+    with hw.guide(heads, hw.roles.HeadMask.regular(keep, total)):
         for before, after in zip(expected, results(model, inputs), strict=True):
             torch.testing.assert_close(after, before, atol=2e-6, rtol=1e-4)
     assert same(plain, results(model, inputs))
@@ -107,7 +107,7 @@ def test_one_mask_serves_one_forward():
     first, second = random_mask(2, 3, 5), random_mask(2, 3, 5, empty="self")
     guidance = hw.guide(heads, first)
     one = model(x)
-    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
+    with pytest.raises(hw.errors.MaskError, match="belongs to the previous forward"):
         model(x)
     other = guidance(second) and model(x)
     assert not torch.equal(one, other)
@@ -132,10 +132,10 @@ def test_a_part_that_is_called_alone_is_a_forward_too():
     guided = model.layers[1](model.layers[0](x))
     assert set(guidance.calls.values()) == {1}
     for again in (model.layers[0], model):
-        with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
+        with pytest.raises(hw.errors.MaskError, match="belongs to the previous forward"):
             again(x)
     assert torch.equal(guidance(mask) and model(x), guided)
-    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
+    with pytest.raises(hw.errors.MaskError, match="belongs to the previous forward"):
         model.layers[0](x)
     guidance.remove()
 
@@ -145,22 +145,22 @@ def test_what_did_not_fire_is_said():
     heads = hw.find_heads(model)
     x, mask = torch.randn(2, 5, 12), random_mask(2, 3, 5)
     with (
-        pytest.raises(hw.NotFired, match=r"guided no call of 2 of 2 attentions: layers.0.self_attn"),
+        pytest.raises(hw.errors.NotFired, match=r"guided no call of 2 of 2 attentions: layers.0.self_attn"),
         hw.guide(heads, mask),
     ):
         pass
-    with pytest.raises(hw.NotFired, match="no mask was given"), hw.guide(heads):
+    with pytest.raises(hw.errors.NotFired, match="no mask was given"), hw.guide(heads):
         pass
     guidance = hw.guide(heads)
-    with pytest.raises(hw.NotFired, match="this forward has no mask"):
+    with pytest.raises(hw.errors.NotFired, match="this forward has no mask"):
         model(x)
     guidance(mask)
-    with pytest.raises(hw.NotFired, match="guided no call"):
+    with pytest.raises(hw.errors.NotFired, match="guided no call"):
         guidance(mask)
     model(x)
     guidance(mask)
     model.layers[0](x)
-    with pytest.raises(hw.NotFired, match=r"1 of 2 attentions: layers.1.self_attn"):
+    with pytest.raises(hw.errors.NotFired, match=r"1 of 2 attentions: layers.1.self_attn"):
         guidance.check()
     guidance.remove()
 
@@ -169,9 +169,11 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
     model = encoder().eval()
     heads = hw.find_heads(model)
     x = torch.randn(2, 5, 12)
-    with pytest.raises(hw.MaskError, match=r"for 4 heads and layers.0.self_attn has 3; build it with num_heads=3"):
+    with pytest.raises(
+        hw.errors.MaskError, match=r"for 4 heads and layers.0.self_attn has 3; build it with num_heads=3"
+    ):
         hw.guide(heads, random_mask(2, 4, 5))
-    with pytest.raises(hw.MaskError, match="the mask is a Tensor; expected a HeadMask"):
+    with pytest.raises(hw.errors.MaskError, match="the mask is a Tensor; expected a HeadMask"):
         hw.guide(heads, torch.ones(2, 3, 5, 5))
     for mask, message in (
         (random_mask(2, 3, 4), "the mask has 4 tokens and this call 5 queries and 5 keys"),
@@ -180,7 +182,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
         (random_mask(4, 3, 5), "the mask has 4 sentences and the batch 2"),
     ):
         guidance = hw.guide(heads, mask)
-        with pytest.raises(hw.MaskError, match=message), torch.no_grad():
+        with pytest.raises(hw.errors.MaskError, match=message), torch.no_grad():
             model(x)
         guidance.remove()
     # nothing of the refused ones is left
@@ -191,10 +193,10 @@ def test_cross_attention_and_two_kinds_at_once_are_refused():
     family = BY_NAME["BART"]
     heads = hw.find_heads(family.build())
     for chosen in (heads, heads.kind("cross"), heads.kind("self", "decoder")):
-        with pytest.raises(hw.LayoutError, match=r"choose with heads.kind\('self'\)"):
+        with pytest.raises(hw.errors.LayoutError, match=r"choose with heads.kind\('self'\)"):
             hw.guide(chosen)
     family = BY_NAME["WavLM"]
-    with pytest.raises(hw.LayoutError, match="are reached in"):
+    with pytest.raises(hw.errors.LayoutError, match="are reached in"):
         hw.guide(hw.find_heads(family.build()))
 
 
@@ -203,7 +205,7 @@ def test_a_second_handle_takes_over_and_a_part_of_the_first_ones_sites_is_refuse
     heads = hw.find_heads(model)
     x = torch.randn(2, 5, 12)
     first = hw.guide(heads, random_mask(2, 3, 5))
-    with pytest.raises(hw.SettingError, match=r"layers.0.self_attn is guided already"):
+    with pytest.raises(hw.errors.SettingError, match=r"layers.0.self_attn is guided already"):
         hw.guide(heads.layer(0))
     second = hw.guide(heads, random_mask(2, 3, 5))
     model(x)
@@ -227,7 +229,9 @@ def test_a_handle_that_was_removed_or_replaced_takes_no_mask():
     third = hw.guide(heads)
     for handle in (first, second):
         assert repr(handle) == "Guidance(2 attentions, removed)"
-        with pytest.raises(hw.NotFired, match=r"was removed, .* a later hw.guide, .* call the handle that guides now"):
+        with pytest.raises(
+            hw.errors.NotFired, match=r"was removed, .* a later hw.guide, .* call the handle that guides now"
+        ):
             handle(mask)
     guided = third(mask) and model(x)
     assert not torch.equal(guided, plain)
@@ -263,7 +267,7 @@ def test_a_compiled_model_is_guided_by_the_mask_of_each_batch():
     assert frames[0] > 0
     assert frames[1] <= frames[0] + 1
     assert frames[1:] == frames[1:2] * 4
-    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
+    with pytest.raises(hw.errors.MaskError, match="belongs to the previous forward"):
         compiled(x)
     guidance.remove()
 

@@ -52,24 +52,24 @@ def test_a_forward_that_ended_in_an_error_is_over():
         expected = model(x)
     guidance = hw.guide(hw.find_heads(model))
     failures = (
-        (torch.randn(2, 5, 7), mask, (RuntimeError, AssertionError, hw.HeadwiseError)),
-        (torch.randn(2, 6, 12), mask, hw.MaskError),
-        (torch.randn(3, 5, 12), mask, hw.MaskError),
-        (x, "no mask", hw.MaskError),
+        (torch.randn(2, 5, 7), mask, (RuntimeError, AssertionError, hw.errors.HeadwiseError)),
+        (torch.randn(2, 6, 12), mask, hw.errors.MaskError),
+        (torch.randn(3, 5, 12), mask, hw.errors.MaskError),
+        (x, "no mask", hw.errors.MaskError),
     )
     for wrong, given, error in failures:
         with pytest.raises(error):
             model(wrong, role_mask=given)
         # its mask is no later forward's, and the next one is not refused for it
         with pytest.raises(
-            (hw.NotFired, hw.MaskError), match=r"this forward has no mask|belongs to the previous forward"
+            (hw.errors.NotFired, hw.errors.MaskError), match=r"this forward has no mask|belongs to the previous forward"
         ):
             model(x)
         assert torch.equal(model(x, role_mask=mask), expected)
     guidance(mask)
-    with pytest.raises(hw.MaskError, match="has 5 tokens"):
+    with pytest.raises(hw.errors.MaskError, match="has 5 tokens"):
         model(torch.randn(2, 4, 12))
-    with pytest.raises(hw.NotFired, match="this forward has no mask"):
+    with pytest.raises(hw.errors.NotFired, match="this forward has no mask"):
         model(x)
     guidance.remove()
 
@@ -86,7 +86,7 @@ def test_a_forward_that_ends_in_the_middle_is_over_too():
     assert guidance.calls == {"layers.0.self_attn": 2, "layers.1.self_attn": 1}
     guidance.remove()
     with hw.guide(hw.find_heads(model), masks[1], every_forward=True):
-        with pytest.raises(hw.MaskError, match="has 1 sentences"):
+        with pytest.raises(hw.errors.MaskError, match="has 1 sentences"):
             model(x)
         # the mask that stays is still there
         assert torch.equal(model(x[:1]), found)
@@ -98,7 +98,7 @@ def test_a_mask_that_is_refused_once_is_not_refused_for_ever():
     with hw.guide(hw.find_heads(model), masks[1]):
         expected = model(x)
     with hw.guide(hw.find_heads(model), masks[0]) as guidance:
-        with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
+        with pytest.raises(hw.errors.NotFired, match="2 of 2 attentions"):
             guidance(masks[1])
         assert torch.equal(model(x), expected)
 
@@ -118,7 +118,7 @@ def test_layers_that_training_leaves_out_by_chance_are_no_fault():
     # in evaluation every layer runs, and one that does not is a fault
     model.eval()(torch.randint(4, 60, (2, 5)), role_mask=mask)
     guidance(mask)
-    with pytest.raises(hw.NotFired, match="2 of 2 attentions"):
+    with pytest.raises(hw.errors.NotFired, match="2 of 2 attentions"):
         guidance.check()
     guidance.remove()
 
@@ -146,7 +146,7 @@ def test_a_copied_guidance_guides_nothing_and_leaves_the_model_guided():
     other = copy.copy(guidance)
     other.remove()
     assert torch.equal(model(x), guided)
-    with pytest.raises(hw.NotFired, match="is a copy or was unpickled"):
+    with pytest.raises(hw.errors.NotFired, match="is a copy or was unpickled"):
         other(mask)
     # as a model that holds its guidance is copied for averaged weights
     twin = copy.deepcopy(nn.ModuleDict({"model": model}))

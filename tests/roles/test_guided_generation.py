@@ -17,17 +17,17 @@ DECODERS = ["GPT-2", "Llama"]
 ENCODER_DECODERS = ["T5", "BART", "Marian"]
 
 
-def mask_for(inputs: dict[str, Tensor], heads: int = 4) -> hw.HeadMask:
+def mask_for(inputs: dict[str, Tensor], heads: int = 4) -> hw.roles.HeadMask:
     """Three heads see the diagonal and one earlier token, so that the outputs are others than without."""
     keep = (
         inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"]).bool()
     )
     batch, tokens = keep.shape
     near = torch.eye(tokens, dtype=torch.bool) | torch.eye(tokens, dtype=torch.bool).roll(2, 0)
-    return hw.HeadMask(near.expand(batch, 3, -1, -1), keep, heads)
+    return hw.roles.HeadMask(near.expand(batch, 3, -1, -1), keep, heads)
 
 
-def greedy(model: nn.Module, inputs: dict[str, Tensor], guidance: hw.Guidance, steps: int) -> list[Tensor]:
+def greedy(model: nn.Module, inputs: dict[str, Tensor], guidance: hw.roles.Guidance, steps: int) -> list[Tensor]:
     """The logits of greedy decoding by hand: the prompt guided, then from the cache without guidance."""
     logits = []
     tokens, keep = inputs["input_ids"], inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
@@ -69,7 +69,7 @@ def test_beams_have_the_mask_of_their_example(name: str):
     roles = torch.zeros(2, 3, 7, 7, dtype=torch.bool)
     roles[0] = torch.eye(7, dtype=torch.bool)
     roles[1, :, :, 0] = True
-    mask = hw.HeadMask(roles, num_heads=4)
+    mask = hw.roles.HeadMask(roles, num_heads=4)
     with hw.guide(heads, mask):
         both = model.generate(**inputs, **settings)
     for example in range(2):
@@ -84,10 +84,10 @@ def test_a_second_prompt_wants_a_mask_of_its_own():
     settings = {"max_new_tokens": 2, "do_sample": False}
     guidance = hw.guide(hw.find_heads(model), mask_for(inputs))
     model.generate(**inputs, **settings)
-    with pytest.raises(hw.MaskError, match="belongs to the previous forward"):
+    with pytest.raises(hw.errors.MaskError, match="belongs to the previous forward"):
         model.generate(**inputs, **settings)
     guidance(mask_for({"input_ids": inputs["input_ids"][:, :5]}))
-    with pytest.raises(hw.MaskError, match="has 5 tokens and this call 7"):
+    with pytest.raises(hw.errors.MaskError, match="has 5 tokens and this call 7"):
         model.generate(**inputs, **settings)
     guidance.remove()
 
@@ -95,7 +95,7 @@ def test_a_second_prompt_wants_a_mask_of_its_own():
 def test_without_a_cache_generating_is_refused_with_the_way_out():
     model, inputs = generator("GPT-2"), prompt("GPT-2")
     guidance = hw.guide(hw.find_heads(model), mask_for(inputs), every_forward=True)
-    with pytest.raises(hw.MaskError, match="use_cache=True"):
+    with pytest.raises(hw.errors.MaskError, match="use_cache=True"):
         model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False, use_cache=False)
     guidance.remove()
 
@@ -111,7 +111,7 @@ def test_a_mask_of_fewer_prompts_is_refused_and_the_next_one_is_taken(name: str,
     with hw.guide(heads, mask):
         expected = model.generate(**inputs, **settings)
     guidance = hw.guide(heads)
-    with pytest.raises(hw.MaskError, match="1 sentences and generate\\(\\) was given 2 prompts"):
+    with pytest.raises(hw.errors.MaskError, match="1 sentences and generate\\(\\) was given 2 prompts"):
         model.generate(**inputs, **settings, role_mask=mask[:1])
     assert torch.equal(model.generate(**inputs, **settings, role_mask=mask), expected)
     guidance.remove()
@@ -120,7 +120,7 @@ def test_a_mask_of_fewer_prompts_is_refused_and_the_next_one_is_taken(name: str,
 def test_a_batch_in_evaluation_is_no_beams():
     model, inputs = generator("GPT-2"), prompt("GPT-2")
     guidance = hw.guide(hw.find_heads(model), mask_for(inputs)[0])
-    with pytest.raises(hw.MaskError, match="has 1 sentences and the batch 2"), torch.no_grad():
+    with pytest.raises(hw.errors.MaskError, match="has 1 sentences and the batch 2"), torch.no_grad():
         model(**inputs, use_cache=True)
     guidance.remove()
 
@@ -172,7 +172,7 @@ def test_two_handles_let_generate_go_in_any_order():
     heads = hw.find_heads(model)
     one, other = hw.guide(heads.layer(0)), hw.guide(heads.layer(1))
     one.remove()
-    with pytest.raises(hw.NotFired, match="no mask"):
+    with pytest.raises(hw.errors.NotFired, match="no mask"):
         model.generate(**inputs, max_new_tokens=1)
     model.generate(**inputs, max_new_tokens=1, role_mask=mask_for(inputs))
     assert set(other.calls.values()) == {1}
@@ -184,7 +184,7 @@ def test_two_handles_let_generate_go_in_any_order():
 def test_generation_without_a_cache_is_told_the_way_out():
     model, inputs = generator("GPT-2"), prompt("GPT-2")
     with (
-        pytest.raises(hw.MaskError, match=r"In generate\(\), set use_cache=True"),
+        pytest.raises(hw.errors.MaskError, match=r"In generate\(\), set use_cache=True"),
         hw.guide(hw.find_heads(model), mask_for(inputs)),
     ):
         model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, use_cache=False)

@@ -146,7 +146,7 @@ def test_a_damaged_file_of_the_cache_is_named(tmp_path: Path):
     whole = path.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"not a file of ours"):
         path.write_bytes(content)
-        with pytest.raises(hw.DataError, match=rf"{path.name} is not a file of parses .* delete it"):
+        with pytest.raises(hw.errors.DataError, match=rf"{path.name} is not a file of parses .* delete it"):
             Parser(pipeline(), tmp_path)
 
 
@@ -158,25 +158,25 @@ def test_two_processes_that_parse_the_same_disturb_nobody(tmp_path: Path):
 
 
 def test_bad_input_is_refused_in_a_sentence(tmp_path: Path):
-    with pytest.raises(hw.DataError, match=r"loaded from 'absent_pipeline'.*expected a folder or the name"):
+    with pytest.raises(hw.errors.DataError, match=r"loaded from 'absent_pipeline'.*expected a folder or the name"):
         Parser("absent_pipeline")
-    with pytest.raises(hw.DataError, match="has no component; expected one with a parser"):
+    with pytest.raises(hw.errors.DataError, match="has no component; expected one with a parser"):
         Parser(spacy.blank("en"))
     parse = Parser(pipeline())
-    with pytest.raises(hw.DataError, match="expected a list of texts"):
+    with pytest.raises(hw.errors.DataError, match="expected a list of texts"):
         parse("a text")
-    with pytest.raises(hw.DataError, match="text 1 is a int"):
+    with pytest.raises(hw.errors.DataError, match="text 1 is a int"):
         parse(["a", 3])
-    with pytest.raises(hw.DataError, match="text 0 has a word that is empty"):
+    with pytest.raises(hw.errors.DataError, match="text 0 has a word that is empty"):
         parse([["a", " "]])
     for given_text in ("ab\ud800", ["ok", "\ud800"]):
-        with pytest.raises(hw.DataError, match=r"text 0 holds half a character .*errors='replace'"):
+        with pytest.raises(hw.errors.DataError, match=r"text 0 holds half a character .*errors='replace'"):
             parse([given_text])
     (tmp_path / "file").write_text("")
-    with pytest.raises(hw.DataError, match="cannot be created"):
+    with pytest.raises(hw.errors.DataError, match="cannot be created"):
         Parser(pipeline(), tmp_path / "file")(["a"])
     parse.nlp.max_length = 3
-    with pytest.raises(hw.DataError, match=r"a text of 4 characters is longer than the pipeline allows \(3\)"):
+    with pytest.raises(hw.errors.DataError, match=r"a text of 4 characters is longer than the pipeline allows \(3\)"):
         parse(["abcd"])
 
 
@@ -185,7 +185,7 @@ def test_a_trained_parser_gives_the_roles_a_person_would(tmp_path: Path):
     parse = Parser(TRAINED, tmp_path)
     (table,) = parse(["He really likes good films."])
     assert dict(zip(table.words, table.relations, strict=True))["films"] == "obj"
-    assert [table.words[i] for i in hw.Major().find(table)] == ["He", "really", "likes", "good", "films"]
+    assert [table.words[i] for i in hw.roles.Major().find(table)] == ["He", "really", "likes", "good", "films"]
     assert sum(word == head for word, head in enumerate(table.heads)) == 1
     # two sentences told to be one have one root
     assert sum(w == h for w, h in enumerate(parse(["It rains. We stay."])[0].heads)) == 1

@@ -21,10 +21,10 @@ RELATIONS = [
     *("det", "advmod", "amod", "nsubj", "ROOT", "obj", "punct", "cc", "nsubj", "conj", "dobj", "punct"),
     *("obl", "parataxis", "punct"),
 ]
-SENTENCE = hw.WordTable(WORDS, HEADS, RELATIONS)
+SENTENCE = hw.roles.WordTable(WORDS, HEADS, RELATIONS)
 # how often in 100 documents
 TIMES = [99, 40, 30, 20, 5, 60, 99, 90, 7, 35, 80, 4, 33, 50, 70]
-FREQUENT = hw.IDF(100, dict(zip(map(str.lower, WORDS), TIMES, strict=True)))
+FREQUENT = hw.roles.IDF(100, dict(zip(map(str.lower, WORDS), TIMES, strict=True)))
 
 
 def named(columns: list[int]) -> list[str]:
@@ -33,54 +33,56 @@ def named(columns: list[int]) -> list[str]:
 
 def test_rare_is_the_tenth_with_the_highest_idf_rounded_up():
     rated = FREQUENT.rate(SENTENCE)
-    assert named(hw.Rare().find(rated)) == ["bored", ";"]
-    assert named(hw.Rare(share=0.2).find(rated)) == ["bored", "John", ";"]
+    assert named(hw.roles.Rare().find(rated)) == ["bored", ";"]
+    assert named(hw.roles.Rare(share=0.2).find(rated)) == ["bored", "John", ";"]
     for count in (10, 20, 21, 70):
-        table = hw.WordTable([f"w{i}" for i in range(count)], rarities=list(range(count)))
-        assert hw.Rare().find(table) == list(range(count - -(-count // 10), count))
-        assert len(hw.Rare.released().find(table)) == max(2, count // 10)
+        table = hw.roles.WordTable([f"w{i}" for i in range(count)], rarities=list(range(count)))
+        assert hw.roles.Rare().find(table) == list(range(count - -(-count // 10), count))
+        assert len(hw.roles.Rare.released().find(table)) == max(2, count // 10)
     # 0.07 of 100 is 7 and 0.29 of 100 is 29, though binary digits make a little more and a little less of them
-    table = hw.WordTable([f"w{i}" for i in range(100)], rarities=list(range(100)))
-    assert len(hw.Rare(share=0.07).find(table)) == 7
-    assert len(hw.Rare(share=0.29, round_up=False).find(table)) == 29
-    assert hw.Rare().find(hw.WordTable(["one"], rarities=[1.0])) == [0]
-    assert hw.Rare().find(hw.WordTable(["a", "b"], rarities=[1.0, 1.0])) == [0]
+    table = hw.roles.WordTable([f"w{i}" for i in range(100)], rarities=list(range(100)))
+    assert len(hw.roles.Rare(share=0.07).find(table)) == 7
+    assert len(hw.roles.Rare(share=0.29, round_up=False).find(table)) == 29
+    assert hw.roles.Rare().find(hw.roles.WordTable(["one"], rarities=[1.0])) == [0]
+    assert hw.roles.Rare().find(hw.roles.WordTable(["a", "b"], rarities=[1.0, 1.0])) == [0]
 
 
 def test_rare_as_released_takes_two_at_least_and_skips_letters_and_numbers():
     rated = FREQUENT.rate(SENTENCE)
-    assert named(hw.Rare.released().find(rated)) == ["bored", "John"]
-    numbers = hw.WordTable(["3.5", "x", "1999", "rare", "words", "more"], rarities=[9, 9, 9, 2, 1, 2])
-    assert hw.Rare.released().find(numbers) == [3, 5]
-    assert hw.Rare.released().find(hw.WordTable(["aa", "bb", "cc"], rarities=[1, 1, 1])) == [1, 2]
+    assert named(hw.roles.Rare.released().find(rated)) == ["bored", "John"]
+    numbers = hw.roles.WordTable(["3.5", "x", "1999", "rare", "words", "more"], rarities=[9, 9, 9, 2, 1, 2])
+    assert hw.roles.Rare.released().find(numbers) == [3, 5]
+    assert hw.roles.Rare.released().find(hw.roles.WordTable(["aa", "bb", "cc"], rarities=[1, 1, 1])) == [1, 2]
 
 
 def test_separators_are_the_papers_marks_alone():
-    assert named(hw.Separator().find(SENTENCE)) == [",", ";", "?"]
-    marks = hw.WordTable(["Well", "...", "no", ":", "yes", "!", "?!", "a.b", ".", ".net"])
-    assert hw.Separator().find(marks) == [1, 5, 6, 8]
-    assert hw.Separator.released().find(marks) == [3, 8]
+    assert named(hw.roles.Separator().find(SENTENCE)) == [",", ";", "?"]
+    marks = hw.roles.WordTable(["Well", "...", "no", ":", "yes", "!", "?!", "a.b", ".", ".net"])
+    assert hw.roles.Separator().find(marks) == [1, 5, 6, 8]
+    assert hw.roles.Separator.released().find(marks) == [3, 8]
 
 
 def test_dependency_is_the_word_its_head_and_its_children():
-    pairs = set(hw.Dependency().find(SENTENCE))
+    pairs = set(hw.roles.Dependency().find(SENTENCE))
     for word, head in enumerate(HEADS):
         children = {child for child, parent in enumerate(HEADS) if parent == word}
         assert {j for i, j in pairs if i == word} == {word, head} | children
-    assert set(hw.Dependency(children=False).find(SENTENCE)) == {(i, j) for i, h in enumerate(HEADS) for j in (i, h)}
-    assert set(hw.Dependency(head=False).find(SENTENCE)) == {(i, j) for j, h in enumerate(HEADS) for i in (j, h)}
+    assert set(hw.roles.Dependency(children=False).find(SENTENCE)) == {
+        (i, j) for i, h in enumerate(HEADS) for j in (i, h)
+    }
+    assert set(hw.roles.Dependency(head=False).find(SENTENCE)) == {(i, j) for j, h in enumerate(HEADS) for i in (j, h)}
 
 
 def test_major_is_the_words_of_the_four_relations_and_their_heads():
-    found = named(hw.Major().find(SENTENCE))
+    found = named(hw.roles.Major().find(SENTENCE))
     # very-advmod-old, old-amod-film, film-nsubj-bored, me-obj-bored, John-nsubj-liked, it-dobj-liked
     assert found == ["very", "old", "film", "bored", "me", "John", "liked", "it"]
     # and The hangs on film, which is a subject
-    assert named(hw.Major.released().find(SENTENCE)) == ["The", *found]
-    assert named(hw.Major(relations=("cc",)).find(SENTENCE)) == ["but", "liked"]
-    passive = hw.WordTable(["it", "was", "seen"], [2, 2, 2], ["nsubj:pass", "aux:pass", "ROOT"])
-    assert hw.Major().find(passive) == []
-    assert hw.Major((*MAJOR, "nsubj:pass")).find(passive) == [0, 2]
+    assert named(hw.roles.Major.released().find(SENTENCE)) == ["The", *found]
+    assert named(hw.roles.Major(relations=("cc",)).find(SENTENCE)) == ["but", "liked"]
+    passive = hw.roles.WordTable(["it", "was", "seen"], [2, 2, 2], ["nsubj:pass", "aux:pass", "ROOT"])
+    assert hw.roles.Major().find(passive) == []
+    assert hw.roles.Major((*MAJOR, "nsubj:pass")).find(passive) == [0, 2]
 
 
 def cells(mask: Tensor) -> list[list[int]]:
@@ -88,8 +90,8 @@ def cells(mask: Tensor) -> list[list[int]]:
 
 
 def test_windows_are_centered_and_end_at_the_sentence():
-    tables = [hw.WordTable(list("abcd")), hw.WordTable(list("ab"))]
-    mask = hw.Roles(hw.Window(), hw.Window.released())(tables, num_heads=2)
+    tables = [hw.roles.WordTable(list("abcd")), hw.roles.WordTable(list("ab"))]
+    mask = hw.roles.Roles(hw.roles.Window(), hw.roles.Window.released())(tables, num_heads=2)
     assert mask.names == ("window", "window 2")
     assert cells(mask.roles[0, 0]) == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
     assert cells(mask.roles[0, 1]) == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
@@ -98,8 +100,10 @@ def test_windows_are_centered_and_end_at_the_sentence():
 
 
 def test_special_tokens_are_separators_and_major_and_see_themselves_under_dependency():
-    roles = hw.Roles(hw.Rare(), hw.Separator(), hw.Dependency(), hw.Major(), hw.Window(), idf=FREQUENT)
-    table = hw.WordTable(["bored", "?"], [0, 0], ["ROOT", "punct"])
+    roles = hw.roles.Roles(
+        hw.roles.Rare(), hw.roles.Separator(), hw.roles.Dependency(), hw.roles.Major(), hw.roles.Window(), idf=FREQUENT
+    )
+    table = hw.roles.WordTable(["bored", "?"], [0, 0], ["ROOT", "punct"])
     mask = roles(table, num_heads=6, before=1, after=1)
     rare, separator, dependency, major, window = mask.roles[0]
     assert cells(rare) == [[0, 1, 0, 0]] * 4
@@ -111,8 +115,8 @@ def test_special_tokens_are_separators_and_major_and_see_themselves_under_depend
 
 
 def test_a_sentence_without_a_separator_follows_the_policy():
-    roles = hw.Roles(hw.Separator())
-    tables = [hw.WordTable(["no", "mark"]), hw.WordTable(["a", "mark", "."])]
+    roles = hw.roles.Roles(hw.roles.Separator())
+    tables = [hw.roles.WordTable(["no", "mark"]), hw.roles.WordTable(["a", "mark", "."])]
     regular = roles(tables, num_heads=2).allowed()
     assert cells(regular[0, 0]) == [[1, 1, 0]] * 3
     assert cells(regular[1, 0]) == [[0, 0, 1]] * 3
@@ -130,8 +134,8 @@ def test_a_role_of_your_own_is_a_function_from_words_to_columns_or_pairs():
     def known(table):
         return [word for word, rarity in enumerate(table.rarities) if rarity < 2.0]
 
-    roles = hw.Roles(short, next_word, hw.Role("known", known, special_tokens=True), idf=FREQUENT)
-    mask = roles(hw.WordTable(["film", "it", "the"]), num_heads=4, after=1, heads=(3, 0, 1))
+    roles = hw.roles.Roles(short, next_word, hw.roles.Role("known", known, special_tokens=True), idf=FREQUENT)
+    mask = roles(hw.roles.WordTable(["film", "it", "the"]), num_heads=4, after=1, heads=(3, 0, 1))
     assert mask.names == ("short", "next_word", "known")
     assert mask.heads == (3, 0, 1)
     assert cells(mask.roles[0, 0]) == [[0, 1, 0, 0]] * 4
@@ -141,9 +145,9 @@ def test_a_role_of_your_own_is_a_function_from_words_to_columns_or_pairs():
 
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_a_role_of_your_own_may_find_arrays(array):
-    table = hw.WordTable(["a", "b", "c"])
+    table = hw.roles.WordTable(["a", "b", "c"])
     for found in ([1, 2], [(0, 1), (2, 2)]):
-        plain, given = (hw.Roles(hw.Role("mine", lambda _, f=one: f)) for one in (found, array(found)))
+        plain, given = (hw.roles.Roles(hw.roles.Role("mine", lambda _, f=one: f)) for one in (found, array(found)))
         assert torch.equal(given(table, num_heads=1).allowed(), plain(table, num_heads=1).allowed())
 
 
@@ -162,18 +166,18 @@ def test_a_role_of_your_own_may_find_arrays(array):
     ],
 )
 def test_a_role_of_your_own_that_finds_no_words_is_refused(found: list, message: str):
-    with pytest.raises(hw.SettingError, match=message):
-        hw.Roles(hw.Role("mine", lambda _: found))(hw.WordTable(["a", "b", "c"]), num_heads=1)
+    with pytest.raises(hw.errors.SettingError, match=message):
+        hw.roles.Roles(hw.roles.Role("mine", lambda _: found))(hw.roles.WordTable(["a", "b", "c"]), num_heads=1)
 
 
-def by_words(roles: hw.Roles, aligned: Alignment, index: int) -> Tensor:
+def by_words(roles: hw.roles.Roles, aligned: Alignment, index: int) -> Tensor:
     """The masks of one sentence of a batch, word by word and cell by cell."""
     (table,), row = aligned.tables[index], aligned.rows[index]
     rated = roles.idf.rate(table)
     found = torch.zeros(len(roles.roles), aligned.tokens, aligned.tokens, dtype=torch.bool)
     word_of = {unit: word for word, unit in enumerate(row.places[0]) if unit >= 0}
     for r, role in enumerate(roles.roles):
-        listed = [] if isinstance(role, hw.Window) else role.find(rated)
+        listed = [] if isinstance(role, hw.roles.Window) else role.find(rated)
         columns = {word for word in listed if isinstance(word, int)}
         pairs = {pair for pair in listed if isinstance(pair, tuple)}
         for q, k in torch.cartesian_prod(torch.arange(aligned.tokens), torch.arange(aligned.tokens)).tolist():
@@ -181,10 +185,10 @@ def by_words(roles: hw.Roles, aligned: Alignment, index: int) -> Tensor:
                 for other in range(row.first[k], row.last[k] + 1):
                     if one < 0 or other < 0:
                         continue
-                    if isinstance(role, hw.Window):
+                    if isinstance(role, hw.roles.Window):
                         allowed = abs(one - other) <= role.reach
                     elif other in row.special:
-                        allowed = role.special_tokens or (isinstance(role, hw.Dependency) and one == other)
+                        allowed = role.special_tokens or (isinstance(role, hw.roles.Dependency) and one == other)
                     else:
                         allowed = word_of[other] in columns or (word_of.get(one), word_of[other]) in pairs
                     found[r, q, k] |= allowed
@@ -200,13 +204,13 @@ def by_words(roles: hw.Roles, aligned: Alignment, index: int) -> Tensor:
 def test_every_piece_of_a_word_has_the_row_and_the_column_of_the_word(kind: str, words: list[str], space: str):
     size, relations = len(words), [MAJOR[i % 4] if i % 3 else "x" for i in range(len(words))]
     # without spaces many tokens cover several words
-    parsed = hw.WordTable(words, [i // 2 for i in range(size)], relations, text=space.join(words))
-    tables = [parsed, hw.WordTable(["a", "film"], [1, 1], ["det", "ROOT"])]
-    roles = hw.Roles.paper(FREQUENT)
+    parsed = hw.roles.WordTable(words, [i // 2 for i in range(size)], relations, text=space.join(words))
+    tables = [parsed, hw.roles.WordTable(["a", "film"], [1, 1], ["det", "ROOT"])]
+    roles = hw.roles.Roles.paper(FREQUENT)
     for side in ("right", "left"):
         tokenizer = fast_tokenizer(kind, padding_side=side)
         encoding = tokenizer([table.text for table in tables], padding=True, truncation=True, max_length=14)
-        aligned = hw.align(tables, encoding)
+        aligned = hw.roles.align(tables, encoding)
         mask = roles(tables, num_heads=5, encoding=encoding)
         assert mask.keep.int().tolist() == encoding["attention_mask"]
         for index in range(2):
@@ -214,56 +218,62 @@ def test_every_piece_of_a_word_has_the_row_and_the_column_of_the_word(kind: str,
 
 
 def test_the_roles_print_as_the_record_of_an_experiment():
-    assert repr(hw.Roles(hw.Window(5), hw.Rare.released(), idf=hw.IDF(3, {"a": 1}))) == (
+    assert repr(hw.roles.Roles(hw.roles.Window(5), hw.roles.Rare.released(), idf=hw.roles.IDF(3, {"a": 1}))) == (
         "Roles(roles=(Window(size=5), Rare(share=0.1, least=2, round_up=False, skip=True, ties='later')), "
         "idf=IDF(3 documents, 1 words))"
     )
-    assert hw.Roles.released(FREQUENT).names == hw.Roles.paper(FREQUENT).names
+    assert hw.roles.Roles.released(FREQUENT).names == hw.roles.Roles.paper(FREQUENT).names
 
 
 def test_bad_input_is_refused_in_a_sentence():
-    with pytest.raises(hw.SettingError, match="given no role"):
-        hw.Roles()
-    with pytest.raises(hw.SettingError, match="not a role; expected"):
-        hw.Roles("window")
-    with pytest.raises(hw.SettingError, match="not a role; expected"):
-        hw.Roles(hw.Window)
-    with pytest.raises(hw.SettingError, match="idf is a dict"):
-        hw.Roles(hw.Rare(), idf={})
-    with pytest.raises(hw.SettingError, match="expected an odd number"):
-        hw.Window(4)
-    with pytest.raises(hw.SettingError, match="share is 0"):
-        hw.Rare(share=0.0)
-    with pytest.raises(hw.SettingError, match="marks is ''"):
-        hw.Separator("")
-    with pytest.raises(hw.SettingError, match="relations is 'nsubj'"):
-        hw.Major("nsubj")
-    with pytest.raises(hw.SettingError, match=r"relations is \['nsubj'\]; expected a tuple"):
-        hw.Major(["nsubj"])
-    table = hw.WordTable(["a", "film"])
+    with pytest.raises(hw.errors.SettingError, match="given no role"):
+        hw.roles.Roles()
+    with pytest.raises(hw.errors.SettingError, match="not a role; expected"):
+        hw.roles.Roles("window")
+    with pytest.raises(hw.errors.SettingError, match="not a role; expected"):
+        hw.roles.Roles(hw.roles.Window)
+    with pytest.raises(hw.errors.SettingError, match="idf is a dict"):
+        hw.roles.Roles(hw.roles.Rare(), idf={})
+    with pytest.raises(hw.errors.SettingError, match="expected an odd number"):
+        hw.roles.Window(4)
+    with pytest.raises(hw.errors.SettingError, match="share is 0"):
+        hw.roles.Rare(share=0.0)
+    with pytest.raises(hw.errors.SettingError, match="marks is ''"):
+        hw.roles.Separator("")
+    with pytest.raises(hw.errors.SettingError, match="relations is 'nsubj'"):
+        hw.roles.Major("nsubj")
+    with pytest.raises(hw.errors.SettingError, match=r"relations is \['nsubj'\]; expected a tuple"):
+        hw.roles.Major(["nsubj"])
+    table = hw.roles.WordTable(["a", "film"])
     for nothing in (None, 3):
-        with pytest.raises(hw.SettingError, match=rf"the role '<lambda>' found {nothing}; expected words, or pairs"):
-            hw.Roles(lambda _, found=nothing: found)(table, num_heads=1)
-    with pytest.raises(hw.SettingError, match=r"pass Roles\(..., idf="):
-        hw.Roles(hw.Rare())(table, num_heads=1)
-    with pytest.raises(hw.DataError, match="'a film' has no parse"):
-        hw.Roles(hw.Dependency())(table, num_heads=1)
-    with pytest.raises(hw.DataError, match="sentence 1 has neither words nor special tokens"):
-        hw.Roles(hw.Window())([table, hw.WordTable([])], num_heads=1)
-    with pytest.raises(hw.SettingError, match=r"sentence 0 has 2 tokens; expected at most 1: cut it with table\[:n\]"):
-        hw.Roles(hw.Window())([table], num_heads=1, length=1)
-    with pytest.raises(hw.MaskError, match="expected 2 different heads of 0 to 0"):
-        hw.Roles(hw.Window(), hw.Separator())(table, num_heads=1)
+        with pytest.raises(
+            hw.errors.SettingError, match=rf"the role '<lambda>' found {nothing}; expected words, or pairs"
+        ):
+            hw.roles.Roles(lambda _, found=nothing: found)(table, num_heads=1)
+    with pytest.raises(hw.errors.SettingError, match=r"pass Roles\(..., idf="):
+        hw.roles.Roles(hw.roles.Rare())(table, num_heads=1)
+    with pytest.raises(hw.errors.DataError, match="'a film' has no parse"):
+        hw.roles.Roles(hw.roles.Dependency())(table, num_heads=1)
+    with pytest.raises(hw.errors.DataError, match="sentence 1 has neither words nor special tokens"):
+        hw.roles.Roles(hw.roles.Window())([table, hw.roles.WordTable([])], num_heads=1)
+    with pytest.raises(
+        hw.errors.SettingError, match=r"sentence 0 has 2 tokens; expected at most 1: cut it with table\[:n\]"
+    ):
+        hw.roles.Roles(hw.roles.Window())([table], num_heads=1, length=1)
+    with pytest.raises(hw.errors.MaskError, match="expected 2 different heads of 0 to 0"):
+        hw.roles.Roles(hw.roles.Window(), hw.roles.Separator())(table, num_heads=1)
 
 
 def test_an_empty_text_with_special_tokens_is_a_sentence():
-    mask = hw.Roles(hw.Window(), hw.Separator())([hw.WordTable([])], num_heads=2, before=1, after=1)
+    mask = hw.roles.Roles(hw.roles.Window(), hw.roles.Separator())(
+        [hw.roles.WordTable([])], num_heads=2, before=1, after=1
+    )
     assert cells(mask.allowed()[0, 0]) == [[1, 1], [1, 1]]
 
 
 def test_words_found_may_be_integers_of_numpy():
     find = lambda _: np.arange(2), lambda _: [(np.int64(1), 0)]
-    words, pairs = (hw.Roles(found)(SENTENCE, num_heads=1).roles[0, 0] for found in find)
+    words, pairs = (hw.roles.Roles(found)(SENTENCE, num_heads=1).roles[0, 0] for found in find)
     assert words.sum(-1).unique().tolist() == [2]
     assert pairs.nonzero().tolist() == [[1, 0]]
 
@@ -279,21 +289,23 @@ def test_words_found_may_be_integers_of_numpy():
     ],
 )
 def test_what_is_no_word_table_is_refused(tables: list, message: str):
-    with pytest.raises(hw.DataError, match=message):
-        hw.Roles(hw.Window())(tables, num_heads=1)
+    with pytest.raises(hw.errors.DataError, match=message):
+        hw.roles.Roles(hw.roles.Window())(tables, num_heads=1)
 
 
 def test_numbers_of_special_tokens_are_not_negative():
     for given_numbers in ({"before": -1}, {"after": -1}, {"before": 1.5}):
-        with pytest.raises(hw.SettingError, match=r"expected an integer of at least 0"):
-            hw.Roles(hw.Window())(SENTENCE, num_heads=1, **given_numbers)
+        with pytest.raises(hw.errors.SettingError, match=r"expected an integer of at least 0"):
+            hw.roles.Roles(hw.roles.Window())(SENTENCE, num_heads=1, **given_numbers)
 
 
 def test_an_alignment_takes_the_parse_of_the_tables_given_with_it():
-    roles = hw.Roles(hw.Dependency(), hw.Major())
+    roles = hw.roles.Roles(hw.roles.Dependency(), hw.roles.Major())
     encoding = fast_tokenizer("WordPiece")([SENTENCE.text, "It bored me."], padding=True)
-    other = hw.WordTable(["It", "bored", "me", "."], [1, 1, 1, 1], ["nsubj", "ROOT", "obj", "punct"], "It bored me.")
-    aligned = hw.align([SENTENCE, other], encoding)
+    other = hw.roles.WordTable(
+        ["It", "bored", "me", "."], [1, 1, 1, 1], ["nsubj", "ROOT", "obj", "punct"], "It bored me."
+    )
+    aligned = hw.roles.align([SENTENCE, other], encoding)
     shuffled = [SENTENCE.shuffled_parse(3), other]
     for make in (roles, roles.for_flex):
         shown, expected = (make(shuffled, 3, encoding=one) for one in (aligned, encoding))
@@ -302,47 +314,51 @@ def test_an_alignment_takes_the_parse_of_the_tables_given_with_it():
             assert not torch.equal(shown.roles, make([SENTENCE, other], 3, encoding=aligned).roles)
         else:
             assert torch.equal(shown.pairs, expected.pairs)
-    with pytest.raises(hw.DataError, match=r"row 1 was aligned with 'It bored me \.' and is given 'It bored me'"):
+    with pytest.raises(
+        hw.errors.DataError, match=r"row 1 was aligned with 'It bored me \.' and is given 'It bored me'"
+    ):
         roles([SENTENCE, other[:3]], 3, encoding=aligned)
-    moved = hw.WordTable(other.words, other.heads, other.relations, "It  bored me.")
-    with pytest.raises(hw.DataError, match="expected the same words at the same characters"):
+    moved = hw.roles.WordTable(other.words, other.heads, other.relations, "It  bored me.")
+    with pytest.raises(hw.errors.DataError, match="expected the same words at the same characters"):
         roles([SENTENCE, moved], 3, encoding=aligned)
-    with pytest.raises(hw.DataError, match="2 aligned texts were given for 1 word tables"):
+    with pytest.raises(hw.errors.DataError, match="2 aligned texts were given for 1 word tables"):
         roles([SENTENCE], 3, encoding=aligned)
 
 
 def test_an_alignment_of_texts_that_overflow_is_one_row_for_each_part():
-    tables = [SENTENCE, hw.WordTable(["film", "!"], [0, 0], ["ROOT", "punct"])]
+    tables = [SENTENCE, hw.roles.WordTable(["film", "!"], [0, 0], ["ROOT", "punct"])]
     encoding = fast_tokenizer("WordPiece")(
         [table.text for table in tables], truncation=True, max_length=9, stride=2, return_overflowing_tokens=True
     )
-    aligned = hw.align(tables, encoding)
+    aligned = hw.roles.align(tables, encoding)
     assert aligned.origins == tuple(encoding["overflow_to_sample_mapping"]) == (0,) * (len(aligned.rows) - 1) + (1,)
-    roles = hw.Roles.paper(FREQUENT)
+    roles = hw.roles.Roles.paper(FREQUENT)
     mask = roles(tables, num_heads=5, encoding=aligned)
     for index in range(len(aligned.rows)):
         assert torch.equal(mask.roles[index], by_words(roles, aligned, index))
     assert torch.equal(mask.roles, roles(tables, num_heads=5, encoding=encoding).roles)
-    with pytest.raises(hw.DataError, match="2 encoded texts were given for 3 word tables"):
+    with pytest.raises(hw.errors.DataError, match="2 encoded texts were given for 3 word tables"):
         roles([*tables, SENTENCE], num_heads=5, encoding=encoding)
 
 
 def test_arguments_without_effect_beside_an_encoding_are_refused():
     encoding = fast_tokenizer("WordPiece")([SENTENCE.text])
-    aligned = hw.align([SENTENCE], encoding, length=70)
-    for make in (hw.Roles(hw.Separator()), hw.Roles(hw.Separator()).for_flex):
-        with pytest.raises(hw.SettingError, match="before is 1 and after is 0, and the encoding has its own"):
+    aligned = hw.roles.align([SENTENCE], encoding, length=70)
+    for make in (hw.roles.Roles(hw.roles.Separator()), hw.roles.Roles(hw.roles.Separator()).for_flex):
+        with pytest.raises(hw.errors.SettingError, match="before is 1 and after is 0, and the encoding has its own"):
             make(SENTENCE, 2, encoding=encoding, before=1)
-        with pytest.raises(hw.SettingError, match="before is 0 and after is 2, and the encoding has its own"):
+        with pytest.raises(hw.errors.SettingError, match="before is 0 and after is 2, and the encoding has its own"):
             make(SENTENCE, 2, encoding=aligned, after=2)
-        with pytest.raises(hw.SettingError, match="length is 80 and the alignment has 70 tokens; pass length=80 to"):
+        with pytest.raises(
+            hw.errors.SettingError, match="length is 80 and the alignment has 70 tokens; pass length=80 to"
+        ):
             make(SENTENCE, 2, encoding=aligned, length=80)
         assert make(SENTENCE, 2, encoding=aligned, length=70).keep.shape == (1, 70)
         assert make(SENTENCE, 2, encoding=encoding, length=80).keep.shape == (1, 80)
 
 
 def test_the_random_control_of_a_causal_mask_keeps_as_many_keys_for_each_query():
-    roles, tables = hw.Roles(hw.Window(5)), [hw.WordTable([f"w{i}" for i in range(20)])]
+    roles, tables = hw.roles.Roles(hw.roles.Window(5)), [hw.roles.WordTable([f"w{i}" for i in range(20)])]
     mask = roles(tables, num_heads=2, causal=True)
     assert mask.causal
     drawn = mask.randomized([3])

@@ -19,34 +19,34 @@ TREEBANK = Path(os.environ.get("HEADWISE_DATA", "")) / "ud" / "en_ewt"
 
 @given(st.text(max_size=40))
 def test_words_of_a_text_are_its_characters_but_white_space_in_order(text: str):
-    table = hw.WordTable.split(text)
+    table = hw.roles.WordTable.split(text)
     assert "".join(table.words) == "".join(letter for letter in text if not letter.isspace())
     assert [text[start:end] for start, end in table.spans] == list(table.words)
-    assert hw.WordTable(table.words).words == table.words
+    assert hw.roles.WordTable(table.words).words == table.words
 
 
 def test_a_part_of_a_table_keeps_what_hangs_together():
-    table = hw.WordTable(list("abcde"), heads=[1, 1, 4, 1, 3], relations=list("vwxyz"), rarities=[1, 2, 3, 4, 5])
+    table = hw.roles.WordTable(list("abcde"), heads=[1, 1, 4, 1, 3], relations=list("vwxyz"), rarities=[1, 2, 3, 4, 5])
     part = table[1:4]
     # b is the root, c hung on e which was cut off, d hangs on b
     assert (part.words, part.heads, part.relations) == (("b", "c", "d"), (0, 1, 0), ("w", "x", "y"))
     assert part.rarities == (2, 3, 4)
     assert [part.text[start:end] for start, end in part.spans] == ["b", "c", "d"]
     assert table[:99] == table
-    with pytest.raises(hw.SettingError, match="by 2"):
+    with pytest.raises(hw.errors.SettingError, match="by 2"):
         table[::2]
 
 
 def test_a_table_is_no_list_of_words():
-    table = hw.WordTable(list("abc"))
+    table = hw.roles.WordTable(list("abc"))
     message = r"indexed by 0; expected a slice: table\[:1\] is a table of its first word, table.words\[0\] that word"
-    with pytest.raises(hw.SettingError, match=message):
+    with pytest.raises(hw.errors.SettingError, match=message):
         table[0]
-    with pytest.raises(hw.SettingError, match=message):
+    with pytest.raises(hw.errors.SettingError, match=message):
         list(table)
 
 
-def depths(table: hw.WordTable) -> list[int]:
+def depths(table: hw.roles.WordTable) -> list[int]:
     found = []
     for word in range(len(table)):
         depth, above = 0, word
@@ -58,7 +58,7 @@ def depths(table: hw.WordTable) -> list[int]:
 
 
 def test_a_shuffled_parse_has_the_same_tree_over_other_words():
-    table = hw.WordTable(
+    table = hw.roles.WordTable(
         list("abcdefg"), heads=[1, 1, 1, 2, 2, 4, 5], relations=["amod", "ROOT", "nsubj", "obj", "det", "case", "x"]
     )
     shuffled = table.shuffled_parse(3)
@@ -85,8 +85,8 @@ def test_a_shuffled_parse_has_the_same_tree_over_other_words():
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(arguments: dict, message: str):
-    with pytest.raises(hw.DataError, match=message):
-        hw.WordTable(**arguments)
+    with pytest.raises(hw.errors.DataError, match=message):
+        hw.roles.WordTable(**arguments)
 
 
 CONLLU = """# sent_id = 1
@@ -115,7 +115,7 @@ def conllu(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_conllu_is_read_with_multiword_tokens_empty_nodes_and_spaces(tmp_path: Path, ending: str):
-    first, second = hw.read_conllu(conllu(tmp_path, CONLLU.replace("\n", ending)))
+    first, second = hw.roles.read_conllu(conllu(tmp_path, CONLLU.replace("\n", ending)))
     assert first.text == "Don't go, John."
     assert first.words == ("Do", "n't", "go", ",", "John", ".")
     assert first.heads == (2, 2, 2, 4, 2, 2)
@@ -151,24 +151,24 @@ def test_conllu_is_read_with_multiword_tokens_empty_nodes_and_spaces(tmp_path: P
 )
 def test_a_malformed_line_is_named(tmp_path: Path, old: str, new: str, message: str):
     assert old in CONLLU
-    with pytest.raises(hw.DataError, match=message):
-        hw.read_conllu(conllu(tmp_path, CONLLU.replace(old, new)))
+    with pytest.raises(hw.errors.DataError, match=message):
+        hw.roles.read_conllu(conllu(tmp_path, CONLLU.replace(old, new)))
 
 
 def test_a_conllu_file_without_sentences_or_that_is_none_is_refused(tmp_path: Path):
-    with pytest.raises(hw.DataError, match="holds no sentence"):
-        hw.read_conllu(conllu(tmp_path, "# only this\n"))
-    with pytest.raises(hw.DataError, match="No such file"):
-        hw.read_conllu(tmp_path / "absent.conllu")
+    with pytest.raises(hw.errors.DataError, match="holds no sentence"):
+        hw.roles.read_conllu(conllu(tmp_path, "# only this\n"))
+    with pytest.raises(hw.errors.DataError, match="No such file"):
+        hw.roles.read_conllu(tmp_path / "absent.conllu")
     (tmp_path / "latin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(hw.DataError, match="not UTF-8"):
-        hw.read_conllu(tmp_path / "latin")
+    with pytest.raises(hw.errors.DataError, match="not UTF-8"):
+        hw.roles.read_conllu(tmp_path / "latin")
 
 
 def test_a_file_without_heads_gives_tables_without_a_parse(tmp_path: Path):
-    (table,) = hw.read_conllu(conllu(tmp_path, "1\ta\t_\t_\t_\t_\t_\t_\t_\t_\n"))
+    (table,) = hw.roles.read_conllu(conllu(tmp_path, "1\ta\t_\t_\t_\t_\t_\t_\t_\t_\n"))
     assert table.heads is None
-    with pytest.raises(hw.DataError, match=r"'a' has no parse; parse it with"):
+    with pytest.raises(hw.errors.DataError, match=r"'a' has no parse; parse it with"):
         table.parse()
 
 
@@ -176,8 +176,8 @@ def test_a_file_without_heads_gives_tables_without_a_parse(tmp_path: Path):
 def test_a_whole_treebank_is_read_as_its_own_text_says(tmp_path: Path):
     path = tmp_path / "dev.conllu"
     path.write_bytes(gzip.decompress((TREEBANK / "en_ewt-ud-dev.conllu.gz").read_bytes()))
-    tables = hw.read_conllu(path)
-    assert hw.read_conllu(TREEBANK / "en_ewt-ud-dev.conllu.gz") == tables
+    tables = hw.roles.read_conllu(path)
+    assert hw.roles.read_conllu(TREEBANK / "en_ewt-ud-dev.conllu.gz") == tables
     lines = path.read_text(encoding="utf-8").splitlines()
     texts = [line.removeprefix("# text = ") for line in lines if line.startswith("# text = ")]
     assert len(tables) == len(texts) > 1000
@@ -185,21 +185,21 @@ def test_a_whole_treebank_is_read_as_its_own_text_says(tmp_path: Path):
 
 
 def test_idf_is_the_formula_and_an_unseen_word_is_the_rarest():
-    table = hw.idf([hw.WordTable(["The", "film", "film"]), ["the", "plot"], ["The", "the"]])
+    table = hw.roles.idf([hw.roles.WordTable(["The", "film", "film"]), ["the", "plot"], ["The", "the"]])
     assert table("film") == math.log(4 / 2) + 1
     assert table("THE") == math.log(4 / 4) + 1
     assert table("unseen") == math.log(4 / 1) + 1 == table.greatest
-    cased = hw.idf([["The", "film"], ["the", "plot"]], lowercase=False)
+    cased = hw.roles.idf([["The", "film"], ["the", "plot"]], lowercase=False)
     assert cased("The") == cased("plot") == math.log(3 / 2) + 1
-    rated = table.rate(hw.WordTable(["The", "plot", "twist"]))
+    rated = table.rate(hw.roles.WordTable(["The", "plot", "twist"]))
     assert rated.rarities == (table("the"), table("plot"), table.greatest)
     assert rated.words == ("The", "plot", "twist")
 
 
 def test_idf_is_saved_with_the_model_and_comes_back_equal(tmp_path: Path):
-    table = hw.idf([["naïve", "数据"], ["film"]], lowercase=False)
+    table = hw.roles.idf([["naïve", "数据"], ["film"]], lowercase=False)
     table.save(tmp_path / "idf.json")
-    again = hw.IDF.load(tmp_path / "idf.json")
+    again = hw.roles.IDF.load(tmp_path / "idf.json")
     assert again == table
     assert again("数据") == table("数据")
     assert not list(tmp_path.glob(".*"))
@@ -225,32 +225,32 @@ def test_a_file_that_is_no_idf_is_refused_by_name(tmp_path: Path, content: str):
     path = tmp_path / "idf.json"
     path.write_text(content, encoding="utf-8")
     expected = r"idf.json holds no inverse document frequencies \(.+\); expected a file written by IDF\.save"
-    with pytest.raises(hw.DataError, match=expected):
-        hw.IDF.load(path)
+    with pytest.raises(hw.errors.DataError, match=expected):
+        hw.roles.IDF.load(path)
 
 
 def test_what_idf_cannot_count_is_refused(tmp_path: Path):
-    with pytest.raises(hw.DataError, match="no document"):
-        hw.idf([])
-    with pytest.raises(hw.DataError, match="document 1 is the text 'a film'"):
-        hw.idf([["a"], "a film"])
-    with pytest.raises(hw.DataError, match="document 0 holds 3; expected words"):
-        hw.idf([["a", 3]])
-    with pytest.raises(hw.DataError, match="cannot be read"):
-        hw.IDF.load(tmp_path / "absent.json")
-    with pytest.raises(hw.DataError, match=r"a word holds '\\ud83d', half of a surrogate pair; take it out"):
-        hw.idf([["an", "\ud83d"]]).save(tmp_path / "idf.json")
+    with pytest.raises(hw.errors.DataError, match="no document"):
+        hw.roles.idf([])
+    with pytest.raises(hw.errors.DataError, match="document 1 is the text 'a film'"):
+        hw.roles.idf([["a"], "a film"])
+    with pytest.raises(hw.errors.DataError, match="document 0 holds 3; expected words"):
+        hw.roles.idf([["a", 3]])
+    with pytest.raises(hw.errors.DataError, match="cannot be read"):
+        hw.roles.IDF.load(tmp_path / "absent.json")
+    with pytest.raises(hw.errors.DataError, match=r"a word holds '\\ud83d', half of a surrogate pair; take it out"):
+        hw.roles.idf([["an", "\ud83d"]]).save(tmp_path / "idf.json")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("heads", [[1.0, 1.0], ["1", "1"], [None, 1]])
 def test_heads_are_indices(heads: list):
-    with pytest.raises(hw.DataError, match=r"heads is \(.*expected the index of a word for each word"):
-        hw.WordTable(["a", "film"], heads, ["det", "ROOT"])
+    with pytest.raises(hw.errors.DataError, match=r"heads is \(.*expected the index of a word for each word"):
+        hw.roles.WordTable(["a", "film"], heads, ["det", "ROOT"])
 
 
 def test_heads_of_numpy_become_integers():
-    table = hw.WordTable(["a", "film"], np.array([1, 1]), ["det", "ROOT"])
+    table = hw.roles.WordTable(["a", "film"], np.array([1, 1]), ["det", "ROOT"])
     assert [type(head) for head in table.heads] == [int, int]
 
 
@@ -258,9 +258,11 @@ def test_a_gzipped_file_is_read_and_a_broken_one_named(tmp_path: Path):
     lines = "1\tGood\t_\t_\t_\t_\t2\tamod\t_\t_\n2\tfilm\t_\t_\t_\t_\t0\troot\t_\t_\n"
     path = tmp_path / "one.conllu.gz"
     path.write_bytes(gzip.compress(lines.encode()))
-    (table,) = hw.read_conllu(path)
+    (table,) = hw.roles.read_conllu(path)
     assert (table.words, table.heads) == (("Good", "film"), (1, 1))
     for content in (lines.encode(), gzip.compress(lines.encode())[:-9], b""):
         path.write_bytes(content)
-        with pytest.raises(hw.DataError, match=r"one.conllu.gz(, after line \d: cannot be read| holds no sentence)"):
-            hw.read_conllu(path)
+        with pytest.raises(
+            hw.errors.DataError, match=r"one.conllu.gz(, after line \d: cannot be read| holds no sentence)"
+        ):
+            hw.roles.read_conllu(path)

@@ -16,9 +16,9 @@ from headwise.errors import LayoutError, SettingError
 peft = pytest.importorskip("peft")
 
 SETTINGS = {
-    "EM": hw.EMRouting(capsules=4, iterations=2),
-    "residual": hw.Residual(hw.SimpleRouting(capsules=2, iterations=2)),
-    "gate": hw.Gate(),
+    "EM": hw.routing.EMRouting(capsules=4, iterations=2),
+    "residual": hw.routing.Residual(hw.routing.SimpleRouting(capsules=2, iterations=2)),
+    "gate": hw.routing.Gate(),
 }
 PATH = "encoder.layer.1.attention.output.dense"
 IDS = torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(5))
@@ -44,7 +44,7 @@ def lora(**settings: object) -> object:
     return peft.LoraConfig(**{"r": 2, "target_modules": ["query", "value"], **settings})
 
 
-def build(order: str, setting) -> tuple[nn.Module, hw.Aggregation]:
+def build(order: str, setting) -> tuple[nn.Module, hw.routing.Aggregation]:
     """A model with an aggregator in its second layer."""
     model = base()
     torch.manual_seed(7)
@@ -149,7 +149,7 @@ def test_removing_puts_the_projection_back():
 def test_penalties_and_repulsion_act_beside_an_aggregator():
     model, _ = build("after", SETTINGS["EM"])
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.CKA())
+    penalty = hw.Disagreement(heads, hw.similarity.CKA())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     repulsion = hw.repel(heads.projection("query"), hw.SVGD(alpha=0.1), optimizer)
     (states(model).square().mean() + penalty()).backward()

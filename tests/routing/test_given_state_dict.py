@@ -14,13 +14,13 @@ import headwise as hw
 
 def test_averaged_weights_are_written_under_the_models_names_and_refused_under_others(tmp_path: Path):
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-    hw.aggregate(hw.find_heads(encoder), hw.SimpleRouting())
+    hw.aggregate(hw.find_heads(encoder), hw.routing.SimpleRouting())
     averaged = torch.optim.swa_utils.AveragedModel(encoder)
     with torch.no_grad():
         averaged.update_parameters(encoder)
         for parameter in encoder.parameters():
             parameter.add_(0.5)
-    with pytest.raises(hw.DataError, match=r"not in the model; .*strip a prefix such as 'module\.'"):
+    with pytest.raises(hw.errors.DataError, match=r"not in the model; .*strip a prefix such as 'module\.'"):
         hw.save(encoder, tmp_path / "averaged", state_dict=averaged.state_dict())
     assert not (tmp_path / "averaged").exists()
     hw.save(encoder, tmp_path / "averaged", state_dict=averaged.module.state_dict())
@@ -49,7 +49,7 @@ class WithBuffers(nn.Module):
 
 def test_a_given_state_dict_has_every_tensor_of_the_model_and_no_other(tmp_path: Path):
     model = WithBuffers()
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "one.weight"}
     doubled = {name: 2 * tensor if isinstance(tensor, Tensor) else tensor for name, tensor in state.items()}
     hw.save(model, tmp_path, state_dict=doubled)
@@ -63,6 +63,6 @@ def test_a_given_state_dict_has_every_tensor_of_the_model_and_no_other(tmp_path:
         ({**state, "bogus": torch.zeros(3)}, r"\['bogus'\] \(1\) are not in the model"),
         ({**state, first: torch.zeros(3)}, rf"{first} has shape \(3,\) in state_dict and \(16, 8\) in the model"),
     ):
-        with pytest.raises(hw.DataError, match=message):
+        with pytest.raises(hw.errors.DataError, match=message):
             hw.save(model, tmp_path / "wrong", state_dict=wrong)
     assert not (tmp_path / "wrong").exists()

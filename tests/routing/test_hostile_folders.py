@@ -21,8 +21,8 @@ def make_bert() -> BertModel:
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 8}
     bert = BertModel(BertConfig(vocab_size=20, num_hidden_layers=2, **sizes)).eval()
     heads = hw.find_heads(bert)
-    hw.aggregate(heads.layer(0), hw.EMRouting(capsules=2))
-    hw.aggregate(heads.layer(1), hw.Residual(hw.SimpleRouting()))
+    hw.aggregate(heads.layer(0), hw.routing.EMRouting(capsules=2))
+    hw.aggregate(heads.layer(1), hw.routing.Residual(hw.routing.SimpleRouting()))
     return bert
 
 
@@ -38,7 +38,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "bert")
 
 
-def assert_refused(folder: Path, error: hw.HeadwiseError) -> None:
+def assert_refused(folder: Path, error: hw.errors.HeadwiseError) -> None:
     text = str(error)
     assert str(folder) in text
     assert len(text) < 800
@@ -51,7 +51,7 @@ def test_a_hostile_folder_is_refused_in_a_sentence_that_names_it(name: str, fold
     FOLDERS[name](folder)
     before = torch.get_rng_state()
     # a second is long for a model of 8 numbers a token
-    with pytest.raises(hw.DataError) as refused, limit_memory(BYTES):
+    with pytest.raises(hw.errors.DataError) as refused, limit_memory(BYTES):
         read_in_time(lambda: hw.load(folder))
     assert not ran_out(refused.value)
     assert_refused(folder, refused.value)
@@ -75,7 +75,7 @@ def test_one_flipped_bit_is_noticed_in_every_file(folder: Path):
             path.write_bytes(changed)
             if path.name == RECORD and is_same_record(content, changed):
                 continue
-            with pytest.raises(hw.DataError, match=path.name) as refused:
+            with pytest.raises(hw.errors.DataError, match=path.name) as refused:
                 hw.load(folder)
             assert_refused(folder, refused.value)
         path.write_bytes(content)
@@ -95,7 +95,7 @@ def test_a_record_that_lost_one_of_its_digests_is_refused(folder: Path, lost: st
     record = json.loads((folder / RECORD).read_text())
     del record[lost]
     (folder / RECORD).write_text(json.dumps(record))
-    with pytest.raises(hw.DataError, match=r"headwise\.json was changed"):
+    with pytest.raises(hw.errors.DataError, match=r"headwise\.json was changed"):
         hw.load(folder)
 
 
@@ -103,7 +103,9 @@ def test_a_folder_without_digests_is_refused(folder: Path):
     record = json.loads((folder / RECORD).read_text())
     del record["record_digest"], record["file_digests"]
     (folder / RECORD).write_text(json.dumps(record))
-    with pytest.raises(hw.DataError, match=r"headwise\.json holds no digests, so that a change would not be noticed; "):
+    with pytest.raises(
+        hw.errors.DataError, match=r"headwise\.json holds no digests, so that a change would not be noticed; "
+    ):
         hw.load(folder)
 
 
@@ -124,7 +126,7 @@ def test_links_of_the_cache_of_the_hub_are_followed_and_no_others(folder: Path, 
     for path in elsewhere.iterdir():
         path.unlink()
         path.symlink_to((cached / path.name).resolve())
-    with pytest.raises(hw.DataError, match="is a link out of"):
+    with pytest.raises(hw.errors.DataError, match="is a link out of"):
         hw.load(elsewhere)
 
 
@@ -136,19 +138,19 @@ def make_encoder() -> nn.TransformerEncoder:
 
 def test_a_model_that_a_folder_does_not_fit_is_left_as_it_was(tmp_path: Path):
     encoder = make_encoder()
-    hw.aggregate(hw.find_heads(encoder), hw.SimpleRouting())
+    hw.aggregate(hw.find_heads(encoder), hw.routing.SimpleRouting())
     hw.save(encoder, tmp_path)
     other = make_encoder()
     # the last tensor is the one that does not fit
     other.norm = nn.LayerNorm(7)
     modules = dict(other.named_modules())
     values = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(hw.DataError, match="does not fit TransformerEncoder"):
+    with pytest.raises(hw.errors.DataError, match="does not fit TransformerEncoder"):
         hw.load(tmp_path, other)
     other.norm = nn.LayerNorm(8)
     encoder.norm = nn.LayerNorm(7)
     hw.save(encoder, tmp_path)
-    with pytest.raises(hw.DataError, match=r"norm\.weight has shape \(7,\)"):
+    with pytest.raises(hw.errors.DataError, match=r"norm\.weight has shape \(7,\)"):
         hw.load(tmp_path, other)
     assert {name: module for name, module in other.named_modules() if name != "norm"} == {
         name: module for name, module in modules.items() if name != "norm"
@@ -160,7 +162,7 @@ def test_a_model_that_a_folder_does_not_fit_is_left_as_it_was(tmp_path: Path):
 
 def test_a_failed_load_leaves_the_attentions_and_the_fast_path_of_torch(tmp_path: Path):
     encoder = make_encoder()
-    hw.aggregate(hw.find_heads(encoder), hw.SimpleRouting())
+    hw.aggregate(hw.find_heads(encoder), hw.routing.SimpleRouting())
     encoder.norm = nn.LayerNorm(7)
     hw.save(encoder, tmp_path / "other norm")
     record = shutil.copytree(tmp_path / "other norm", tmp_path / "other attention")
@@ -171,7 +173,7 @@ def test_a_failed_load_leaves_the_attentions_and_the_fast_path_of_torch(tmp_path
         ("other norm", r"norm\.weight has shape \(7,\)"),
         ("other attention", "names 'layers.1.linear1' as an attention of torch, and it is a Linear"),
     ):
-        with pytest.raises(hw.DataError, match=message):
+        with pytest.raises(hw.errors.DataError, match=message):
             hw.load(tmp_path / name, other)
         assert {type(layer.self_attn) for layer in other.layers} == {nn.MultiheadAttention}
         assert not any(layer.self_attn._forward_pre_hooks for layer in other.layers)
@@ -194,10 +196,10 @@ def test_a_kernel_is_taken_from_the_hub_only_when_asked_for(folder: Path, monkey
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
     FOLDERS["an attention kernel"](folder)
-    with pytest.raises(hw.DataError, match=r"kernels-community/flash-attn2.*trust_remote_code=True"):
+    with pytest.raises(hw.errors.DataError, match=r"kernels-community/flash-attn2.*trust_remote_code=True"):
         hw.load(folder)
     assert not asked
-    with pytest.raises(hw.DataError, match="no network here"):
+    with pytest.raises(hw.errors.DataError, match="no network here"):
         hw.load(folder, trust_remote_code=True)
     assert asked
 
@@ -224,7 +226,7 @@ def test_a_failed_second_save_leaves_a_folder_that_loads(folder: Path, monkeypat
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", stop)
-    with pytest.raises(hw.DataError, match="no space left"):
+    with pytest.raises(hw.errors.DataError, match="no space left"):
         make_bert().save_pretrained(folder)
     monkeypatch.undo()
     # config.json is the same in all, and the record is still the old one

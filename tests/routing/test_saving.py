@@ -28,9 +28,9 @@ def swapped(family: Family) -> tuple[nn.Module, hw.Heads]:
     model = family.build()
     heads = hw.find_heads(model)
     settings = (
-        hw.EMRouting(iterations=2, capsules=4, inverse_temperature=(0.7, 2.5)),
-        hw.Residual(hw.SimpleRouting(votes=hw.SharedTrunk(relu=False))),
-        hw.Trunk(votes=hw.PerHead()),
+        hw.routing.EMRouting(iterations=2, capsules=4, inverse_temperature=(0.7, 2.5)),
+        hw.routing.Residual(hw.routing.SimpleRouting(votes=hw.routing.SharedTrunk(relu=False))),
+        hw.routing.Trunk(votes=hw.routing.PerHead()),
     )
     for index, site in enumerate(heads.sites):
         hw.aggregate(hw.Heads(model, (site,), heads.projections, heads.found), settings[index % 3])
@@ -88,18 +88,18 @@ def test_a_model_without_aggregators_is_saved_as_ever(tmp_path: Path):
     heads = hw.find_heads(model)
     plain = results(model, family.inputs())
     assert "save_pretrained" not in vars(model)
-    aggregation = hw.aggregate(heads, hw.Trunk())
+    aggregation = hw.aggregate(heads, hw.routing.Trunk())
     assert "save_pretrained" in vars(model)
     aggregation.remove()
     assert "save_pretrained" not in vars(model)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModel.from_pretrained(tmp_path)
     assert same(plain, results(again.eval(), family.inputs()))
-    with pytest.raises(hw.DataError, match=r"holds no headwise\.json.*from_pretrained"):
+    with pytest.raises(hw.errors.DataError, match=r"holds no headwise\.json.*from_pretrained"):
         hw.load(tmp_path)
-    with pytest.raises(hw.SettingError, match="model is a Heads; expected the torch module"):
+    with pytest.raises(hw.errors.SettingError, match="model is a Heads; expected the torch module"):
         hw.save(heads, tmp_path)
-    with pytest.raises(hw.DataError, match="BertModel holds no aggregator"):
+    with pytest.raises(hw.errors.DataError, match="BertModel holds no aggregator"):
         hw.save(model, tmp_path)
 
 
@@ -107,7 +107,10 @@ def test_of_two_aggregations_the_second_keeps_the_folder_when_the_first_is_remov
     family = BY_NAME["BERT"]
     model = family.build()
     heads = hw.find_heads(model)
-    first, _ = hw.aggregate(heads.layer(0), hw.Trunk()), hw.aggregate(heads.layer(1), hw.SimpleRouting())
+    first, _ = (
+        hw.aggregate(heads.layer(0), hw.routing.Trunk()),
+        hw.aggregate(heads.layer(1), hw.routing.SimpleRouting()),
+    )
     first.remove()
     model.save_pretrained(tmp_path)
     again = hw.load(tmp_path)
@@ -131,7 +134,7 @@ def test_a_model_inside_the_model_saves_its_own_aggregators(tmp_path: Path):
 
     family = BY_NAME["BERT"]
     model = transformers.BertForSequenceClassification(family.build().config).eval()
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
     inputs = family.inputs()
     model.save_pretrained(tmp_path / "whole")
     model.bert.save_pretrained(tmp_path / "part")
@@ -149,9 +152,9 @@ def test_shards_hold_the_same_as_one_file(tmp_path: Path):
     assert len(files) > 3
     assert same(results(model, family.inputs()), results(hw.load(tmp_path), family.inputs()))
     files[1].unlink()
-    with pytest.raises(hw.DataError, match=r"is missing: the folder was copied or saved incompletely"):
+    with pytest.raises(hw.errors.DataError, match=r"is missing: the folder was copied or saved incompletely"):
         hw.load(tmp_path)
-    with pytest.raises(hw.SettingError, match="max_shard_size is '5 barrels'"):
+    with pytest.raises(hw.errors.SettingError, match="max_shard_size is '5 barrels'"):
         model.save_pretrained(tmp_path, max_shard_size="5 barrels")
 
 
@@ -216,7 +219,7 @@ def test_a_second_save_replaces_the_first_and_a_broken_one_leaves_it(tmp_path: P
         written(tensors, path)
 
     monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(hw.DataError, match="no space left"):
+    with pytest.raises(hw.errors.DataError, match="no space left"):
         model.save_pretrained(tmp_path, max_shard_size="30KB")
     monkeypatch.undo()
     assert same(first, results(hw.load(tmp_path), family.inputs()))
@@ -230,15 +233,15 @@ def test_a_folder_with_a_stock_model_is_not_mixed(tmp_path: Path):
     model = BY_NAME["BERT"].build()
     model.save_pretrained(tmp_path)
     files = sorted(path.name for path in tmp_path.iterdir())
-    hw.aggregate(hw.find_heads(model), hw.Trunk())
-    with pytest.raises(hw.DataError, match=r"holds model\.safetensors.*use another folder"):
+    hw.aggregate(hw.find_heads(model), hw.routing.Trunk())
+    with pytest.raises(hw.errors.DataError, match=r"holds model\.safetensors.*use another folder"):
         model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 def test_options_without_a_form_are_refused_and_other_processes_write_nothing(tmp_path: Path):
     model, _ = swapped(BY_NAME["BERT"])
-    with pytest.raises(hw.SettingError, match=r"was given \{'variant': 'fp16'\}"):
+    with pytest.raises(hw.errors.SettingError, match=r"was given \{'variant': 'fp16'\}"):
         model.save_pretrained(tmp_path, variant="fp16")
     model.save_pretrained(tmp_path / "other", is_main_process=False, push_to_hub=False)
     assert not (tmp_path / "other").exists()
@@ -261,11 +264,11 @@ def test_any_module_is_restored_into_one_like_it(tmp_path: Path):
 
     model = make()
     inputs = {"src": torch.randn(2, 5, 16), "tgt": torch.randn(2, 3, 16)}
-    hw.aggregate(hw.find_heads(model), hw.EMRouting())
+    hw.aggregate(hw.find_heads(model), hw.routing.EMRouting())
     hw.save(model, tmp_path)
     again = hw.load(tmp_path, make())
     assert same(results(model, inputs), results(again, inputs))
-    with pytest.raises(hw.DataError, match=r"build one like it.*load\(folder, model\)"):
+    with pytest.raises(hw.errors.DataError, match=r"build one like it.*load\(folder, model\)"):
         hw.load(tmp_path)
     parameters = list(again.parameters())
     with torch.no_grad():
@@ -275,12 +278,12 @@ def test_any_module_is_restored_into_one_like_it(tmp_path: Path):
     assert all(before is after for before, after in zip(parameters, again.parameters(), strict=True))
     assert same(results(model, inputs), results(again, inputs))
     other = make()
-    hw.aggregate(hw.find_heads(other), hw.EMRouting(iterations=2))
-    with pytest.raises(hw.DataError, match=r"is a EMAggregator already, with .*iterations.*; the saved one has"):
+    hw.aggregate(hw.find_heads(other), hw.routing.EMRouting(iterations=2))
+    with pytest.raises(hw.errors.DataError, match=r"is a EMAggregator already, with .*iterations.*; the saved one has"):
         hw.load(tmp_path, other)
-    with pytest.raises(hw.DataError, match=r"has shape \(.*\) in .* and \(.*\) in the model"):
+    with pytest.raises(hw.errors.DataError, match=r"has shape \(.*\) in .* and \(.*\) in the model"):
         hw.load(tmp_path, nn.Transformer(16, 4, 1, 1, 48, batch_first=True))
-    with pytest.raises(hw.DataError, match="does not fit Transformer"):
+    with pytest.raises(hw.errors.DataError, match="does not fit Transformer"):
         hw.load(tmp_path, nn.Transformer(16, 4, 2, 1, 24, batch_first=True))
 
 
@@ -295,7 +298,7 @@ def test_a_trainer_goes_on_from_its_checkpoint_with_the_two_lines_of_the_documen
         torch.manual_seed(5)
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         model = BertForSequenceClassification(BertConfig(vocab_size=30, **sizes))
-        hw.aggregate(hw.find_heads(model), hw.EMRouting(iterations=2))
+        hw.aggregate(hw.find_heads(model), hw.routing.EMRouting(iterations=2))
         data = [{"input_ids": [2, 3 + i, 4], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(16)]
         arguments = TrainingArguments(
             str(folder), max_steps=steps, per_device_train_batch_size=2, save_steps=3, use_cpu=True, report_to="none",
@@ -332,7 +335,7 @@ class Own:
 class Tagged(Own):
     """Fields with names that the record uses itself, and one that the class computes."""
 
-    setting: float | hw.SharedTrunk = 1.0
+    setting: float | hw.routing.SharedTrunk = 1.0
     setting_: str = "own"
     setting__: tuple[float, ...] = ()
     num_heads: int = 3
@@ -344,27 +347,27 @@ class Tagged(Own):
 
 @pytest.mark.parametrize(
     "own",
-    [Own(scale=0.5), Tagged(0.5, 3.0, "this", (1.0, 2.0), 7), Tagged(0.25, hw.SharedTrunk(), num_heads=1)],
+    [Own(scale=0.5), Tagged(0.5, 3.0, "this", (1.0, 2.0), 7), Tagged(0.25, hw.routing.SharedTrunk(), num_heads=1)],
     ids=["plain", "tags", "a setting"],
 )
 def test_a_setting_of_the_users_own_comes_back_when_its_class_is_given(own: Own, tmp_path: Path):
     family = BY_NAME["BERT"]
     model = family.build()
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(votes=own))
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting(votes=own))
     model.save_pretrained(tmp_path)
-    with pytest.raises(hw.DataError, match=rf"holds the setting '{type(own).__name__}'.*pass its class"):
+    with pytest.raises(hw.errors.DataError, match=rf"holds the setting '{type(own).__name__}'.*pass its class"):
         hw.load(tmp_path)
     again = hw.load(tmp_path, settings=(Own, Tagged))
     assert same(results(model, family.inputs()), results(again, family.inputs()))
     found = (getattr(module, "setting", None) for module in again.modules())
-    assert {setting.votes for setting in found if isinstance(setting, hw.SimpleRouting)} == {own}
+    assert {setting.votes for setting in found if isinstance(setting, hw.routing.SimpleRouting)} == {own}
 
 
 def test_a_setting_of_the_users_own_with_the_name_of_one_of_ours_is_refused_before_it_is_written(tmp_path: Path):
     model = BY_NAME["BERT"].build()
     imposter = type("Trunk", (Own,), {"__module__": __name__})
-    hw.aggregate(hw.find_heads(model), hw.SimpleRouting(votes=imposter()))
-    with pytest.raises(hw.DataError, match=r"Trunk is not headwise's Trunk.*rename it"):
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting(votes=imposter()))
+    with pytest.raises(hw.errors.DataError, match=r"Trunk is not headwise's Trunk.*rename it"):
         model.save_pretrained(tmp_path)
 
 
@@ -378,8 +381,8 @@ def test_a_folder_of_another_making_is_refused(tmp_path: Path):
         ({"model": {**written["model"], "class": "os:system"}}, "not from transformers"),
     ):
         record.write_text(json.dumps(seal({**written, **change}, tmp_path, written["file_digests"])))
-        with pytest.raises(hw.DataError, match=message):
+        with pytest.raises(hw.errors.DataError, match=message):
             hw.load(tmp_path)
     record.write_text("[]")
-    with pytest.raises(hw.DataError, match="is not a record of headwise"):
+    with pytest.raises(hw.errors.DataError, match="is not a record of headwise"):
         hw.load(tmp_path)

@@ -89,7 +89,7 @@ def choose(heads: Heads, seed: int) -> Removed:
     return removed
 
 
-def save_and_load(model: Any, pruning: hw.Pruning, folder: Path) -> Any:
+def save_and_load(model: Any, pruning: hw.shrinking.Pruning, folder: Path) -> Any:
     """What the code that the pruning names loads."""
     if pruning.loading is None:
         return model
@@ -123,12 +123,12 @@ def test_layers_left_out_that_read_what_is_removed_are_not_forgotten(name: str):
         hw.prune(heads, removed, inputs=INPUTS)
         assert apart(expected, compute(model, INPUTS)) <= 1e-5
         return
-    with pytest.raises(hw.LayoutError, match=r"with these heads removed|counts on the heads"):
+    with pytest.raises(hw.errors.LayoutError, match=r"with these heads removed|counts on the heads"):
         hw.prune(heads, removed, inputs=INPUTS if name.startswith("own") else None)
     assert apart(before, compute(model, INPUTS)) == 0.0
     lending = [site for site in heads if getattr(site.module, "store_full_length_kv", True) and len(site.slices) == 3]
     lending = heads.where(lending[-1].name)
-    with pytest.raises(hw.LayoutError, match="are read by other attentions"):
+    with pytest.raises(hw.errors.LayoutError, match="are read by other attentions"):
         hw.merge(lending, 1, batches=[INPUTS])
     assert apart(before, compute(model, INPUTS)) == 0.0
 
@@ -137,10 +137,12 @@ def test_layers_left_out_that_read_what_is_removed_are_not_forgotten(name: str):
 def test_layers_that_share_keys_lose_the_same_groups(name: str):
     heads = hw.find_heads(build(name))
     first, second, third, fourth = (site.name for site in heads)
-    with pytest.raises(hw.LayoutError, match=r"computes with the same keys and values as model\.layers\.2") as refusal:
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"computes with the same keys and values as model\.layers\.2"
+    ) as refusal:
         hw.prune(heads, {first: [0, 1]})
     assert "remove all query heads of the same groups from each" in str(refusal.value)
-    with pytest.raises(hw.LayoutError, match=r"group 1; model\.layers\.3\.self_attn group 0"):
+    with pytest.raises(hw.errors.LayoutError, match=r"group 1; model\.layers\.3\.self_attn group 0"):
         hw.prune(heads, {second: [2, 3], fourth: [0, 1]})
     hw.prune(heads, {second: [2, 3], fourth: [2, 3]})
     # within groups each layer is its own
@@ -154,9 +156,9 @@ def test_layers_that_share_keys_lose_the_same_groups(name: str):
 def test_merging_leaves_what_shares_its_keys_and_takes_the_rest():
     heads = hw.find_heads(build("Gemma 4"))
     for site, message in ((heads.sites[0], "are read by other"), (heads.sites[2], "of another layer and holds none")):
-        with pytest.raises(hw.LayoutError, match=message):
+        with pytest.raises(hw.errors.LayoutError, match=message):
             hw.merge(heads.where(site.name), 1, batches=[INPUTS])
-    with pytest.raises(hw.LayoutError, match="holds no values beside its keys"):
+    with pytest.raises(hw.errors.LayoutError, match="holds no values beside its keys"):
         hw.merge(hw.find_heads(build("Gemma 4, keys as values")).layer(1), 1, batches=[INPUTS])
     mixed = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], **KEYS}
     heads = hw.find_heads(gemma4(num_kv_shared_layers=0, **mixed).eval())
@@ -181,14 +183,16 @@ def test_a_call_is_asked_for_where_a_family_is_not_among_those_tested():
     config = transformers.DeiTConfig(**sizes, image_size=8, patch_size=4)
     model = transformers.DeiTModel(config).eval()
     pixels = {"pixel_values": torch.randn(2, 3, 8, 8)}
-    with pytest.raises(hw.SettingError, match=r"is not among the attentions .* only a call shows .* pass inputs="):
+    with pytest.raises(
+        hw.errors.SettingError, match=r"is not among the attentions .* only a call shows .* pass inputs="
+    ):
         hw.prune(hw.find_heads(model), {0: [1]})
     hw.prune(hw.find_heads(model), {0: [1]}, inputs=pixels)
     # a known attention whose forward was replaced is not known any more
     model = named(FAMILIES, "ViT")[0].build()
     attention = hw.find_heads(model).sites[0].module
     attention.forward = attention.forward
-    with pytest.raises(hw.SettingError, match="only a call shows"):
+    with pytest.raises(hw.errors.SettingError, match="only a call shows"):
         hw.prune(hw.find_heads(model), {0: [1]})
 
 
@@ -207,9 +211,9 @@ def test_a_shared_weight_is_compared():
             return x
 
     model, x = Twice().eval(), torch.randn(2, 5, 12)
-    with pytest.raises(hw.SettingError, match=r"attentions of the Twice were left out .* only a call shows"):
+    with pytest.raises(hw.errors.SettingError, match=r"attentions of the Twice were left out .* only a call shows"):
         hw.prune(hw.find_heads(model, exclude="second"), {"first": [1]})
-    with pytest.raises(hw.SettingError, match=r"in_proj_weight is read by several layers; only a call shows"):
+    with pytest.raises(hw.errors.SettingError, match=r"in_proj_weight is read by several layers; only a call shows"):
         hw.prune(hw.find_heads(model), {"first": [1], "second": [1]})
     heads = hw.find_heads(model)
     expected = ablated(heads, {"first": (1,), "second": (1,)}, {"x": x})
@@ -273,7 +277,7 @@ def test_a_gate_that_has_no_heads_stays_and_one_of_all_heads_is_refused():
     assert model.get_submodule("gate").out_features == 20
     model = GatedByAll("gate", 20).double().eval()
     before = model(x)
-    with pytest.raises(hw.LayoutError, match=r"use hw\.ablate"):
+    with pytest.raises(hw.errors.LayoutError, match=r"use hw\.ablate"):
         hw.prune(hw.find_heads(model), {0: [1]}, inputs=(x,))
     assert torch.equal(before, model(x))
 
@@ -285,7 +289,7 @@ def test_rounding_is_told_from_what_was_forgotten_in_every_precision(name: str, 
     family = next((family for family in FAMILIES if family.name == name), None)
     if name.startswith("Laguna") and dtype == torch.float64:
         # its experts take no float64
-        with pytest.raises(hw.HeadwiseError, match="could not be run on the given inputs"):
+        with pytest.raises(hw.errors.HeadwiseError, match="could not be run on the given inputs"):
             hw.prune(hw.find_heads(build_other(name).model.double()), {0: [0, 1]}, inputs=INPUTS)
         return
     model = build_other(name).model if name in OTHERS else build(name) if family is None else family.build()
@@ -298,7 +302,9 @@ def test_rounding_is_told_from_what_was_forgotten_in_every_precision(name: str, 
 def test_nan_is_told_as_what_it_is():
     model = SeparateAttention().eval()
     x = torch.full((2, 6, 12), float("nan"))
-    with pytest.raises(hw.HeadwiseError, match="computes NaN on the given inputs, so that nothing can be compared"):
+    with pytest.raises(
+        hw.errors.HeadwiseError, match="computes NaN on the given inputs, so that nothing can be compared"
+    ):
         hw.prune(hw.find_heads(model), {0: [1]}, inputs=(x,))
-    with pytest.raises(hw.HeadwiseError, match=r"could not be run on the given inputs \(RuntimeError"):
+    with pytest.raises(hw.errors.HeadwiseError, match=r"could not be run on the given inputs \(RuntimeError"):
         hw.prune(hw.find_heads(model), {0: [1]}, inputs=(torch.randn(2, 6, 13),))

@@ -185,7 +185,9 @@ def test_a_model_that_cannot_be_merged_is_as_it_was():
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     # counts on the features it was built with
     model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda _m, _i, output: output.view(4, 24, 64))
-    with pytest.raises(hw.LayoutError, match=r"cannot run with these heads merged .* The model is as it was; leave"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"cannot run with these heads merged .* The model is as it was; leave"
+    ):
         hw.merge(hw.find_heads(model), 2, batches=[tokens(0)])
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert model.config.num_key_value_heads == HEADS
@@ -224,7 +226,7 @@ def heads_of(kind: str = "Llama", key_value_heads: int = HEADS) -> hw.Heads:
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
-    with pytest.raises(hw.SettingError, match=message):
+    with pytest.raises(hw.errors.SettingError, match=message):
         hw.merge(heads_of(), **{"groups": 2, **settings})
 
 
@@ -240,24 +242,28 @@ def test_weights_that_an_attention_left_out_has_too_are_refused_and_left_as_they
     before = logits(model)
     rest = hw.find_heads(model, exclude=("model.layers.0.self_attn",))
     shown = rf"layers\.1\.self_attn\.{name}\.weight is model\.layers\.0\.self_attn\.{name}\.weight too"
-    with pytest.raises(hw.LayoutError, match=shown):
+    with pytest.raises(hw.errors.LayoutError, match=shown):
         hw.merge(rest, 2, batches=[tokens(0)])
     assert torch.equal(logits(model), before)
 
 
 def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 1)
-    with pytest.raises(hw.LayoutError, match="its code takes no fewer; merging is for attentions with grouped queries"):
+    with pytest.raises(
+        hw.errors.LayoutError, match="its code takes no fewer; merging is for attentions with grouped queries"
+    ):
         hw.merge(hw.find_heads(encoder), 2, batches=[torch.randn(2, 5, 8)])
-    with pytest.raises(hw.SettingError, match="expected heads of a model"):
+    with pytest.raises(hw.errors.SettingError, match="expected heads of a model"):
         hw.merge(encoder, 2)  # pyright: ignore[reportArgumentType]
     tied = heads_of()
     layers = tied.model.model.layers  # pyright: ignore[reportAttributeAccessIssue]
     layers[1].self_attn.v_proj.weight = layers[0].self_attn.v_proj.weight
-    with pytest.raises(hw.LayoutError, match=r"v_proj\.weight is model\.layers\.1\.self_attn\.v_proj\.weight too"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"v_proj\.weight is model\.layers\.1\.self_attn\.v_proj\.weight too"
+    ):
         hw.merge(hw.find_heads(tied.model), 2)
     import peft
 
     adapted = peft.get_peft_model(build("Llama", HEADS), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(hw.LayoutError, match="has LoRA adapters: merge them into the weight first"):
+    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them into the weight first"):
         hw.merge(hw.find_heads(adapted), 2, batches=[tokens(0)])

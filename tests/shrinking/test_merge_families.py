@@ -49,7 +49,7 @@ def test_other_decoders_with_grouped_queries_are_too(family: Family, tmp_path: P
     model: Any = family.build()
     heads, inputs = hw.find_heads(model), family.inputs(padded=True)
     if heads.sites[0].key_value_heads == 1:
-        with pytest.raises(hw.SettingError, match="has 1 key/value heads; expected fewer"):
+        with pytest.raises(hw.errors.SettingError, match="has 1 key/value heads; expected fewer"):
             hw.merge(heads, 1)
         return
     assert hw.merge(heads, 1, batches=[inputs]).stock is None
@@ -91,7 +91,7 @@ def test_eager_attention_of_an_encoder_takes_no_fewer_heads():
     model: Any = family.build()
     model.set_attn_implementation("eager")
     before = compute(model, family.inputs())
-    with pytest.raises(hw.LayoutError, match="load a model of transformers with attn_implementation='sdpa'"):
+    with pytest.raises(hw.errors.LayoutError, match="load a model of transformers with attn_implementation='sdpa'"):
         hw.merge(hw.find_heads(model), 2, batches=[family.inputs()])
     assert apart(before, compute(model, family.inputs())) == 0.0
 
@@ -100,7 +100,7 @@ def test_eager_attention_of_an_encoder_takes_no_fewer_heads():
 def test_a_family_whose_heads_cannot_be_merged_is_refused_and_left_as_it_was(family: Family):
     model = family.build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(hw.LayoutError, match=REFUSED[family.name]):
+    with pytest.raises(hw.errors.LayoutError, match=REFUSED[family.name]):
         hw.merge(hw.find_heads(model), 1, batches=[family.inputs()])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

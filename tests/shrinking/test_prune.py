@@ -17,16 +17,16 @@ from headwise.gating import SigmoidGate
 from shrinking.cutting import ablated, apart, compute, lift, named
 
 
-def prune_alone(module: nn.Module, gone: list[int], *rows: hw.Layout, width: int = 12) -> float:
+def prune_alone(module: nn.Module, gone: list[int], *rows: hw.layouts.Layout, width: int = 12) -> float:
     """How far a pruned attention is from one whose columns of W_O are zero, in float64."""
     torch.manual_seed(3)
     x = torch.randn(2, 6, width, dtype=torch.float64)
     model = module.double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
-    heads = hw.find_heads(model, (*rows, *hw.LAYOUTS))
+    heads = hw.find_heads(model, (*rows, *hw.layouts.LAYOUTS))
     zeroed = copy.deepcopy(model)
-    found = hw.find_heads(zeroed, (*rows, *hw.LAYOUTS)).sites[0].output
+    found = hw.find_heads(zeroed, (*rows, *hw.layouts.LAYOUTS)).sites[0].output
     assert found is not None
     with torch.no_grad():
         found.view(found.parameter)[gone] = 0.0
@@ -48,7 +48,7 @@ def prune_alone(module: nn.Module, gone: list[int], *rows: hw.Layout, width: int
 )
 def test_heads_of_own_modules_are_removed(module: nn.Module):
     interleaved = getattr(module, "interleaved", False)
-    row = hw.FusedLinear(
+    row = hw.layouts.FusedLinear(
         "mine",
         ("qkv",),
         ("proj",),
@@ -74,13 +74,13 @@ def test_heads_in_parameters_of_any_axes_are_removed(axes: str, output_axes: str
                 return self.proj(heads.transpose(1, 2).flatten(2))
             return torch.einsum("bhqe,hed->bqd", heads, unpack(self.W_O, self.output_axes, self.sizes))
 
-    row = hw.SeparateParameters("mine", axes=axes, output_axes=output_axes)
+    row = hw.layouts.SeparateParameters("mine", axes=axes, output_axes=output_axes)
     assert prune_alone(Counted(axes, output_axes), [0, 2], row, width=10) <= 1e-12
 
 
 def test_the_shapes_of_transformer_lens_are_cut_with_their_biases():
     module = LensAttention()
-    row = hw.SeparateParameters("lens", axes="h d e", output_axes="h e d")
+    row = hw.layouts.SeparateParameters("lens", axes="h d e", output_axes="h e d")
     assert prune_alone(module, [1], row, width=10) <= 1e-12
     assert module.W_Q.shape == (3, 10, 3)
     assert module.b_V.shape == (3, 3)
@@ -148,7 +148,7 @@ def test_a_tied_weight_of_which_two_layers_keep_other_heads_is_refused():
     expected = model(x)
     heads = hw.find_heads(model)
     for removed in ({0: [0, 3]}, {0: [0, 3], 1: [0, 2]}, {1: [1]}):
-        with pytest.raises(hw.LayoutError, match=r"is shared by .* would keep different heads; remove the same"):
+        with pytest.raises(hw.errors.LayoutError, match=r"is shared by .* would keep different heads; remove the same"):
             hw.prune(heads, removed, inputs=(x,))
         torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
@@ -169,10 +169,10 @@ def test_code_that_counts_on_its_heads_is_told_and_the_model_put_back():
     x = torch.randn(2, 6, 12)
     for module, message in ((Fixed(), r"cannot run .*counts on the heads"), (Scaled(), "something holds heads that")):
         heads, expected = hw.find_heads(module), module(x)
-        with pytest.raises(hw.SettingError, match=r"only a call shows .* pass inputs=\.\.\."):
+        with pytest.raises(hw.errors.SettingError, match=r"only a call shows .* pass inputs=\.\.\."):
             hw.prune(heads, {0: [1]})
         weight, data = module.q_proj.weight, module.q_proj.weight.clone()
-        with pytest.raises(hw.LayoutError, match=message):
+        with pytest.raises(hw.errors.LayoutError, match=message):
             hw.prune(heads, {0: [1]}, inputs=(x,))
         assert module.q_proj.weight is weight
         assert torch.equal(weight, data)
@@ -197,7 +197,9 @@ def test_a_parameter_that_may_hold_heads_is_told_unless_the_result_is_proved():
 
     Tempered.__module__ = "headwise.tests"
     model, x = Tempered(), torch.randn(2, 5, 12)
-    with pytest.raises(hw.LayoutError, match=r"temperature of shape \(4,\) may hold something of each of 4 heads"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"temperature of shape \(4,\) may hold something of each of 4 heads"
+    ):
         hw.prune(hw.find_heads(model), {0: [1]})
     inputs = {"query": x, "key": x, "value": x, "need_weights": False}
     with hw.ablate(hw.find_heads(model), 1):
@@ -216,7 +218,7 @@ def test_sites_from_before_are_told_to_be_found_again():
         heads.sites[0].slices[0].read,
         lambda: hw.prune(heads, {0: [0]}),
     ):
-        with pytest.raises(hw.LayoutError, match=r"has 15 rows, and had 20 .*call find_heads again"):
+        with pytest.raises(hw.errors.LayoutError, match=r"has 15 rows, and had 20 .*call find_heads again"):
             use()
     assert hw.find_heads(model).sites[0].num_heads == 3
 
@@ -238,26 +240,28 @@ def test_sites_from_before_are_told_to_be_found_again():
 )
 def test_what_is_no_choice_of_heads_is_refused(removed: Any, message: str):
     heads = hw.find_heads(named(FAMILIES, "BERT")[0].build())
-    with pytest.raises(hw.SettingError, match=message):
+    with pytest.raises(hw.errors.SettingError, match=message):
         hw.prune(heads, removed)
 
 
 def test_a_layer_that_is_not_there_an_optimizer_that_is_none_and_a_model_are_refused():
     model: Any = named(FAMILIES, "BERT")[0].build()
-    with pytest.raises(hw.LayoutError, match="no attention in layer 5"):
+    with pytest.raises(hw.errors.LayoutError, match="no attention in layer 5"):
         hw.prune(hw.find_heads(model), {5: [0]})
-    with pytest.raises(hw.SettingError, match="optimizer is a list; expected the torch optimizer"):
+    with pytest.raises(hw.errors.SettingError, match="optimizer is a list; expected the torch optimizer"):
         hw.prune(hw.find_heads(model), {0: [0]}, optimizer=[])
-    with pytest.raises(hw.SettingError, match="expected heads of a model"):
+    with pytest.raises(hw.errors.SettingError, match="expected heads of a model"):
         hw.prune(model, {0: [0]})
 
 
 def test_inputs_that_are_no_arguments_are_refused_as_by_verify():
     heads = hw.find_heads(SeparateAttention())
     for given in (torch.randn(1, 2, 6, 12), "x"):
-        with pytest.raises(hw.SettingError, match=r"^inputs is a (Tensor|str); expected what .*, \(x,\)") as pruned:
+        with pytest.raises(
+            hw.errors.SettingError, match=r"^inputs is a (Tensor|str); expected what .*, \(x,\)"
+        ) as pruned:
             hw.prune(heads, {0: [1]}, inputs=given)
-        with pytest.raises(hw.SettingError) as verified:
+        with pytest.raises(hw.errors.SettingError) as verified:
             hw.verify(heads, given)
         assert str(pruned.value) == str(verified.value)
     assert hw.find_heads(heads.model).sites[0].num_heads == 4
@@ -266,7 +270,9 @@ def test_inputs_that_are_no_arguments_are_refused_as_by_verify():
 def test_heads_of_a_group_stay_together_or_go_in_equal_numbers():
     model: Any = named(FAMILIES, "Llama")[0].build()
     heads = hw.find_heads(model)
-    with pytest.raises(hw.LayoutError, match=r"heads 0 would leave 1 of group 0, 2 of group 1; remove whole groups"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"heads 0 would leave 1 of group 0, 2 of group 1; remove whole groups"
+    ):
         hw.prune(heads, {0: [0]})
     hw.prune(heads, {0: [0, 3], 1: [0, 1]})
     assert [(s.num_heads, s.key_value_heads) for s in hw.find_heads(model)] == [(2, 2), (2, 1)]
@@ -279,18 +285,18 @@ def test_what_cannot_be_cut_is_refused_with_the_reason():
     model = peft.get_peft_model(
         named(FAMILIES, "BERT")[0].build(), peft.LoraConfig(target_modules=["query", "value"], r=2)
     )
-    with pytest.raises(hw.LayoutError, match="has LoRA adapters: merge them"):
+    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them"):
         hw.prune(hw.find_heads(model), {0: [1]})
     model: Any = named(FAMILIES, "BERT")[0].build()
-    hw.aggregate(hw.find_heads(model).layer(0), hw.SimpleRouting())
-    with pytest.raises(hw.LayoutError, match="SimpleAggregator as its output, built for all heads; remove it"):
+    hw.aggregate(hw.find_heads(model).layer(0), hw.routing.SimpleRouting())
+    with pytest.raises(hw.errors.LayoutError, match="SimpleAggregator as its output, built for all heads; remove it"):
         hw.prune(hw.find_heads(model), {0: [1]})
     hw.prune(hw.find_heads(model), {1: [1]})
-    with pytest.raises(hw.LayoutError, match="keeps its heads in a list of modules"):
+    with pytest.raises(hw.errors.LayoutError, match="keeps its heads in a list of modules"):
         hw.prune(hw.find_heads(ListAttention()), {0: [1]}, inputs=(torch.randn(2, 5, 10),))
     without = LinearAttention()
     del without.o_proj
-    with pytest.raises(hw.LayoutError, match="no output projection that was found"):
+    with pytest.raises(hw.errors.LayoutError, match="no output projection that was found"):
         hw.prune(hw.find_heads(without), {0: [1]}, inputs=(torch.randn(2, 6, 12),))
 
 
@@ -303,7 +309,7 @@ def test_gates_and_mixers_of_all_heads_are_told_to_be_removed_first(attach, name
     model: Any = family.build()
     handle = attach(hw.find_heads(model))
     for inputs in (None, family.inputs()):
-        with pytest.raises(hw.LayoutError, match=f"has {name}, made for all heads; remove them"):
+        with pytest.raises(hw.errors.LayoutError, match=f"has {name}, made for all heads; remove them"):
             hw.prune(hw.find_heads(model), {0: [1]}, inputs=inputs)
     handle.remove()
     hw.prune(hw.find_heads(model), {0: [1]})
@@ -313,7 +319,7 @@ def test_norms_over_all_heads_are_refused():
     from transformers import Olmo2Config, Olmo2Model
 
     config = Olmo2Config(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, eos_token_id=2)
-    with pytest.raises(hw.LayoutError, match=r"q_norm\.weight normalizes all heads together"):
+    with pytest.raises(hw.errors.LayoutError, match=r"q_norm\.weight normalizes all heads together"):
         hw.prune(hw.find_heads(Olmo2Model(config)), {0: [1]})
 
 

@@ -77,18 +77,26 @@ def test_layers_that_share_a_table_of_positions_lose_the_same_heads():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({}, hw.SettingError, "expected either the heads to remove, or keep"),
-        ({"removed": {0: [1]}, "keep": 0.5}, hw.SettingError, "expected either"),
-        ({"removed": {0: [1]}, "importance": {}}, hw.SettingError, "expected either"),
-        ({"keep": 0.5}, hw.SettingError, "keep needs importance"),
-        ({"keep": 0.0, "importance": {}}, hw.SettingError, "keep is 0.0; expected a finite number"),
-        ({"keep": 1.2, "importance": {}}, hw.SettingError, "keep is 1.2"),
-        ({"keep": 0.95, "importance": "even"}, hw.SettingError, "no attention would lose a head"),
-        ({"keep": 0.5, "importance": {"other": [1.0]}}, hw.SettingError, "has no entry 'encoder.layer.0"),
-        ({"keep": 0.5, "importance": "short"}, hw.ShapeError, r"has shape \(3,\); expected \(4,\)"),
-        ({"keep": 0.5, "importance": "named"}, hw.SettingError, r"is \['a', 'b', 'c', 'd'\]; expected 4 numbers"),
-        ({"keep": 0.5, "importance": "empty"}, hw.SettingError, "is None; expected 4 numbers, one for each head"),
-        ({"keep": 0.5, "importance": "endless"}, hw.HeadwiseError, "holds NaN or infinity"),
+        ({}, hw.errors.SettingError, "expected either the heads to remove, or keep"),
+        ({"removed": {0: [1]}, "keep": 0.5}, hw.errors.SettingError, "expected either"),
+        ({"removed": {0: [1]}, "importance": {}}, hw.errors.SettingError, "expected either"),
+        ({"keep": 0.5}, hw.errors.SettingError, "keep needs importance"),
+        ({"keep": 0.0, "importance": {}}, hw.errors.SettingError, "keep is 0.0; expected a finite number"),
+        ({"keep": 1.2, "importance": {}}, hw.errors.SettingError, "keep is 1.2"),
+        ({"keep": 0.95, "importance": "even"}, hw.errors.SettingError, "no attention would lose a head"),
+        ({"keep": 0.5, "importance": {"other": [1.0]}}, hw.errors.SettingError, "has no entry 'encoder.layer.0"),
+        ({"keep": 0.5, "importance": "short"}, hw.errors.ShapeError, r"has shape \(3,\); expected \(4,\)"),
+        (
+            {"keep": 0.5, "importance": "named"},
+            hw.errors.SettingError,
+            r"is \['a', 'b', 'c', 'd'\]; expected 4 numbers",
+        ),
+        (
+            {"keep": 0.5, "importance": "empty"},
+            hw.errors.SettingError,
+            "is None; expected 4 numbers, one for each head",
+        ),
+        ({"keep": 0.5, "importance": "endless"}, hw.errors.HeadwiseError, "holds NaN or infinity"),
     ],
 )
 def test_what_is_no_choice_is_refused(given: dict[str, Any], error: type, message: str):

@@ -89,7 +89,7 @@ def test_a_family_whose_heads_are_not_apart_is_refused_and_left_as_it_was(family
     model = family.build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     heads = hw.find_heads(model)
-    with pytest.raises(hw.LayoutError, match=REFUSED[family.name]):
+    with pytest.raises(hw.errors.LayoutError, match=REFUSED[family.name]):
         hw.prune(heads, evenly(heads))
     after = model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -101,6 +101,6 @@ def test_heads_that_depend_on_those_of_other_layers_are_refused(family: Family):
     model, inputs = family.build(), family.inputs()
     heads = hw.find_heads(model)
     expected = compute(model, inputs)
-    with pytest.raises(hw.LayoutError, match=UNEVEN[family.name]):
+    with pytest.raises(hw.errors.LayoutError, match=UNEVEN[family.name]):
         hw.prune(heads, {**evenly(heads), heads.sites[0].name: (0, 1, 2)})
     assert apart(expected, compute(model, inputs)) == 0.0

@@ -33,7 +33,7 @@ PARTIAL = ("Chameleon",)
 OTHERS = [family for family in FAMILIES if family.name not in (*STOCK, *REFUSED, *PARTIAL)]
 
 
-def run(pruning: hw.Pruning, folder: Path) -> Any:
+def run(pruning: hw.shrinking.Pruning, folder: Path) -> Any:
     """What the code that a pruning names loads from a folder."""
     return eval(str(pruning.loading), {"transformers": transformers, "hw": hw, "folder": folder})
 
@@ -52,7 +52,9 @@ def test_a_configuration_that_says_it_is_all_that_transformers_needs(family: Fam
     counts = [(site.num_heads, site.key_value_heads, site.head_size) for site in hw.find_heads(model)]
     assert counts == [(site.num_heads, site.key_value_heads, site.head_size) for site in hw.find_heads(again)]
     assert [2 * count for count, _, _ in counts] == [site.num_heads for site in heads]
-    with pytest.raises(hw.DataError, match="holds no aggregator, and no sizes that its configuration does not give"):
+    with pytest.raises(
+        hw.errors.DataError, match="holds no aggregator, and no sizes that its configuration does not give"
+    ):
         hw.save(model, tmp_path / "own")
 
 
@@ -177,7 +179,7 @@ def test_a_configuration_is_put_back_with_the_model():
     model.layers[0].register_forward_hook(
         lambda _m, _i, output: output.roll(model.layers[0].self_attn.o_proj.in_features, -1)
     )
-    with pytest.raises(hw.LayoutError, match="something holds heads that was not cut"):
+    with pytest.raises(hw.errors.LayoutError, match="something holds heads that was not cut"):
         hw.prune(heads, {0: [1, 2]}, inputs={"input_ids": torch.arange(6)[None]})
     assert model.config.to_dict() == config
     assert model.layers[0].self_attn.q_proj.out_features == size
@@ -202,7 +204,7 @@ def test_a_model_of_ones_own_is_loaded_into_one_with_all_its_heads_or_with_those
     kept = dict(cut.named_parameters())
     torch.testing.assert_close(hw.load(tmp_path, cut)(x), expected, rtol=0, atol=0)
     assert all(kept[name] is parameter for name, parameter in cut.named_parameters())
-    with pytest.raises(hw.DataError, match="build one like it, with all its heads"):
+    with pytest.raises(hw.errors.DataError, match="build one like it, with all its heads"):
         hw.load(tmp_path)
 
 
@@ -212,7 +214,7 @@ def test_aggregators_stay_in_the_folder_of_a_model_with_fewer_heads(tmp_path: Pa
     inputs = family.inputs()
     heads = hw.find_heads(model)
     hw.prune(heads, unevenly(heads))
-    aggregation = hw.aggregate(hw.find_heads(model).layer(0), hw.SimpleRouting())
+    aggregation = hw.aggregate(hw.find_heads(model).layer(0), hw.routing.SimpleRouting())
     model.save_pretrained(tmp_path)
     assert apart(compute(model, inputs), compute(hw.load(tmp_path), inputs)) == 0.0
     aggregation.remove()
@@ -244,7 +246,7 @@ def test_a_record_of_sizes_that_does_not_fit_is_refused_and_the_model_left_as_it
     file.write_text(json.dumps(seal({k: v for k, v in written.items() if k != "sha256"}, tmp_path, kept)))
     whole: Any = build_own()
     expected = whole(x)
-    with pytest.raises(hw.DataError, match=message):
+    with pytest.raises(hw.errors.DataError, match=message):
         hw.load(tmp_path, whole)
     torch.testing.assert_close(whole(x), expected, rtol=0, atol=0)
     assert whole[0].num_heads == 4
@@ -257,7 +259,9 @@ def test_a_folder_of_a_larger_model_is_refused(tmp_path: Path):
     smaller: Any = build_own()
     hw.prune(hw.find_heads(smaller), {"0": [1, 2]}, inputs=(x,))
     expected = smaller(x)
-    with pytest.raises(hw.DataError, match=r"has shape \(15, 12\) in .* and \(10, 12\) in the model, which has fewer"):
+    with pytest.raises(
+        hw.errors.DataError, match=r"has shape \(15, 12\) in .* and \(10, 12\) in the model, which has fewer"
+    ):
         hw.load(tmp_path, smaller)
     torch.testing.assert_close(smaller(x), expected, rtol=0, atol=0)
     assert smaller[0].q_proj.out_features == 10

@@ -142,9 +142,9 @@ def test_an_optimizer_of_other_parameters_or_with_one_state_for_all_is_refused_a
         (other, "AdamW given as optimizer holds no parameter of the Llama"),
         (flat, "is an LBFGS, .* cannot be cut; leave it out, and make a new one"),
     ):
-        with pytest.raises(hw.SettingError, match=message):
+        with pytest.raises(hw.errors.SettingError, match=message):
             hw.prune(heads, {0: [0, 1]}, optimizer=own)
-        with pytest.raises(hw.SettingError, match=message):
+        with pytest.raises(hw.errors.SettingError, match=message):
             hw.merge(heads, 1, optimizer=own)
     assert [site.num_heads for site in hw.find_heads(model)] == [4, 4]
     # one that trains a part of the model is its optimizer

@@ -72,10 +72,13 @@ def gates() -> Iterator[Callable[[], Any]]:
 )
 def aggregated() -> Iterator[Callable[[], Any]]:
     model = BY_NAME["BERT"].build()
-    handle = hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+    handle = hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
     yield lambda: hw.prune(hw.find_heads(model), {0: [1]})
     handle.remove()
-    yield lambda: (hw.prune(hw.find_heads(model), {0: [1]}), hw.aggregate(hw.find_heads(model), hw.SimpleRouting()))
+    yield lambda: (
+        hw.prune(hw.find_heads(model), {0: [1]}),
+        hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting()),
+    )
 
 
 @after("keeps its heads in a list of modules; delete them there, and their columns of the output projection, and find")
@@ -104,8 +107,8 @@ def unnamed() -> Iterator[Callable[[], Any]]:
 
     model = Mixing()
     yield lambda: hw.prune(hw.find_heads(model), {0: [1]}, inputs=(x,))
-    row = hw.SeparateLinears(output=("mingle",))
-    yield lambda: hw.prune(hw.find_heads(model, (row, *hw.LAYOUTS)), {0: [1]}, inputs=(x,))
+    row = hw.layouts.SeparateLinears(output=("mingle",))
+    yield lambda: hw.prune(hw.find_heads(model, (row, *hw.layouts.LAYOUTS)), {0: [1]}, inputs=(x,))
 
 
 @after("would leave 0, 2, 2, 2 in them; remove equally many of each")

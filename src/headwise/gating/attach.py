@@ -314,7 +314,7 @@ class GateHeads(Method):
 
     Example:
         >>> import headwise as hw
-        >>> hw.attach(hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16)), GateHeads(hw.SigmoidGate()))
+        >>> hw.attach(hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16)), GateHeads(hw.gating.SigmoidGate()))
         Attached(Gating(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 18 parameters))
     """
 
@@ -365,7 +365,7 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
         >>> x = torch.randn(3, 5, 8)
         >>> before = model(x)
-        >>> gate_heads(hw.find_heads(model), hw.SigmoidGate())
+        >>> gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
         Gating(SigmoidGate(per='head', token=True, scale=2.0) on 2 attentions, 36 parameters)
         >>> torch.equal(model(x), before)  # until the gates are trained
         True

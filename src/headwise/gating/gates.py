@@ -24,7 +24,7 @@ from headwise.errors import (
     require_positive,
     require_range,
 )
-from headwise.similarity.tokens import accumulation_dtype, require_keep
+from headwise.functional.tokens import accumulation_dtype, require_keep
 
 
 class Gates(NamedTuple):
@@ -202,7 +202,9 @@ def require_gate(setting: GateSetting) -> None:
     """
     if not isinstance(setting, GateSetting):
         given = f"the class {setting.__name__}" if isinstance(setting, type) else f"a {type(setting).__name__}"
-        raise SettingError(f"the setting is {given}; expected hw.SigmoidGate(...) or hw.MixtureOfHeads(...).")
+        raise SettingError(
+            f"the setting is {given}; expected hw.gating.SigmoidGate(...) or hw.gating.MixtureOfHeads(...)."
+        )
 
 
 class SigmoidGates(nn.Module):

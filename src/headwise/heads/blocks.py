@@ -149,16 +149,16 @@ class HeadBlocks(Handle):
                 continue
             if part.parameter is not held:
                 raise LayoutError(
-                    f"{part.name} was replaced since hw.head_blocks was called; call remove(), and "
-                    "hw.head_blocks again."
+                    f"{part.name} was replaced since hw.heads.head_blocks was called; call remove(), and "
+                    "hw.heads.head_blocks again."
                 )
             views = self._divide(part, held.detach())
             gradients = [None] * len(views) if held.grad is None else self._divide(part, held.grad)
             for block, view, gradient in zip(leaves, views, gradients, strict=True):
                 if block.data_ptr() != view.data_ptr():
                     raise LayoutError(
-                        f"{part.name} is in another place of memory than when hw.head_blocks was called (the model was "
-                        "moved or cast since); call remove(), and hw.head_blocks again."
+                        f"{part.name} is in another place of memory than when hw.heads.head_blocks was called (the "
+                        "model was moved or cast since); call remove(), and hw.heads.head_blocks again."
                     )
                 block.grad = gradient
                 self._acted = self._acted or gradient is not None

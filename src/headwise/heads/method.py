@@ -33,7 +33,7 @@ class Method(ABC):
         ... class Scale(hw.Method):
         ...     factor: float = 0.5
         ...     def attach(self, heads):
-        ...         handle = hw.Handle()
+        ...         handle = hw.nn.Handle()
         ...         for site in self.select(heads):
         ...             output = site.expose().module
         ...             handle.hook_before(output, lambda _, args, kwargs: ((args[0] * self.factor,), kwargs))

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, NotFired, SettingError, require_integer
+from headwise.functional.alignment import FEWEST_TOKENS, effective_number, form_metric, multiply_features
+from headwise.functional.tokens import select_tokens
 from headwise.heads.capture import (
     Capture,
     ForwardToken,
@@ -37,8 +39,6 @@ from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, unwrap_compiled
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
-from headwise.similarity.alignment import FEWEST_TOKENS, effective_number, form_metric, multiply_features
-from headwise.similarity.tokens import select_tokens
 from headwise.strength import Target
 
 # A loop that trains for this many calls without reading its taps holds every graph it has built.

@@ -16,7 +16,7 @@ TRAINERS = ("accelerate", "huggingface", "lightning")
 MOVED = {
     "Aggregate": "headwise.routing.aggregate",
     "Attached": "headwise.attached",
-    "Penalize": "headwise.disagreement.penalty",
+    "Penalize": "headwise.similarity.penalty",
     "Repel": "headwise.repulsion.repel",
 }
 

@@ -12,13 +12,13 @@ from torch import nn
 from typing_extensions import override
 
 from headwise.attached import Attached
-from headwise.disagreement.penalty import Disagreement
 from headwise.errors import HeadwiseError, NotFired, SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.heads.method import Method
 from headwise.repulsion.repel import Repulsion
 from headwise.routing.save import find_aggregators, load
+from headwise.similarity.penalty import Disagreement
 from headwise.stock_folders import RECORD
 
 try:
@@ -67,10 +67,10 @@ def attach(
         ...         use_cpu=True, logging_strategy="no", save_strategy="no", dataloader_pin_memory=False)
         ...     trainer = transformers.Trainer(args=arguments, train_dataset=[row] * 4,
         ...         model_init=lambda: transformers.BertForSequenceClassification(config))
-        ...     headwise = attach(trainer, hw.Penalize(hw.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01)))
+        ...     headwise = attach(trainer, hw.Penalize(hw.similarity.Output()), hw.Repel(hw.SVGD(alpha=0.01)))
         ...     with contextlib.redirect_stdout(None):
         ...         _ = trainer.train()
-        >>> headwise.attached.of(hw.Repulsion)[0].steps
+        >>> headwise.attached.of(hw.repulsion.Repulsion)[0].steps
         2
     """
     if not isinstance(trainer, Trainer):

@@ -13,12 +13,12 @@ from torch import nn
 from typing_extensions import override
 
 from headwise.attached import Attached
-from headwise.disagreement.penalty import Disagreement
 from headwise.errors import HeadwiseError, NotFired, SettingError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.heads.method import Method
 from headwise.repulsion.repel import Repulsion
+from headwise.similarity.penalty import Disagreement
 
 
 def _find_callback_class() -> Any:
@@ -65,7 +65,7 @@ class HeadwiseCallback(Callback):
 
     Example:
         >>> import headwise as hw
-        >>> callback = HeadwiseCallback(hw.Penalize(hw.CKA()), hw.Repel(hw.SVGD(), layers=(0,)))
+        >>> callback = HeadwiseCallback(hw.Penalize(hw.similarity.CKA()), hw.Repel(hw.SVGD(), layers=(0,)))
         >>> callback.state_key
         'HeadwiseCallback'
     """

@@ -1,6 +1,6 @@
 """Measures of how different the heads of one attention are, on tensors already read from a model.
 
-They are not losses, and no gradient flows through them (to lower a similarity, use `headwise.disagreement`). Pairs are
+They are not losses, and no gradient flows through them (to lower a similarity, use `headwise.similarity`). Pairs are
 unordered pairs of different heads, i < j. A mean over tokens is over valid tokens only (`keep`, True = valid) and needs
 at least one; to pool batches, weight each by its number of valid tokens. None of them measures the quality of a model.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError, require_integer
+from headwise.functional.tokens import require_floating
 from headwise.metrics.pairs import average_pairs, require_particles, require_two_heads, select_outputs, select_some
-from headwise.similarity.tokens import require_floating
 
 
 class ParameterCosine(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
+from headwise.functional.alignment import FEWEST_TOKENS, Products, effective_number
+from headwise.functional.tokens import autocast_off
 from headwise.metrics.pairs import average_pairs, select_outputs
-from headwise.similarity.alignment import FEWEST_TOKENS, Products, effective_number
-from headwise.similarity.tokens import autocast_off
 
 # A variance below this share of the second moment is rounding error of a constant.
 CONSTANT = 1e-24

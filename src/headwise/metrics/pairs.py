@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, ShapeError
-from headwise.similarity.tokens import autocast_off, require_floating, select_tokens
+from headwise.functional.tokens import autocast_off, require_floating, select_tokens
 
 # Number of tokens compared at once, so that intermediate results stay in a core's cache.
 CHUNK = 256

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import MaskError, ShapeError
-from headwise.similarity.tokens import accumulation_dtype, require_floating, require_keep
+from headwise.functional.tokens import accumulation_dtype, require_floating, require_keep
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.difference import HeadDifference, pair_heads
+from headwise.nn.hooks import Handle
 from headwise.nn.mixing import HeadMixer
 from headwise.nn.multihead import DifferentialAttention, MultiheadAttention, adopt, valid_keys
 from headwise.nn.scores import ScoreCall
@@ -10,6 +11,7 @@ from headwise.nn.scores import ScoreCall
 __all__ = [
     "AdditiveAttention",
     "DifferentialAttention",
+    "Handle",
     "HeadDifference",
     "HeadMixer",
     "MultiheadAttention",

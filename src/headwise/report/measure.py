@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.disagreement.terms import position_similarity_sum
 from headwise.errors import DataError, HeadwiseError, LayoutError, MaskError, NotFired, SettingError
+from headwise.functional.alignment import FEWEST_TOKENS
+from headwise.functional.subspaces import span_similarity
 from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads, Site, heads_first, require_heads
 from headwise.heads.taps import Taps
@@ -29,8 +30,7 @@ from headwise.nn.hooks import uncompiled
 from headwise.report.layer import LayerReport, Matrix, SiteName
 from headwise.report.removal_cost import NO_REPLAY, RemovalCosts, Score, measure_removal
 from headwise.report.report import Report
-from headwise.similarity.alignment import FEWEST_TOKENS
-from headwise.similarity.subspaces import span_similarity
+from headwise.similarity.terms import position_similarity_sum
 
 
 class LayerSums:

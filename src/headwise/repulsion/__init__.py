@@ -1,20 +1,6 @@
 """Heads as particles: update rules, kernels, and the hook that runs them in an optimizer step."""
 
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
-from headwise.repulsion.kernels import (
-    IMQ,
-    RBF,
-    Bandwidth,
-    Cosine,
-    Fixed,
-    Kernel,
-    KernelMatrices,
-    Median,
-    NormalizedRBF,
-    RadialRBF,
-    ReleasedMedian,
-    cosine_gradient,
-)
 from headwise.repulsion.repel import Repulsion, jitter, repel
 from headwise.repulsion.rules import (
     SGLD,
@@ -32,32 +18,20 @@ from headwise.repulsion.rules import (
 from headwise.strength import Relative, Target
 
 __all__ = [
-    "IMQ",
-    "RBF",
     "SGLD",
     "SPOS",
     "SVGD",
-    "Bandwidth",
-    "Cosine",
     "CosinePenalty",
     "CosineRepulsion",
-    "Fixed",
     "Forces",
     "FunctionSVGD",
-    "Kernel",
-    "KernelMatrices",
-    "Median",
     "Mixing",
-    "NormalizedRBF",
-    "RadialRBF",
     "Relative",
-    "ReleasedMedian",
     "Repulsion",
     "Rule",
     "SpanSVGD",
     "Target",
     "blend",
-    "cosine_gradient",
     "jitter",
     "repel",
     "repulsion_scale",

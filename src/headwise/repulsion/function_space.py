@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, ShapeError
+from headwise.functional.subspaces import RIDGE, orthonormal_basis
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import PROJECTIONS, Heads, Site
-from headwise.nn.additive import AdditiveAttention
-from headwise.repulsion.groups import ForceNorms, ParticleGroup, find_groups
-from headwise.repulsion.kernels import (
+from headwise.kernels import (
     Bandwidth,
     Geometry,
     Median,
@@ -25,9 +24,10 @@ from headwise.repulsion.kernels import (
     plain_gram,
     shifted_gram,
 )
+from headwise.nn.additive import AdditiveAttention
+from headwise.repulsion.groups import ForceNorms, ParticleGroup, find_groups
 from headwise.repulsion.rules import KernelRule, Mixing, RepulsiveRule, Strength, find_strength, identity
 from headwise.repulsion.step import make_share, push_apart
-from headwise.similarity.subspaces import RIDGE, orthonormal_basis
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
 from headwise.heads.adapters import Adapter
 from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
 from headwise.heads.heads import Heads, Site, group_slices
-from headwise.repulsion.kernels import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
+from headwise.kernels import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
 from headwise.repulsion.optimizers import Watch, find_holder, has_gradient, is_within_step, list_held
 from headwise.repulsion.rules import stays_finite
 
@@ -77,7 +77,7 @@ class ForceNorms:
         lines = [f"{'particle group':<40} {'driving':>9} {'repulsion':>9} {'ratio':>9} {'particle':>9}"]
         columns = (self.driving_norm, self.repulsion_norm, self.force_ratio, self.particle_norm)
         for index, name in enumerate(self.names):
-            notes = "  equal heads: hw.jitter separates them" if self.equal[index] else ""
+            notes = "  equal heads: hw.repulsion.jitter separates them" if self.equal[index] else ""
             notes += "  one head: nothing repels it" if self.particles[index] == 1 else ""
             source = "forces" if (self.driving_norm[index] + self.repulsion_norm[index]).isfinite() else "gradient"
             source = source if self.particle_norm[index].isfinite() else "heads"
@@ -324,7 +324,7 @@ class ParticleGroup:
         if self.particles > 1 and self.measure_spread() == 0.0:
             raise HeadwiseError(
                 f"{self.name}: all {self.particles} heads are equal, so their repulsion is zero and stays so. "
-                "Separate them with hw.jitter(heads, scale), for example scale=1e-3."
+                "Separate them with hw.repulsion.jitter(heads, scale), for example scale=1e-3."
             )
 
     def measure_spread(self) -> float:

@@ -34,9 +34,7 @@ from torch.optim import Optimizer
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
 from headwise.heads.head_slice import HeadSlice
-from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, replace_first_argument
-from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
-from headwise.repulsion.kernels import (
+from headwise.kernels import (
     Geometry,
     add_up,
     find_collapsed,
@@ -45,6 +43,8 @@ from headwise.repulsion.kernels import (
     shifted_gram,
     squared_norms,
 )
+from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, replace_first_argument
+from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
 from headwise.repulsion.rules import (
     Mixing,
     Rule,

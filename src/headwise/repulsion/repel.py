@@ -192,7 +192,7 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
         if part.lora is not None:
             raise LayoutError(
                 f"{part.name} is the base of a LoRA layer, and noise in it would be saved with no adapter; call "
-                "hw.jitter before adding the adapter."
+                "hw.repulsion.jitter before adding the adapter."
             )
         part.require_finite()
     with torch.no_grad():

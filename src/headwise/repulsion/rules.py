@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import SettingError, ShapeError, require_boolean, require_positive, require_range, require_shape
-from headwise.repulsion.kernels import RBF, Cosine, Geometry, Kernel, cosine_gradient, geometry, require_nonzero
+from headwise.kernels import RBF, Cosine, Geometry, Kernel, cosine_gradient, geometry, require_nonzero
 from headwise.strength import DEFAULT, Relative, Target
 
 # A factor on the repulsion of all groups, or of each by name.

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from headwise.heads.head_slice import HeadSlice
 from headwise.heads.sharding import Share, read_share
-from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
-from headwise.repulsion.kernels import (
+from headwise.kernels import (
     Geometry,
     GramSums,
     add_over_processes,
@@ -41,6 +40,7 @@ from headwise.repulsion.kernels import (
     shifted_gram,
     squared_norms,
 )
+from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
 from headwise.repulsion.rules import (
     Mixing,
     Rule,

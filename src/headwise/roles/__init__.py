@@ -1,5 +1,6 @@
 """Roles that define where a head may attend: words, parses, masks, and guiding a model."""
 
+from headwise.masks.head_mask import HeadMask
 from headwise.roles.align import AlignedRow, Alignment, Sentence, align, tokens_as_words, words_of_tokens
 from headwise.roles.build import Roles
 from headwise.roles.collator import ROLE_MASK, RoleCollator
@@ -16,6 +17,7 @@ __all__ = [
     "Alignment",
     "Dependency",
     "Guidance",
+    "HeadMask",
     "Major",
     "Rare",
     "Role",

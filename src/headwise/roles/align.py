@@ -68,7 +68,7 @@ class Alignment:
             if list(map(_place_words, given)) != list(map(_place_words, own)):
                 raise DataError(
                     f"row {index} was aligned with {_preview(own)} and is given {_preview(given)}; expected the same "
-                    "words at the same characters: call hw.align with the tables given."
+                    "words at the same characters: call hw.roles.align with the tables given."
                 )
         return replace(self, tables=tuple(owners))
 
@@ -314,7 +314,7 @@ def _require_one_text(
         end, start = max(changes, key=lambda change: change[0] - change[1])
         raise DataError(
             f"row {index}: a word of the encoding starts at character {start} and the word before it ends at {end}, so "
-            "the tokenizer was given words; use hw.align(tables, encoding, split_into_words=True)."
+            "the tokenizer was given words; use hw.roles.align(tables, encoding, split_into_words=True)."
         )
 
 

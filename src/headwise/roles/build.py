@@ -50,7 +50,7 @@ class Roles:
         if not roles:
             raise SettingError("Roles was given no role; expected for example Rare(), Separator() or Window(3).")
         if idf is not None and not isinstance(idf, IDF):
-            raise SettingError(f"idf is a {type(idf).__name__}; expected the result of headwise.idf or IDF.load.")
+            raise SettingError(f"idf is a {type(idf).__name__}; expected the result of headwise.roles.idf or IDF.load.")
         object.__setattr__(self, "roles", tuple(_as_role(role) for role in roles))
         object.__setattr__(self, "idf", idf)
 
@@ -222,7 +222,8 @@ def _align_batch(
     if isinstance(encoding, Alignment):
         if length not in (None, encoding.tokens):
             raise SettingError(
-                f"length is {length} and the alignment has {encoding.tokens} tokens; pass length={length} to hw.align."
+                f"length is {length} and the alignment has {encoding.tokens} tokens; pass length={length} to "
+                "hw.roles.align."
             )
         aligned = encoding.with_tables(batch)
     elif encoding is not None:

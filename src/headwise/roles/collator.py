@@ -38,7 +38,7 @@ class RoleCollator:
 
     Example:
         >>> # guidance = hw.guide(hw.find_heads(model))
-        >>> # Trainer(model, arguments, data_collator=hw.RoleCollator(roles, tokenizer, num_heads=12), ...)
+        >>> # Trainer(model, arguments, data_collator=hw.roles.RoleCollator(roles, tokenizer, num_heads=12), ...)
     """
 
     def __init__(

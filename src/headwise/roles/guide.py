@@ -529,7 +529,7 @@ def guide(heads: Heads, mask: HeadMask | None = None, *, every_forward: bool = F
         >>> import torch
         >>> import headwise as hw
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-        >>> mask = hw.Roles(hw.Window(3))(hw.WordTable.split("one two three four"), num_heads=2)
+        >>> mask = hw.roles.Roles(hw.roles.Window(3))(hw.roles.WordTable.split("one two three four"), num_heads=2)
         >>> with guide(hw.find_heads(model)) as guidance:
         ...     _ = model(torch.randn(1, 4, 8), role_mask=mask)
         >>> guidance.calls

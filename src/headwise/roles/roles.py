@@ -65,7 +65,7 @@ class Rare:
         rarities = table.rarities
         if rarities is None:
             raise SettingError(
-                "Rare was given a table without rarities; pass Roles(..., idf=headwise.idf(training words))."
+                "Rare was given a table without rarities; pass Roles(..., idf=headwise.roles.idf(training words))."
             )
         # 0.07 * 100 is a little more than 7 in binary, and 0.29 * 100 a little less than 29
         exact = self.share * len(table) - 1e-9 if self.round_up else self.share * len(table) + 1e-9

@@ -199,7 +199,7 @@ class Aggregate(Method):
 
     Example:
         >>> import headwise as hw
-        >>> Aggregate(hw.EMRouting(iterations=2), layers=(0, 1)).setting.iterations
+        >>> Aggregate(hw.routing.EMRouting(iterations=2), layers=(0, 1)).setting.iterations
         2
     """
 
@@ -342,7 +342,7 @@ def _require_replaceable(site: Site, old: nn.Module, *, keeps: bool) -> None:
     if site.output is None and not keeps and _is_norm(old):
         raise LayoutError(
             f"{site.label}: its heads pass a {type(old).__name__} before W_O, which an aggregator in that place "
-            "would leave as it is; use hw.Residual(...) or hw.Gate(), which keep both."
+            "would leave as it is; use hw.routing.Residual(...) or hw.routing.Gate(), which keep both."
         )
 
 

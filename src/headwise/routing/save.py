@@ -242,7 +242,7 @@ def save(
         >>> import tempfile
         >>> import headwise as hw
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> _ = hw.aggregate(hw.find_heads(model), hw.SimpleRouting())
+        >>> _ = hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(model, folder)
         ...     again = load(folder, nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))

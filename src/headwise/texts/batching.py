@@ -233,7 +233,7 @@ Span = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tokens of a text as `headwise.align` reads them; made by `make_pieces`."""
+    """The tokens of a text as `headwise.roles.align` reads them; made by `make_pieces`."""
 
     offsets: Sequence[tuple[int, int]]
     sequence_ids: Sequence[int | None]
@@ -270,7 +270,7 @@ class Encoded:
         inputs: The model's arguments.
         keep: True where a token is real, [B, n].
         tokens: The tokens of each line, as text.
-        encoding: Argument of `headwise.align`, for role masks; None if tokens are not words of a language.
+        encoding: Argument of `headwise.roles.align`, for role masks; None if tokens are not words of a language.
         tables: The words of each line, with their parse if there is one; None if tokens are not words.
         cut: Number of truncated lines.
     """

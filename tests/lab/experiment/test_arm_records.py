@@ -8,12 +8,12 @@ import json
 import pytest
 import torch
 
-from headwise.disagreement.penalty import Penalize
 from headwise.errors import DataError
 from headwise.heads.heads import Heads
 from headwise.heads.method import Method
 from headwise.nn.hooks import Handle
 from headwise.routing.modules import Chunks
+from headwise.similarity.penalty import Penalize
 from headwise.strength import Target
 from headwise_lab.experiment import arm_text
 from headwise_lab.experiment.arm import Arm, named_arms

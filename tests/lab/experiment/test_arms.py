@@ -9,17 +9,17 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 import headwise_lab.experiment.arm as arms_module
-from headwise.disagreement.invariant import CKA, SpanOverlap
-from headwise.disagreement.penalty import Penalize
-from headwise.disagreement.terms import Output, Subspace, Sum
 from headwise.errors import SettingError
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
 from headwise.heads.scores.mixing import MixHeads
-from headwise.repulsion.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
+from headwise.kernels import IMQ, RBF, Fixed, NormalizedRBF, ReleasedMedian
 from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import SPOS, SVGD
 from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import EMRouting, Trunk
+from headwise.similarity.invariant import CKA, SpanOverlap
+from headwise.similarity.penalty import Penalize
+from headwise.similarity.terms import Output, Subspace, Sum
 from headwise.strength import Relative
 from headwise_lab.experiment.arm import (
     ROLES,

@@ -166,7 +166,7 @@ def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
     out = tmp_path / "out"
     asked = ["inspect", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(out)]
     assert call(*asked, "--pipeline", str(pipeline)) == 0
-    report = hw.load_report(out / "report.json")
+    report = hw.report.load_report(out / "report.json")
     assert report.whole is not None
     assert report.whole.value == pytest.approx(1.0)
     assert report.replayed
@@ -182,7 +182,7 @@ def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
 def test_a_run_keeps_how_rare_its_training_words_are_and_what_parsed_them(run_of, pipeline):
     folder, settings = run_of("roles")
     data = load_trained(settings, folder).data
-    kept, counted = hw.IDF.load(folder / "idf.json"), hw.idf(list_words(data, data.train))
+    kept, counted = hw.roles.IDF.load(folder / "idf.json"), hw.roles.idf(list_words(data, data.train))
     for word in ("the", "lovely", ".", "never-seen", *map(str, range(30))):
         assert kept(word) == counted(word)
     assert kept("the") < kept("lovely") < kept("never-seen")

@@ -186,7 +186,7 @@ def test_the_heads_of_a_run_are_measured_and_shown(task, run_of, tmp_path):
     folder, _ = run_of(task)
     out = tmp_path / "out"
     assert call("inspect", str(folder), "--text", str(text_of(task, tmp_path)), "--out", str(out)) == 0
-    report = hw.load_report(out / "report.json")
+    report = hw.report.load_report(out / "report.json")
     assert report.whole is not None
     assert report.whole.value == pytest.approx(1.0)
     assert report.score == ("agreement" if task == "sentence" else "fidelity")
@@ -217,7 +217,7 @@ def test_roles_are_looked_for_in_runs(task, run_of, pipeline, tmp_path):
     folder, _ = run_of(task)
     text, out = text_of(task, tmp_path), tmp_path / "out"
     assert call("inspect", str(folder), "--text", str(text), "--pipeline", pipeline, "--out", str(out)) == 0
-    report = hw.load_report(out / "report.json")
+    report = hw.report.load_report(out / "report.json")
     role = report.roles.index("separator")
     frozen = open_frozen(folder)
     mass, queries = torch.zeros(report.layers[0].heads), 0
@@ -247,7 +247,7 @@ def test_one_query_a_text_has_no_pairs_of_roles(run_of, pipeline, tmp_path):
     text, out = text_of("sentence", tmp_path), tmp_path / "out"
     folder, _ = run_of("sentence")
     assert call("inspect", str(folder), "--text", str(text), "--pipeline", pipeline, "--out", str(out)) == 0
-    report = hw.load_report(out / "report.json")
+    report = hw.report.load_report(out / "report.json")
     assert report.layers[0].roles == ()
     assert any("one query" in note for note in report.notes)
 

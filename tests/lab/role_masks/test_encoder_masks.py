@@ -44,7 +44,7 @@ def roles(ids: Tensor) -> Tensor:
 
 
 def masks(heads: tuple[int, ...] = (0, 1)) -> MaskFunction:
-    return lambda ids, real: hw.HeadMask(roles(ids), real, num_heads=HEADS, heads=heads)
+    return lambda ids, real: hw.roles.HeadMask(roles(ids), real, num_heads=HEADS, heads=heads)
 
 
 def allowed(guided: tuple[int, ...] = (0, 1)) -> Tensor:
@@ -230,9 +230,9 @@ def test_masks_that_do_not_fit_and_heads_that_are_not_there_are_refused():
     good = roles(SOURCE)
     wrong = [
         (lambda *_: good, "the mask is a Tensor; expected a HeadMask"),
-        (lambda *_: hw.HeadMask(good, num_heads=3), "is for 3 heads and encoder.layers.0.attention has 4"),
-        (lambda *_: hw.HeadMask(good[:2], num_heads=4), "has 2 sentences and the batch 3"),
-        (lambda *_: hw.HeadMask(good[..., :5, :5], num_heads=4), "has 5 tokens and this call 6 queries"),
+        (lambda *_: hw.roles.HeadMask(good, num_heads=3), "is for 3 heads and encoder.layers.0.attention has 4"),
+        (lambda *_: hw.roles.HeadMask(good[:2], num_heads=4), "has 2 sentences and the batch 3"),
+        (lambda *_: hw.roles.HeadMask(good[..., :5, :5], num_heads=4), "has 5 tokens and this call 6 queries"),
     ]
     for made, message in wrong:
         with pytest.raises(MaskError, match=message), mask_encoder(model, made):
@@ -240,5 +240,5 @@ def test_masks_that_do_not_fit_and_heads_that_are_not_there_are_refused():
         model.encoder(SOURCE)
     with pytest.raises(MaskError, match="no input_ids"), mask_encoder(built("marian"), masks()) as handle:
         handle._read(None, (), {"inputs_embeds": torch.zeros(1, 2, 16)})
-    with pytest.raises(hw.NotFired), mask_encoder(model, masks()):
+    with pytest.raises(hw.errors.NotFired), mask_encoder(model, masks()):
         pass

@@ -43,5 +43,5 @@ def test_queries_alone_are_trained_faster():
 
 def test_queries_that_share_a_parameter_are_refused():
     model, methods = build("queries-faster", "packed")
-    with pytest.raises(hw.SettingError, match="holds more than queries"):
+    with pytest.raises(hw.errors.SettingError, match="holds more than queries"):
         methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))

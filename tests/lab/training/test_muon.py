@@ -49,7 +49,7 @@ def test_both_step_as_two_optimizers_under_one_schedule(per_head: bool, kind):
     model, other = build(kind), build(kind)
     heads = hw.find_heads(model)
     train(model, [build_optimizer(model, 0.02, RECIPE, Orthogonalize(per_head), heads)], range(3), schedule=0.8)
-    blocks = hw.head_blocks(hw.find_heads(other), per_head=per_head)
+    blocks = hw.heads.head_blocks(hw.find_heads(other), per_head=per_head)
     share = 0.3 if kind is Grouped else 1.0
     muon = torch.optim.Muon(
         list(blocks),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.errors import SettingError
 from headwise.heads.heads import Heads
-from headwise.repulsion.kernels import geometry
+from headwise.kernels import geometry
 from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import Rule, blend
 from headwise_lab.experiment.settings import RunSettings

@@ -14,17 +14,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
-from headwise.disagreement.invariant import (
-    CKA,
-    HSIC,
-    CrossCorrelation,
-    LogDeterminant,
-    MapCosine,
-    SpanOverlap,
-    SquaredCosine,
-)
-from headwise.disagreement.penalty import Penalize
-from headwise.disagreement.terms import Frobenius, Output, Position, Subspace, Sum
 from headwise.errors import (
     DataError,
     SettingError,
@@ -38,12 +27,23 @@ from headwise.gating.attach import GateHeads
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
 from headwise.heads.ablation import DropHeads
 from headwise.heads.scores.mixing import MixHeads
+from headwise.kernels import NormalizedRBF
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
-from headwise.repulsion.kernels import NormalizedRBF
 from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
 from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import EMRouting, SimpleRouting, Trunk
+from headwise.similarity.invariant import (
+    CKA,
+    HSIC,
+    CrossCorrelation,
+    LogDeterminant,
+    MapCosine,
+    SpanOverlap,
+    SquaredCosine,
+)
+from headwise.similarity.penalty import Penalize
+from headwise.similarity.terms import Frobenius, Output, Position, Subspace, Sum
 from headwise.strength import Relative, Target
 
 # In the paper's order, which is that of the heads.
@@ -152,7 +152,7 @@ class Orthogonalize:
     the rate and the weight decay of the recipe hold for both.
 
     Attributes:
-        per_head: Whether the matrix of each head is orthogonalized alone (`hw.head_blocks`), or that of all heads.
+        per_head: Whether the matrix of each head is orthogonalized alone (`hw.heads.head_blocks`), or all as one.
         momentum: Muon's momentum, in [0, 1).
     """
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
-from headwise.disagreement.terms import GroupedQueries, PositionSquaredDifference, Sum
 from headwise.errors import DataError, SettingError, require_choice
-from headwise.repulsion.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
+from headwise.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
 from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
 from headwise.routing.modules import Gate, Residual
+from headwise.similarity.terms import GroupedQueries, PositionSquaredDifference, Sum
 from headwise_lab.experiment.arm import Arm, combine, find_control, named_arms
 
 # Settings whose value is itself a value with settings: the words that choose one.

@@ -86,8 +86,8 @@ class RoleMasks:
         rarity: Rarity of words in the training split.
         num_heads: Number of heads of a layer.
         seed: Seed of the run, for random masks.
-        encoding: Returns the tokens of a sentence by its number, as for `headwise.align`; None if each word is a token,
-            with one token before and one after the words.
+        encoding: Returns the tokens of a sentence by its number, as for `headwise.roles.align`; None if each word is
+            a token, with one token before and one after the words.
         pipeline: The pipeline that parsed the sentences, to record; None for no parses.
 
     Raises:

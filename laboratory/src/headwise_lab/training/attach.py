@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attached import Attached
-from headwise.disagreement.penalty import Disagreement, Penalize
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.ablation import DropHeads, HeadDropping
 from headwise.heads.find import find_heads
@@ -28,6 +27,7 @@ from headwise.repulsion.repel import Repel, Repulsion
 from headwise.roles.guide import Guidance, guide
 from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import Gate, Residual, Routing, Setting
+from headwise.similarity.penalty import Disagreement, Penalize
 from headwise_lab.experiment.arm import (
     Arm,
     Guided,

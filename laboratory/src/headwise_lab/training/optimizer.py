@@ -37,7 +37,7 @@ class MuonAndRest(Optimizer):
         >>> import headwise as hw
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> groups = [{"params": list(model.parameters()), "lr": 0.01, "weight_decay": 0.1}]
-        >>> both = MuonAndRest(hw.head_blocks(hw.find_heads(model)), groups, torch.optim.AdamW, momentum=0.95)
+        >>> both = MuonAndRest(hw.heads.head_blocks(hw.find_heads(model)), groups, torch.optim.AdamW, momentum=0.95)
         >>> [len(group["params"]) for group in both.param_groups]
         [8, 10]
     """

@@ -99,14 +99,14 @@ def suggest_rows(model: nn.Module, modules: Sequence[Named]) -> str:
     if not rows:
         return "\n".join(one.said for one in found)
     written = ", ".join(dict.fromkeys(str(one.row) for one in rows))
-    return "\n".join([*(one.said for one in rows), f"    hw.find_heads(model, ({written}, *hw.LAYOUTS))"])
+    return "\n".join([*(one.said for one in rows), f"    hw.find_heads(model, ({written}, *hw.layouts.LAYOUTS))"])
 
 
 def write_row(row: Layout) -> str:
     """Return a row as it is written in Python, without what it has by default.
 
     >>> write_row(SeparateLinears("mine", query=("w1",)))
-    "hw.SeparateLinears('mine', query=('w1',))"
+    "hw.layouts.SeparateLinears('mine', query=('w1',))"
     """
     given: Any = row
     defaults = {field.name: field.default for field in fields(given)}

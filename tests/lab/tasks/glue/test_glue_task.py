@@ -223,7 +223,7 @@ def test_a_model_with_an_aggregator_is_fine_tuned_with_it(glue, model, tmp_path)
     from transformers import ElectraForPreTraining
 
     routed = ElectraForPreTraining.from_pretrained(model)
-    hw.aggregate(hw.find_heads(routed).layer(0), hw.EMRouting(capsules=4))
+    hw.aggregate(hw.find_heads(routed).layer(0), hw.routing.EMRouting(capsules=4))
     routed.save_pretrained(tmp_path / "routed")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "routed" / name).write_text((model / name).read_text())

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.disagreement.penalty import Penalize
 from headwise.errors import LayoutError, SettingError
 from headwise.repulsion.repel import Repel
+from headwise.similarity.penalty import Penalize
 from headwise_lab.experiment.arm_text import parse_arm, record_arm, restore_arm
 from headwise_lab.tasks.lm.task import LmTask
 from headwise_lab.training.attach import attach_arm
@@ -57,10 +57,12 @@ def test_a_penalty_compares_the_groups_that_the_arm_names(grouping: str, data):
     model, methods, batch = attach(f"output:grouping={grouping}", data)
     loss = model(**batch)["loss"]
     found = methods.loss(loss) - loss
-    with hw.Disagreement(hw.find_heads(model), hw.GroupedQueries(hw.Output(), grouping)) as penalty:
+    with hw.Disagreement(
+        hw.find_heads(model), hw.similarity.GroupedQueries(hw.similarity.Output(), grouping)
+    ) as penalty:
         model(**batch)
         torch.testing.assert_close(found, penalty())
-    with hw.Disagreement(hw.find_heads(model), hw.Output()) as penalty:
+    with hw.Disagreement(hw.find_heads(model), hw.similarity.Output()) as penalty:
         model(**batch)
         assert not torch.allclose(found, penalty())
 

@@ -64,7 +64,7 @@ def test_decoding_with_a_cache_equals_decoding_without(norm_first, arm):
 @pytest.mark.parametrize("beams", [1, 4])
 def test_generate_gives_the_same_tokens_with_and_without_a_cache(beams):
     model = built()
-    hw.aggregate(hw.find_heads(model).kind("decoder").layer(1), hw.EMRouting(capsules=4, iterations=2))
+    hw.aggregate(hw.find_heads(model).kind("decoder").layer(1), hw.routing.EMRouting(capsules=4, iterations=2))
     model.double()
     settings = {"num_beams": beams, "max_new_tokens": 9, "length_penalty": 0.6}
     with_cache = model.generate(SOURCE, use_cache=True, **settings)
@@ -147,7 +147,7 @@ def test_its_heads_are_found_by_kind_and_verified():
 
 def test_taps_know_the_padding_of_both_sides():
     model = built().train()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     model(SOURCE, labels=TARGET)
     pooled = penalty()
     model(SOURCE[:1], labels=TARGET[:1])

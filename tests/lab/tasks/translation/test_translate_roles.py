@@ -177,7 +177,7 @@ def test_heads_with_roles_are_measured_with_them(name, place):
     frozen = open_frozen(place / name)
     batches = [*frozen.read(sources(place))]
 
-    def measured(*, replay: bool) -> hw.Report:
+    def measured(*, replay: bool) -> hw.report.Report:
         return hw.measure(
             frozen.heads,
             batches,

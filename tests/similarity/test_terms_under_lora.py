@@ -29,7 +29,13 @@ def penalize(model: nn.Module, heads: hw.Heads, term) -> Tensor:
 
 @pytest.mark.parametrize(
     "term",
-    [hw.SpanOverlap(), hw.SpanOverlap("query"), hw.SpanOverlap("output"), hw.MapCosine(), hw.CKA(of="contributions")],
+    [
+        hw.similarity.SpanOverlap(),
+        hw.similarity.SpanOverlap("query"),
+        hw.similarity.SpanOverlap("output"),
+        hw.similarity.MapCosine(),
+        hw.similarity.CKA(of="contributions"),
+    ],
     ids=str,
 )
 def test_a_penalty_on_parameters_is_that_of_the_effective_weights(term):
@@ -66,8 +72,8 @@ def test_a_penalty_on_parameters_is_that_of_the_effective_weights(term):
 def test_a_penalty_on_parameters_of_which_none_is_trained_is_refused():
     config = peft.LoraConfig(r=3, target_modules=["q_proj"])
     model = peft.get_peft_model(SeparateAttention(), config)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.SpanOverlap("value"))
-    with pytest.raises(hw.NotFired, match=r"no parameter that SpanOverlap.*target_modules"):
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.SpanOverlap("value"))
+    with pytest.raises(hw.errors.NotFired, match=r"no parameter that SpanOverlap.*target_modules"):
         penalty()
     with torch.no_grad():
         assert penalty() > 0

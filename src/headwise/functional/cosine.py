@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
+from headwise.functional.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
 
 # A head's vector shorter than this share of the head's root mean square is divided by that instead of by its length.
 SHORTEST = 1e-6

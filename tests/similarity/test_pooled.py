@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.disagreement import terms
+from headwise.similarity import terms
 
 TERMS = {
-    "output": hw.Output(),
-    "subspace": hw.Subspace(),
-    "position": hw.Position(),
-    "recomputed": hw.Position(recompute=True),
-    "sum": hw.Output() + 0.5 * hw.Subspace() + 2 * hw.Position(),
+    "output": hw.similarity.Output(),
+    "subspace": hw.similarity.Subspace(),
+    "position": hw.similarity.Position(),
+    "recomputed": hw.similarity.Position(recompute=True),
+    "sum": hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position(),
 }
 
 
@@ -46,7 +46,7 @@ def test_pooled_and_one_by_one_agree(term: str, padded: bool, relative: bool, mo
 
 
 def test_attentions_of_one_shape_are_stacked_and_others_are_not():
-    term, ones = hw.Output(), torch.ones(2, 3, 4, 5)
+    term, ones = hw.similarity.Output(), torch.ones(2, 3, 4, 5)
     keep = torch.ones(2, 3, dtype=torch.bool)
     sums, counts = terms.measure_together(term, [ones, ones], [keep, ~keep])
     assert sums.tolist() == [pytest.approx(6.0), 0.0]
@@ -60,7 +60,7 @@ def test_attentions_of_one_shape_are_stacked_and_others_are_not():
         ([torch.ones(2, 2**13, 4, 5)] * 2, [None, None]),
     ):
         assert terms.measure_together(term, tensors, keeps) is None
-    assert terms.measure_together(hw.CKA(), [ones, ones], [None, None]) is None
+    assert terms.measure_together(hw.similarity.CKA(), [ones, ones], [None, None]) is None
 
 
 def test_attaching_walks_through_the_model_as_often_for_many_layers_as_for_few(monkeypatch: pytest.MonkeyPatch):
@@ -77,7 +77,7 @@ def test_attaching_walks_through_the_model_as_often_for_many_layers_as_for_few(m
         layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
         heads = hw.find_heads(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
         passed.clear()
-        hw.Disagreement(heads, hw.Output())
+        hw.Disagreement(heads, hw.similarity.Output())
         return len(passed)
 
     monkeypatch.setattr(nn.Module, "named_modules", counted)

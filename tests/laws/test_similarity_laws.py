@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise import disagreement, metrics
+from headwise import metrics, similarity
 
 torch.set_num_threads(1)
 
 OF_VECTORS: dict[str, Callable[..., Tensor]] = {
-    "output_similarity": disagreement.output_similarity,
-    "subspace_similarity": disagreement.subspace_similarity,
+    "output_similarity": similarity.output_similarity,
+    "subspace_similarity": similarity.subspace_similarity,
     "output_cosine": metrics.output_cosine,
     "head_distance": metrics.head_distance,
     "linear_cka": metrics.linear_cka,
 }
 OF_WEIGHTS: dict[str, Callable[..., Tensor]] = {
-    "position_similarity": disagreement.position_similarity,
-    "position_squared_difference": disagreement.position_squared_difference,
-    "normalized_position_similarity": disagreement.normalized_position_similarity,
+    "position_similarity": similarity.position_similarity,
+    "position_squared_difference": similarity.position_squared_difference,
+    "normalized_position_similarity": similarity.normalized_position_similarity,
     "attention_jensen_shannon": metrics.attention_jensen_shannon,
     "generalized_jensen_shannon": metrics.generalized_jensen_shannon,
 }
@@ -86,8 +86,8 @@ def test_permuting_heads_permutes_the_gradient(sizes: tuple[int, int, int, int],
     outputs = draw_vectors(sizes, seed).requires_grad_()
     order = torch.randperm(sizes[2], generator=torch.Generator().manual_seed(seed))
     permuted = outputs.detach()[:, :, order].requires_grad_()
-    (gradient,) = torch.autograd.grad(disagreement.output_similarity(outputs), outputs)
-    (other,) = torch.autograd.grad(disagreement.output_similarity(permuted), permuted)
+    (gradient,) = torch.autograd.grad(similarity.output_similarity(outputs), outputs)
+    (other,) = torch.autograd.grad(similarity.output_similarity(permuted), permuted)
     torch.testing.assert_close(other, gradient[:, :, order])
 
 
@@ -106,7 +106,7 @@ def test_scaling_one_head_leaves_a_cosine(name: str, sizes: tuple[int, int, int,
 @given(sizes=SIZES, seed=SEEDS)
 def test_the_gradient_of_a_cosine_is_tangential(sizes: tuple[int, int, int, int], seed: int) -> None:
     outputs = draw_vectors(sizes, seed).requires_grad_()
-    (gradient,) = torch.autograd.grad(disagreement.output_similarity(outputs), outputs)
+    (gradient,) = torch.autograd.grad(similarity.output_similarity(outputs), outputs)
     radial = (gradient * outputs.detach()).sum(-1)
     torch.testing.assert_close(radial, torch.zeros_like(radial), rtol=0, atol=EXACT)
 
@@ -117,8 +117,8 @@ def test_orthogonal_heads_are_one_over_h_alike(heads: int, extra: int, seed: int
     directions = draw_rotation(heads + extra, seed)[:heads]
     lengths = torch.rand(2, 3, heads, 1, dtype=torch.float64) + 0.2
     outputs = directions * lengths
-    assert disagreement.output_similarity(outputs).item() == pytest.approx(1 / heads)
-    assert disagreement.subspace_similarity(outputs).item() == pytest.approx(1 / heads)
+    assert similarity.output_similarity(outputs).item() == pytest.approx(1 / heads)
+    assert similarity.subspace_similarity(outputs).item() == pytest.approx(1 / heads)
     assert metrics.output_cosine(outputs).item() == pytest.approx(0, abs=EXACT)
     mean, mean_absolute = metrics.parameter_cosine(directions)
     assert mean.item() == pytest.approx(0, abs=EXACT)
@@ -133,12 +133,12 @@ def test_heads_that_cancel_score_least_and_are_functions_of_one_another(
     batch, length, heads, _ = sizes
     outputs = draw_vectors((batch, length, heads, 3), seed)
     pairs = torch.cat([outputs, -outputs], dim=2)
-    for score in (disagreement.output_similarity, disagreement.subspace_similarity):
+    for score in (similarity.output_similarity, similarity.subspace_similarity):
         assert score(outputs).item() >= 0.0
         assert score(pairs).item() == pytest.approx(0.0, abs=EXACT)
     # below orthogonal heads, and no more diverse than one
     one = draw_vectors((20, 5, 1, 3), seed)
-    assert disagreement.output_similarity(torch.cat([one, -one], dim=2)).item() < 1 / 2
+    assert similarity.output_similarity(torch.cat([one, -one], dim=2)).item() < 1 / 2
     assert metrics.linear_cka(torch.cat([one, -one], dim=2)).item() == pytest.approx(1.0)
 
 
@@ -147,11 +147,11 @@ def test_heads_that_cancel_score_least_and_are_functions_of_one_another(
 def test_collapsed_heads_are_wholly_alike(sizes: tuple[int, int, int, int], seed: int) -> None:
     outputs = draw_vectors(sizes, seed)[:, :, :1].expand(sizes)
     weights = draw_weights(sizes, seed)[:, :1].expand(-1, sizes[2], -1, -1)
-    for score in (disagreement.output_similarity, metrics.output_cosine, metrics.linear_cka):
+    for score in (similarity.output_similarity, metrics.output_cosine, metrics.linear_cka):
         assert score(outputs).item() == pytest.approx(1)
     assert metrics.head_distance(outputs).item() == 0
-    assert disagreement.normalized_position_similarity(weights).item() == pytest.approx(1)
-    assert disagreement.position_squared_difference(weights).item() == pytest.approx(0, abs=EXACT)
+    assert similarity.normalized_position_similarity(weights).item() == pytest.approx(1)
+    assert similarity.position_squared_difference(weights).item() == pytest.approx(0, abs=EXACT)
     assert metrics.attention_jensen_shannon(weights).item() == pytest.approx(0, abs=EXACT)
     assert metrics.generalized_jensen_shannon(weights).item() == pytest.approx(0, abs=EXACT)
 
@@ -166,7 +166,7 @@ def test_heads_that_share_no_key_are_as_far_apart_as_can_be(heads: int, block: i
         weights[:, head, :, head * block : (head + 1) * block] = scores[:, head].softmax(-1)
     assert metrics.attention_jensen_shannon(weights).item() == pytest.approx(math.log(2))
     assert metrics.generalized_jensen_shannon(weights).item() == pytest.approx(math.log(heads))
-    assert disagreement.normalized_position_similarity(weights).item() == pytest.approx(1 / heads)
+    assert similarity.normalized_position_similarity(weights).item() == pytest.approx(1 / heads)
 
 
 @law
@@ -175,12 +175,12 @@ def test_scores_stay_in_their_range(sizes: tuple[int, int, int, int], seed: int)
     _, _, heads, keys = sizes
     outputs, weights, keep = draw_vectors(sizes, seed), draw_weights(sizes, seed), draw_keep(sizes, seed)
     ranges = {
-        disagreement.output_similarity(outputs, keep): (0, 1),
+        similarity.output_similarity(outputs, keep): (0, 1),
         metrics.output_cosine(outputs, keep): (-1 / (heads - 1), 1),
         metrics.linear_cka(outputs, keep): (0, 1),
-        disagreement.position_similarity(weights, keep): (1 / keys, 1),
-        disagreement.position_squared_difference(weights, keep): (-2 * (1 - 1 / heads), 0),
-        disagreement.normalized_position_similarity(weights, keep): (1 / heads, 1),
+        similarity.position_similarity(weights, keep): (1 / keys, 1),
+        similarity.position_squared_difference(weights, keep): (-2 * (1 - 1 / heads), 0),
+        similarity.normalized_position_similarity(weights, keep): (1 / heads, 1),
         metrics.attention_jensen_shannon(weights, keep): (0, math.log(2)),
         metrics.generalized_jensen_shannon(weights, keep): (0, math.log(heads)),
     }
@@ -240,16 +240,16 @@ def test_parameter_cosine_sees_neither_order_nor_scale_and_norms_do(
 
 def test_frobenius_penalty_is_zero_for_disjoint_one_hot_heads_and_grows_with_collapse() -> None:
     disjoint = torch.eye(4, 7, dtype=torch.float64).expand(2, 4, 7)
-    assert disagreement.frobenius_penalty(disjoint).item() == 0
+    assert similarity.frobenius_penalty(disjoint).item() == 0
     one_hot_collapse = torch.eye(1, 7, dtype=torch.float64).expand(2, 4, 7)
-    assert disagreement.frobenius_penalty(one_hot_collapse).item() == pytest.approx(4 * 3)
+    assert similarity.frobenius_penalty(one_hot_collapse).item() == pytest.approx(4 * 3)
 
 
 def test_a_step_down_the_gradient_makes_heads_less_alike() -> None:
     torch.manual_seed(2)
     outputs = (torch.randn(2, 3, 1, 8) + 0.2 * torch.randn(2, 3, 4, 8)).requires_grad_()
-    before = disagreement.output_similarity(outputs)
+    before = similarity.output_similarity(outputs)
     (gradient,) = torch.autograd.grad(before, outputs)
-    after = disagreement.output_similarity(outputs - 0.5 * gradient)
+    after = similarity.output_similarity(outputs - 0.5 * gradient)
     assert after < before
     assert metrics.output_cosine(outputs - 0.5 * gradient) < metrics.output_cosine(outputs)

@@ -35,12 +35,12 @@ def call(model, source_length=6, target_length=4):
 
 
 LOOPS = [
-    (hw.Output(), "outputs", loops.output_similarity),
-    (hw.Subspace(), "values", loops.subspace_similarity),
-    (hw.Position(), "weights", loops.position_similarity),
-    (hw.PositionSquaredDifference(), "weights", loops.position_squared_difference),
+    (hw.similarity.Output(), "outputs", loops.output_similarity),
+    (hw.similarity.Subspace(), "values", loops.subspace_similarity),
+    (hw.similarity.Position(), "weights", loops.position_similarity),
+    (hw.similarity.PositionSquaredDifference(), "weights", loops.position_squared_difference),
     (
-        hw.Frobenius(),
+        hw.similarity.Frobenius(),
         "weights",
         lambda a, keep: loops.frobenius_penalty(a.transpose(1, 2).flatten(0, 1), keep.flatten()),
     ),
@@ -73,7 +73,7 @@ def test_several_calls_are_pooled_token_by_token():
     heads = hw.find_heads(model)
     short, long = torch.randn(1, 2, 8).double(), torch.randn(3, 7, 8).double()
     separately = []
-    penalty = hw.Disagreement(heads, hw.Output())
+    penalty = hw.Disagreement(heads, hw.similarity.Output())
     for x in (short, long):
         model(x)
         separately.append(penalty())
@@ -88,17 +88,21 @@ def test_terms_add_and_multiply():
     heads = hw.find_heads(model).kind("self")
     call(model)
     values = {}
-    for name, term in {"o": hw.Output(), "s": hw.Subspace(), "sum": 2 * (hw.Output() + 0.5 * hw.Subspace())}.items():
+    for name, term in {
+        "o": hw.similarity.Output(),
+        "s": hw.similarity.Subspace(),
+        "sum": 2 * (hw.similarity.Output() + 0.5 * hw.similarity.Subspace()),
+    }.items():
         with hw.Disagreement(heads, term) as penalty:
             call(model)
             values[name] = penalty().item()
     assert values["sum"] == pytest.approx(2 * values["o"] + values["s"], rel=1e-12)
-    assert str(2 * (hw.Output() + 0.5 * hw.Subspace())) == "2 * Output() + 1 * Subspace()"
+    assert str(2 * (hw.similarity.Output() + 0.5 * hw.similarity.Subspace())) == "2 * Output() + 1 * Subspace()"
 
 
 def test_keep_overrides_the_padding_the_attention_received():
     model = SeparateAttention().double()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     x = torch.randn(2, 5, 12).double()
     model(x[:, :3])
     expected = penalty()
@@ -109,14 +113,14 @@ def test_keep_overrides_the_padding_the_attention_received():
     model(padded, key_padding_mask=~keep)
     torch.testing.assert_close(penalty(keep), expected)
     model(x)
-    with pytest.raises(hw.ShapeError, match=r"keep is torch.bool of shape \(2, 4\); expected .*\(2, 5\)"):
+    with pytest.raises(hw.errors.ShapeError, match=r"keep is torch.bool of shape \(2, 4\); expected .*\(2, 5\)"):
         penalty(keep[:, :4])
 
 
 def test_the_gradient_pushes_outputs_apart():
     torch.manual_seed(2)
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     x = torch.randn(8, 6, 8)
     history = []
@@ -132,7 +136,7 @@ def test_the_gradient_pushes_outputs_apart():
 
 def test_checkpointing_without_reentry_gives_the_same_gradient_and_with_it_is_refused():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     x = torch.randn(3, 5, 8).double().requires_grad_()
     gradients = []
     for run in (lambda: model(x), lambda: checkpoint(model, x, use_reentrant=False)):
@@ -141,13 +145,13 @@ def test_checkpointing_without_reentry_gives_the_same_gradient_and_with_it_is_re
         gradients.append(model.self_attn.in_proj_weight.grad.clone())
     torch.testing.assert_close(*gradients)
     checkpoint(model, x, use_reentrant=True)
-    with pytest.raises(hw.NotFired, match=r"carries no gradient.*use_reentrant=False"):
+    with pytest.raises(hw.errors.NotFired, match=r"carries no gradient.*use_reentrant=False"):
         penalty()
 
 
 def test_a_compiled_model_has_the_same_penalty_and_is_compiled_once():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     x = torch.randn(3, 5, 8).double()
     model(x)
     expected = penalty()
@@ -166,14 +170,16 @@ def test_a_compiled_model_has_the_same_penalty_and_is_compiled_once():
 
 def test_wrong_terms_and_kinds_are_refused():
     heads = hw.find_heads(transformer())
-    with pytest.raises(hw.SettingError, match="term is 'output'"):
+    with pytest.raises(hw.errors.SettingError, match="term is 'output'"):
         hw.Disagreement(heads, "output")
-    with pytest.raises(hw.SettingError, match="term is <class"):
-        hw.Disagreement(heads, hw.Output)
-    with pytest.raises(hw.SettingError, match="kind of attention is 'encoder'; expected one of cross, decoder, self"):
-        hw.Disagreement(heads, hw.Output(), weights={"encoder": 1.0})
-    with pytest.raises(hw.SettingError, match="weight of a term is nan"):
-        float("nan") * hw.Output()
+    with pytest.raises(hw.errors.SettingError, match="term is <class"):
+        hw.Disagreement(heads, hw.similarity.Output)
+    with pytest.raises(
+        hw.errors.SettingError, match="kind of attention is 'encoder'; expected one of cross, decoder, self"
+    ):
+        hw.Disagreement(heads, hw.similarity.Output(), weights={"encoder": 1.0})
+    with pytest.raises(hw.errors.SettingError, match="weight of a term is nan"):
+        float("nan") * hw.similarity.Output()
 
 
 def test_a_term_of_ones_own_reads_something_that_is_captured():
@@ -184,72 +190,88 @@ def test_a_term_of_ones_own_reads_something_that_is_captured():
             return tensor.sum(), tensor.new_tensor(1.0 if keep is None else 2.0)
 
     heads = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
-    with pytest.raises(hw.SettingError, match=r"reads is 'queries'; expected one of outputs, values, weights"):
-        hw.Disagreement(heads, hw.Output() + Queries())
+    with pytest.raises(hw.errors.SettingError, match=r"reads is 'queries'; expected one of outputs, values, weights"):
+        hw.Disagreement(heads, hw.similarity.Output() + Queries())
 
 
 def test_an_aggregator_swapped_in_later_is_noticed():
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.Output())
-    hw.aggregate(heads, hw.Trunk())
+    penalty = hw.Disagreement(heads, hw.similarity.Output())
+    hw.aggregate(heads, hw.routing.Trunk())
     model(torch.randn(2, 5, 8))
-    with pytest.raises(hw.NotFired, match=r"outputs were not computed.* Attach after aggregate\(\)"):
+    with pytest.raises(hw.errors.NotFired, match=r"outputs were not computed.* Attach after aggregate\(\)"):
         penalty()
 
 
 @pytest.mark.parametrize(
-    "term", [hw.Output(), hw.Subspace(), hw.Position(), hw.PositionSquaredDifference(), hw.Frobenius()]
+    "term",
+    [
+        hw.similarity.Output(),
+        hw.similarity.Subspace(),
+        hw.similarity.Position(),
+        hw.similarity.PositionSquaredDifference(),
+        hw.similarity.Frobenius(),
+    ],
 )
 def test_one_head_a_site_has_nothing_to_disagree_with(term):
     model = nn.TransformerEncoderLayer(16, 1, 32, batch_first=True)
-    with pytest.raises(hw.LayoutError, match=r"1 sites has one (key/value )?head, which has nothing to disagree"):
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"1 sites has one (key/value )?head, which has nothing to disagree"
+    ):
         hw.Disagreement(hw.find_heads(model), 0.5 * term)
 
 
 def test_one_value_head_is_refused_for_values_and_fine_for_outputs():
     heads = hw.find_heads(SeparateAttention(key_value_heads=1))
     with pytest.raises(
-        hw.LayoutError, match=r"Subspace\(\) compares the values of heads.*one key/value head.*use a term on all heads"
+        hw.errors.LayoutError,
+        match=r"Subspace\(\) compares the values of heads.*one key/value head.*use a term on all heads",
     ):
-        hw.Disagreement(heads, hw.Output() + 0.5 * hw.Subspace())
-    assert repr(hw.Disagreement(heads, hw.Output())) == "Output() on 1 sites (self 1)"
+        hw.Disagreement(heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace())
+    assert repr(hw.Disagreement(heads, hw.similarity.Output())) == "Output() on 1 sites (self 1)"
 
 
 @pytest.mark.parametrize(
-    "term", [hw.SpanOverlap("value"), hw.SpanOverlap("key"), hw.GroupedQueries(hw.CKA(), "across")], ids=str
+    "term",
+    [
+        hw.similarity.SpanOverlap("value"),
+        hw.similarity.SpanOverlap("key"),
+        hw.similarity.GroupedQueries(hw.similarity.CKA(), "across"),
+    ],
+    ids=str,
 )
 def test_a_term_on_what_several_heads_share_is_refused_where_there_is_one(term):
     heads = hw.find_heads(SeparateAttention(key_value_heads=1))
-    with pytest.raises(hw.LayoutError, match=r"only one head or group.*use a term on all heads"):
+    with pytest.raises(hw.errors.LayoutError, match=r"only one head or group.*use a term on all heads"):
         hw.Disagreement(heads, term)
-    hw.Disagreement(heads, hw.SpanOverlap("query"))
-    hw.Disagreement(heads, hw.GroupedQueries(hw.CKA(), "within"))
-    with pytest.raises(hw.LayoutError, match="only one head or group"):
-        hw.Disagreement(hw.find_heads(SeparateAttention()), hw.GroupedQueries(hw.CKA(), "within"))
+    hw.Disagreement(heads, hw.similarity.SpanOverlap("query"))
+    hw.Disagreement(heads, hw.similarity.GroupedQueries(hw.similarity.CKA(), "within"))
+    with pytest.raises(hw.errors.LayoutError, match="only one head or group"):
+        hw.Disagreement(hw.find_heads(SeparateAttention()), hw.similarity.GroupedQueries(hw.similarity.CKA(), "within"))
 
 
 def test_sites_with_one_head_beside_others_are_named():
     model = nn.Sequential(SeparateAttention(key_value_heads=2), SeparateAttention(key_value_heads=1))
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Subspace())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Subspace())
     assert str(penalty) == "Subspace() on 2 sites (self 1); with one head: 1"
 
 
 def test_weights_and_keep_of_another_type_are_refused():
     model = SeparateAttention()
-    with pytest.raises(hw.SettingError, match=r"weights is \[0\.5\]; expected a mapping"):
-        hw.Disagreement(hw.find_heads(model), hw.Output(), weights=[0.5])
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    with pytest.raises(hw.errors.SettingError, match=r"weights is \[0\.5\]; expected a mapping"):
+        hw.Disagreement(hw.find_heads(model), hw.similarity.Output(), weights=[0.5])
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     model(torch.randn(2, 3, 12))
-    with pytest.raises(hw.ShapeError, match=r"keep is a list; expected a torch\.bool tensor of shape \(2, 3\)"):
+    with pytest.raises(hw.errors.ShapeError, match=r"keep is a list; expected a torch\.bool tensor of shape \(2, 3\)"):
         penalty(keep=[[True] * 3] * 2)
 
 
-@pytest.mark.parametrize("term", [hw.Output(), hw.Position(), hw.MapCosine()], ids=str)
+@pytest.mark.parametrize("term", [hw.similarity.Output(), hw.similarity.Position(), hw.similarity.MapCosine()], ids=str)
 def test_a_penalty_for_training_alone_is_0_in_evaluation_and_the_same_in_training(term):
     model, x = SeparateAttention(), torch.randn(3, 5, 12)
     heads = hw.find_heads(model)
-    if term == hw.Position():
+    if term == hw.similarity.Position():
         model = nn.MultiheadAttention(12, 3, batch_first=True)
         heads = hw.find_heads(model)
     run = (lambda: model(x, x, x)) if isinstance(model, nn.MultiheadAttention) else (lambda: model(x))
@@ -269,5 +291,5 @@ def test_a_penalty_for_training_alone_is_0_in_evaluation_and_the_same_in_trainin
     first, second = penalty(), always()
     assert first.item() == pytest.approx(second.item())
     assert first.requires_grad
-    with pytest.raises(hw.SettingError, match="training_only is 1; expected True or False"):
+    with pytest.raises(hw.errors.SettingError, match="training_only is 1; expected True or False"):
         hw.Disagreement(heads, term, training_only=1)

@@ -8,31 +8,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
+from headwise.functional.alignment import multiply_features
 from headwise.heads.taps import Taps, count_effective_heads
-from headwise.similarity.alignment import multiply_features
 from reference import metrics as loops
 
 TERMS = (
-    hw.SquaredCosine(),
-    hw.CKA(),
-    hw.CKA(debiased=False),
-    hw.CKA(of="contributions"),
-    hw.CKA(sketch=3),
-    hw.CKA(of="contributions", sketch=3),
-    hw.HSIC(),
-    hw.HSIC(of="contributions"),
-    hw.HSIC(sketch=3),
-    hw.HSIC(of="contributions", sketch=3),
-    hw.CrossCorrelation(),
-    hw.CrossCorrelation(matched=True),
-    hw.LogDeterminant(epsilon=0.02),
-    hw.LogDeterminant(of="contributions"),
-    hw.SpanOverlap(),
-    hw.SpanOverlap("query"),
-    hw.SpanOverlap("output"),
-    hw.MapCosine(),
+    hw.similarity.SquaredCosine(),
+    hw.similarity.CKA(),
+    hw.similarity.CKA(debiased=False),
+    hw.similarity.CKA(of="contributions"),
+    hw.similarity.CKA(sketch=3),
+    hw.similarity.CKA(of="contributions", sketch=3),
+    hw.similarity.HSIC(),
+    hw.similarity.HSIC(of="contributions"),
+    hw.similarity.HSIC(sketch=3),
+    hw.similarity.HSIC(of="contributions", sketch=3),
+    hw.similarity.CrossCorrelation(),
+    hw.similarity.CrossCorrelation(matched=True),
+    hw.similarity.LogDeterminant(epsilon=0.02),
+    hw.similarity.LogDeterminant(of="contributions"),
+    hw.similarity.SpanOverlap(),
+    hw.similarity.SpanOverlap("query"),
+    hw.similarity.SpanOverlap("output"),
+    hw.similarity.MapCosine(),
 )
-WITHOUT_FORWARD = (hw.SpanOverlap, hw.MapCosine)
+WITHOUT_FORWARD = (hw.similarity.SpanOverlap, hw.similarity.MapCosine)
 
 
 def make(seed: int = 0, layers: int = 2) -> torch.nn.Module:
@@ -90,7 +90,7 @@ def test_alignment_is_that_of_a_loop_over_tokens():
     outputs, keep = capture.outputs.detach(), ~padding
     contributions = torch.einsum("bqhe,hde->bqhd", outputs, heads.sites[0].find_output_weights())
     for of, features in (("outputs", outputs), ("contributions", contributions)):
-        penalty = hw.Disagreement(heads, hw.CKA(of=of))
+        penalty = hw.Disagreement(heads, hw.similarity.CKA(of=of))
         model(x, src_key_padding_mask=padding)
         pairs = [loops.debiased_cka(features[:, :, list(pair)], keep) for pair in ((0, 1), (0, 2), (1, 2))]
         assert penalty().item() == pytest.approx(sum(max(pair, 0.0) for pair in pairs) / 3)
@@ -126,7 +126,7 @@ def test_contributions_are_compared_in_single_precision_in_a_model_of_half_preci
         attention.in_proj_bias.zero_()
         value[size : 2 * size] = basis @ value[:size]
         output[:, size : 2 * size] = output[:, :size] @ torch.linalg.inv(basis)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(of="contributions"))
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(of="contributions"))
     x = given()[0].float()
     with torch.no_grad():
         model(x)
@@ -153,7 +153,7 @@ def test_a_sketch_of_hsic_has_the_mean_of_the_whole_value(of):
     model = make(layers=1)
     x, padding = given()
     values = []
-    for term, draws in ((hw.HSIC(of), 1), (hw.HSIC(of, sketch=2), 800)):
+    for term, draws in ((hw.similarity.HSIC(of), 1), (hw.similarity.HSIC(of, sketch=2), 800)):
         penalty = hw.Disagreement(hw.find_heads(model), term)
         found = []
         for seed in range(draws):
@@ -170,7 +170,7 @@ def test_a_sketch_of_hsic_has_the_mean_of_the_whole_value(of):
 
 def test_a_span_is_turned_and_not_stretched():
     model = make()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.SpanOverlap("value"))
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.SpanOverlap("value"))
     penalty().backward()
     for site in hw.find_heads(model):
         value = site.slices[2]
@@ -183,7 +183,7 @@ def test_a_span_is_turned_and_not_stretched():
 def test_maps_do_not_change_with_the_basis_inside_a_head():
     model = make(layers=1)
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.MapCosine())
+    penalty = hw.Disagreement(heads, hw.similarity.MapCosine())
     before = penalty().detach()
     (site,) = heads
     torch.manual_seed(4)
@@ -200,9 +200,9 @@ def test_terms_add_up_and_mix_with_those_of_the_papers():
     model = make().eval()
     x, padding = given()
     heads = hw.find_heads(model)
-    parts = (hw.CKA(), hw.Output(), hw.SpanOverlap())
+    parts = (hw.similarity.CKA(), hw.similarity.Output(), hw.similarity.SpanOverlap())
     found = []
-    for term in (*parts, hw.CKA() + 0.5 * hw.Output() + 0.25 * hw.SpanOverlap()):
+    for term in (*parts, hw.similarity.CKA() + 0.5 * hw.similarity.Output() + 0.25 * hw.similarity.SpanOverlap()):
         penalty = hw.Disagreement(heads, term)
         model(x, src_key_padding_mask=padding)
         found.append(penalty().item())
@@ -210,7 +210,11 @@ def test_terms_add_up_and_mix_with_those_of_the_papers():
     assert found[3] == pytest.approx(found[0] + 0.5 * found[1] + 0.25 * found[2])
 
 
-@pytest.mark.parametrize("term", [hw.CKA(), hw.HSIC(), hw.CrossCorrelation(), hw.LogDeterminant()], ids=str)
+@pytest.mark.parametrize(
+    "term",
+    [hw.similarity.CKA(), hw.similarity.HSIC(), hw.similarity.CrossCorrelation(), hw.similarity.LogDeterminant()],
+    ids=str,
+)
 def test_three_tokens_say_nothing_and_are_not_counted(term):
     model = make(layers=1)
     x, _ = given()
@@ -233,13 +237,13 @@ def test_grouped_queries_compare_maps_of_every_query_head():
         num_key_value_heads=2,
     )  # fmt: skip
     model = transformers.LlamaModel(config)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.MapCosine() + hw.SpanOverlap("key"))
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.MapCosine() + hw.similarity.SpanOverlap("key"))
     penalty().backward()
     attention = model.layers[0].self_attn
     assert all(part.weight.grad is not None for part in (attention.v_proj, attention.o_proj, attention.k_proj))
 
 
-@pytest.mark.parametrize("term", [*TERMS, hw.CKA(sketch=2)], ids=str)
+@pytest.mark.parametrize("term", [*TERMS, hw.similarity.CKA(sketch=2)], ids=str)
 def test_nothing_of_tokens_by_heads_by_heads_is_made(term):
     """16 heads of 2 numbers and 512 tokens: the largest tensor is the projections of all tokens."""
     model = torch.nn.TransformerEncoderLayer(32, 16, 4, dropout=0.0, batch_first=True)
@@ -260,14 +264,14 @@ def test_nothing_of_tokens_by_heads_by_heads_is_made(term):
 
 def test_wrong_settings_are_refused():
     with pytest.raises(SettingError, match=r"CKA\.of is 'weights'"):
-        hw.CKA(of="weights")
+        hw.similarity.CKA(of="weights")
     with pytest.raises(SettingError, match=r"CKA\.sketch is -1"):
-        hw.CKA(sketch=-1)
+        hw.similarity.CKA(sketch=-1)
     with pytest.raises(SettingError, match=r"HSIC\.sketch is -2"):
-        hw.HSIC(sketch=-2)
+        hw.similarity.HSIC(sketch=-2)
     with pytest.raises(SettingError, match=r"LogDeterminant\.epsilon is 0\.0"):
-        hw.LogDeterminant(epsilon=0.0)
+        hw.similarity.LogDeterminant(epsilon=0.0)
     with pytest.raises(SettingError, match=r"SpanOverlap\.projection is 'q'"):
-        hw.SpanOverlap("q")
+        hw.similarity.SpanOverlap("q")
     with pytest.raises(LayoutError, match="one head"):
-        hw.Disagreement(hw.find_heads(torch.nn.MultiheadAttention(8, 1)), hw.CKA())
+        hw.Disagreement(hw.find_heads(torch.nn.MultiheadAttention(8, 1)), hw.similarity.CKA())

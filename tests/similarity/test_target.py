@@ -100,7 +100,7 @@ def test_the_measured_number_is_that_of_the_contributions():
 
 def test_heads_that_are_diverse_enough_are_left_alone():
     model = make(layers=2)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=Target(1.01), every=1)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=Target(1.01), every=1)
     loss = task(model)
     assert torch.equal(penalty.loss(loss), loss)
     assert all(control.effective_heads > 1.01 for control in penalty.relative.controls.values())
@@ -110,7 +110,7 @@ def test_heads_that_are_diverse_enough_are_left_alone():
 def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
     model = make(layers=2)
     target = Target(3.0, highest=1e-6, integral=0.0, back=0.0)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.SpanOverlap(), strength=target, every=1)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.SpanOverlap(), strength=target, every=1)
     told = []
     for _ in range(SATURATED + 2):
         told.append(len(caplog.records))
@@ -120,7 +120,7 @@ def test_a_controller_that_stays_at_its_highest_is_told_once(caplog):
     assert "the target is likely out of reach" in caplog.messages[1]
 
 
-@pytest.mark.parametrize("term", [hw.CKA(), hw.SpanOverlap()], ids=str)
+@pytest.mark.parametrize("term", [hw.similarity.CKA(), hw.similarity.SpanOverlap()], ids=str)
 def test_heads_below_the_target_are_pushed_at_the_ratio_of_their_controller(term):
     model = make(layers=2)
     penalty = hw.Disagreement(hw.find_heads(model), term, strength=Target(3.0, proportional=2.0), every=1)
@@ -146,7 +146,7 @@ def test_training_reaches_the_target():
         columns = model.layers[0].self_attn.out_proj.weight.view(12, 3, 4)
         columns.copy_(columns[:, :1] + 0.02 * torch.randn(12, 3, 4).double())
     target = Target(1.3, highest=3.0, proportional=5.0)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=target, every=2)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=target, every=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     numbers, ratios = [], []
     for step in range(100):
@@ -164,17 +164,17 @@ def test_training_reaches_the_target():
 def test_a_resumed_run_goes_on_with_the_same_controllers():
     model = make()
     heads = hw.find_heads(model)
-    penalty = hw.Disagreement(heads, hw.CKA(), strength=Target(3.0), every=2)
+    penalty = hw.Disagreement(heads, hw.similarity.CKA(), strength=Target(3.0), every=2)
     for step in range(3):
         penalty.loss(task(model, step))
     state = json.loads(json.dumps(penalty.relative.state_dict()))
     expected = [penalty.loss(task(model, step)).item() for step in (9, 10, 11)]
     penalty.remove()
-    again = hw.Disagreement(heads, hw.CKA(), strength=Target(3.0), every=2)
+    again = hw.Disagreement(heads, hw.similarity.CKA(), strength=Target(3.0), every=2)
     again.relative.load_state_dict(copy.deepcopy(state))
     assert [again.loss(task(model, step)).item() for step in (9, 10, 11)] == pytest.approx(expected, rel=1e-6)
     again.remove()
-    other = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3))
+    other = hw.Disagreement(heads, hw.similarity.CKA(), strength=hw.Relative(0.3))
     with pytest.raises(SettingError, match="expected those of nothing: resume with the strength it was saved with"):
         other.relative.load_state_dict(state)
 
@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_with_the_same_controllers():
 def test_what_cannot_be_is_refused():
     heads = hw.find_heads(make())
     with pytest.raises(SettingError, match=r"asks for 3\.5 effective heads, and layers\.0\.self_attn has 3"):
-        hw.Disagreement(heads, hw.CKA(), strength=Target(3.5))
+        hw.Disagreement(heads, hw.similarity.CKA(), strength=Target(3.5))
     for name, value in (("effective_heads", 0.5), ("highest", 0.0), ("integral", -1.0), ("decay", 1.0)):
         with pytest.raises(SettingError, match=f"Target.{name} is"):
             Target(**{"effective_heads": 2.0, name: value})

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.disagreement.penalty import KEPT, MOST
 from headwise.errors import SettingError, ShapeError
+from headwise.similarity.penalty import KEPT, MOST
 
 
 def make(layers: int = 2) -> torch.nn.Module:
@@ -34,7 +34,11 @@ def norms(model: torch.nn.Module, scalar: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("term", [hw.CKA(), hw.Output() + 0.5 * hw.SpanOverlap(), hw.MapCosine()], ids=str)
+@pytest.mark.parametrize(
+    "term",
+    [hw.similarity.CKA(), hw.similarity.Output() + 0.5 * hw.similarity.SpanOverlap(), hw.similarity.MapCosine()],
+    ids=str,
+)
 def test_each_layer_is_pushed_by_the_ratio(term):
     model = make()
     heads = hw.find_heads(model)
@@ -49,8 +53,10 @@ def test_each_layer_is_pushed_by_the_ratio(term):
 @pytest.mark.parametrize("weight", [0.5, -0.5])
 def test_the_weight_of_a_kind_multiplies_the_ratio(weight: float):
     model = make()
-    whole = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
-    half = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), weights={"self": weight})
+    whole = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
+    half = hw.Disagreement(
+        hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), weights={"self": weight}
+    )
     loss = task(model)
     pushed = whole.loss(loss) - loss
     torch.testing.assert_close(half.loss(loss) - loss, weight * pushed)
@@ -59,7 +65,7 @@ def test_the_weight_of_a_kind_multiplies_the_ratio(weight: float):
 
 def test_parameters_are_those_that_are_trained_at_each_measurement():
     model = make()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=1)
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
     loss = task(model)
     assert (norms(model, penalty.loss(loss) - loss)[-1] / norms(model, loss)[-1]).item() == pytest.approx(0.3)
@@ -69,18 +75,18 @@ def test_parameters_are_those_that_are_trained_at_each_measurement():
     assert model.layers[0].self_attn.in_proj_weight.grad is None
     for parameter in model.layers[1].self_attn.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(hw.NotFired, match=r"layers\.1\.self_attn: no parameter of its heads is trainable"):
+    with pytest.raises(hw.errors.NotFired, match=r"layers\.1\.self_attn: no parameter of its heads is trainable"):
         penalty.loss(task(model))
 
 
 def test_the_weight_is_a_constant_of_the_step():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
     loss = task(model)
     total = penalty.loss(loss)
     total.backward()
     found = model.layers[0].self_attn.in_proj_weight.grad.clone()
-    plain = hw.Disagreement(hw.find_heads(model), hw.CKA())
+    plain = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA())
     model.zero_grad()
     loss = task(model)
     weight = 0.3 * norms(model, loss)[0] / norms(model, (value := plain()))[0]
@@ -90,13 +96,13 @@ def test_the_weight_is_a_constant_of_the_step():
 
 def test_weights_are_averaged_and_measured_every_few_steps():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=3)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=3)
     wanted, used = [], []
     for step in range(7):
         torch.manual_seed(step)
         loss = task(model, step)
         total = penalty.loss(loss)
-        plain = hw.Disagreement(hw.find_heads(model), hw.CKA())
+        plain = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA())
         task(model, step)
         value = plain()
         plain.remove()
@@ -111,7 +117,7 @@ def test_weights_are_averaged_and_measured_every_few_steps():
 
 def test_a_weight_stays_below_a_multiple_of_its_first():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=1)
     penalty.loss(task(model))
     first = penalty.relative.state_dict()["logarithms"]["layers.0.self_attn"]
     for _ in range(40):
@@ -120,7 +126,7 @@ def test_a_weight_stays_below_a_multiple_of_its_first():
     assert last - first == pytest.approx(math.log(MOST))
 
 
-@pytest.mark.parametrize("term", [hw.Output(), hw.CKA()], ids=str)
+@pytest.mark.parametrize("term", [hw.similarity.Output(), hw.similarity.CKA()], ids=str)
 @pytest.mark.parametrize("factor", [1e-4, 1.0, 1e8])
 def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: float):
     found = []
@@ -139,7 +145,7 @@ def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: fl
 @pytest.mark.parametrize("factor", [0.0, math.nan, math.inf])
 def test_a_loss_without_a_sound_gradient_changes_no_weight(factor: float):
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=1)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=1)
     penalty.loss(factor * task(model))
     assert penalty.relative.state_dict()["logarithms"] == {}
     penalty.loss(task(model))
@@ -150,7 +156,7 @@ def test_a_loss_without_a_sound_gradient_changes_no_weight(factor: float):
 
 def test_evaluation_returns_the_loss_and_measures_nothing():
     model = make(layers=1).eval()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
     with torch.no_grad():
         loss = task(model)
         assert penalty.loss(loss) is loss
@@ -159,13 +165,13 @@ def test_evaluation_returns_the_loss_and_measures_nothing():
 
 def test_a_resumed_run_goes_on_with_the_same_weights():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=2)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=2)
     for step in range(3):
         penalty.loss(task(model, step))
     state = copy.deepcopy(penalty.relative.state_dict())
     expected = penalty.loss(task(model, 9)).item()
     penalty.remove()
-    again = hw.Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3), every=2)
+    again = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=2)
     again.relative.load_state_dict(state)
     assert again.loss(task(model, 9)).item() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(SettingError, match="names 'other'"):
@@ -176,7 +182,7 @@ def test_a_resumed_run_goes_on_with_the_same_weights():
 
 def test_without_a_strength_a_call_is_the_similarity_and_a_tenth_is_added():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     assert penalty.state_dict() == {}
     task(model)
     value = penalty()
@@ -185,7 +191,7 @@ def test_without_a_strength_a_call_is_the_similarity_and_a_tenth_is_added():
     total = penalty.loss(loss)
     torch.testing.assert_close(value.detach(), penalty.last)
     assert (norms(model, total - loss)[0] / norms(model, loss)[0]).item() == pytest.approx(0.1)
-    again = hw.Disagreement(hw.find_heads(model), hw.Output())
+    again = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     again.load_state_dict(penalty.state_dict())
     assert again.relative.state_dict() == penalty.state_dict()
     again.load_state_dict({})
@@ -194,8 +200,8 @@ def test_without_a_strength_a_call_is_the_similarity_and_a_tenth_is_added():
 
 def test_a_loss_without_a_gradient_is_refused():
     model = make()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.CKA())
-    with pytest.raises(hw.NotFired, match="the loss carries no gradient"):
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA())
+    with pytest.raises(hw.errors.NotFired, match="the loss carries no gradient"):
         penalty.loss(task(model).detach())
 
 
@@ -203,10 +209,10 @@ def test_what_cannot_be_is_refused():
     model = make(layers=1)
     heads = hw.find_heads(model)
     with pytest.raises(SettingError, match=r"strength is '0\.3'; expected a number, hw\.Relative"):
-        hw.Disagreement(heads, hw.CKA(), strength="0.3")
+        hw.Disagreement(heads, hw.similarity.CKA(), strength="0.3")
     with pytest.raises(SettingError, match="every is 0"):
-        hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3), every=0)
-    penalty = hw.Disagreement(heads, hw.CKA(), strength=hw.Relative(0.3))
+        hw.Disagreement(heads, hw.similarity.CKA(), strength=hw.Relative(0.3), every=0)
+    penalty = hw.Disagreement(heads, hw.similarity.CKA(), strength=hw.Relative(0.3))
     loss = task(model)
     with pytest.raises(SettingError, match=r"write loss = penalty\.loss"):
         penalty()

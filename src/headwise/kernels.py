@@ -25,6 +25,21 @@ from torch import Tensor
 from headwise.errors import SettingError, ShapeError, require_positive
 from headwise.heads.sharding import sum_over
 
+__all__ = [
+    "IMQ",
+    "RBF",
+    "Bandwidth",
+    "Cosine",
+    "Fixed",
+    "Kernel",
+    "KernelMatrices",
+    "Median",
+    "NormalizedRBF",
+    "RadialRBF",
+    "ReleasedMedian",
+    "cosine_gradient",
+]
+
 # A squared distance below this share of the norms it was computed from is float64 rounding: 64 epsilon, which is
 # also the square of the resolution of float32 parameters.
 ROUNDING = 2.0**-46
@@ -354,7 +369,7 @@ class RBF(BandwidthKernel):
     def matrices(self, geometry: Geometry) -> KernelMatrices:
         """The kernel's values and repulsion coefficients, each [*, M, M]; rows and columns of the latter sum to zero.
 
-        >>> from headwise.repulsion.kernels import geometry
+        >>> from headwise.kernels import geometry
         >>> RBF(Fixed(2.0)).matrices(geometry(torch.tensor([[0.0], [1.0]]), inner=False)).values
         tensor([[1.0000, 0.6065],
                 [0.6065, 1.0000]], dtype=torch.float64)

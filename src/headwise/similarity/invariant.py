@@ -12,11 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.disagreement.terms import PARAMETERS, Arithmetic
 from headwise.errors import LayoutError, require_boolean, require_choice, require_integer, require_positive
-from headwise.heads.heads import PROJECTIONS, Site
-from headwise.heads.sharding import gather_mean
-from headwise.similarity.alignment import (
+from headwise.functional.alignment import (
     EPSILON,
     FEWEST_TOKENS,
     Products,
@@ -25,8 +22,11 @@ from headwise.similarity.alignment import (
     log_determinant,
     multiply_features,
 )
-from headwise.similarity.cosine import squared_cosine_sum
-from headwise.similarity.subspaces import map_cosine, span_similarity
+from headwise.functional.cosine import squared_cosine_sum
+from headwise.functional.subspaces import map_cosine, span_similarity
+from headwise.heads.heads import PROJECTIONS, Site
+from headwise.heads.sharding import gather_mean
+from headwise.similarity.terms import PARAMETERS, Arithmetic
 
 # What heads put out before W_O, and what each adds to the residual stream through W_O.
 OF = ("outputs", "contributions")
@@ -208,7 +208,7 @@ class SpanOverlap(Arithmetic):
         if width > inputs:
             raise LayoutError(
                 f"{site.label}: its {self.projection} heads have {width} features of {inputs} inputs, so that each "
-                "spans all of them and no two differ; compare another projection, or outputs, as hw.CKA() does."
+                "spans all of them and no two differ; compare another projection, or outputs: hw.similarity.CKA()."
             )
         value = _average_pairs(span_similarity(factors))
         return value, torch.ones((), device=value.device)

@@ -15,16 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from headwise.disagreement.terms import (
-    PARAMETERS,
-    READABLE,
-    GroupedQueries,
-    Similarity,
-    SiteSimilarity,
-    Sum,
-    list_parts,
-    measure_together,
-)
 from headwise.errors import (
     LayoutError,
     NotFired,
@@ -42,6 +32,16 @@ from headwise.heads.method import Method
 from headwise.heads.sharding import average_finite_over, average_over, is_distributed
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
 from headwise.nn.hooks import Handle
+from headwise.similarity.terms import (
+    PARAMETERS,
+    READABLE,
+    GroupedQueries,
+    Similarity,
+    SiteSimilarity,
+    Sum,
+    list_parts,
+    measure_together,
+)
 from headwise.strength import DEFAULT, Control, Relative, Target, advance, read_controls, tell_saturated
 
 # Kinds of attention that a term has a weight for, in the order of `Penalize.kind_weights`.
@@ -291,7 +291,7 @@ class Penalize(Method):
 
     Example:
         >>> import headwise as hw
-        >>> Penalize(hw.Output() + 0.5 * hw.Subspace(), weight=0.1).weighted
+        >>> Penalize(hw.similarity.Output() + 0.5 * hw.similarity.Subspace(), weight=0.1).weighted
         ((0.1, Output()), (0.05, Subspace()))
     """
 
@@ -380,7 +380,7 @@ class Disagreement(Handle):
     Example:
         >>> import headwise as hw
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> penalty = Disagreement(hw.find_heads(model), hw.CKA(), strength=hw.Relative(0.3))
+        >>> penalty = Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
         >>> loss = model(torch.randn(3, 5, 8)).square().mean()
         >>> penalty.loss(loss).backward()
     """
@@ -608,7 +608,7 @@ class Disagreement(Handle):
         if training and not any(value.requires_grad for _, value in values):
             raise NotFired(
                 f"no parameter that {self.term} compares is trained, so the penalty would change nothing; unfreeze "
-                "them (under LoRA: name their layers in target_modules) or use a term on outputs, such as hw.CKA()."
+                "them (under LoRA: name their layers in target_modules) or use a term on outputs, hw.similarity.CKA()."
             )
         return values
 
@@ -689,7 +689,11 @@ def _require_several(similarity: Similarity | SiteSimilarity, heads: Heads) -> N
             reason = f"each of the {len(heads)} sites has only one head or group that it compares"
         raise LayoutError(
             f"{similarity} compares the {similarity.reads} of heads, and {reason}; "
-            + ("use a term on all heads, such as hw.Output()." if several else "select sites with more heads.")
+            + (
+                "use a term on all heads, such as hw.similarity.Output()."
+                if several
+                else "select sites with more heads."
+            )
         )
 
 

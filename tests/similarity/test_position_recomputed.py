@@ -12,7 +12,7 @@ import headwise as hw
 from repulsion.launches import Launches
 
 HEADS, LENGTH = 4, 24
-EXPLICIT, RECOMPUTED = hw.Position(), hw.Position(recompute=True)
+EXPLICIT, RECOMPUTED = hw.similarity.Position(), hw.similarity.Position(recompute=True)
 
 
 def encoder() -> nn.Module:
@@ -93,10 +93,10 @@ def test_it_is_the_explicit_penalty_with_its_gradients(make, forward, biased):
 
 
 def test_beside_a_term_that_wants_the_weights_they_are_made_once():
-    term = RECOMPUTED + 0.5 * hw.Frobenius()
+    term = RECOMPUTED + 0.5 * hw.similarity.Frobenius()
     for one, other in zip(
         stepped(*CASES["torch, padded"], term),
-        stepped(*CASES["torch, padded"], EXPLICIT + 0.5 * hw.Frobenius()),
+        stepped(*CASES["torch, padded"], EXPLICIT + 0.5 * hw.similarity.Frobenius()),
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
@@ -169,7 +169,7 @@ def test_taps_read_the_mean_and_evaluation_too():
 
 def test_the_penalty_of_a_step_never_waits_for_the_device():
     model = encoder().train()
-    for term in (RECOMPUTED, EXPLICIT, hw.Output() + hw.Subspace()):
+    for term in (RECOMPUTED, EXPLICIT, hw.similarity.Output() + hw.similarity.Subspace()):
         with hw.Disagreement(hw.find_heads(model), term) as penalty:
             x, mask = states(), padding()
             with Launches():
@@ -178,15 +178,15 @@ def test_the_penalty_of_a_step_never_waits_for_the_device():
 
 def test_it_says_which_it_is_and_refuses_what_is_neither():
     assert (repr(EXPLICIT), repr(RECOMPUTED)) == ("Position()", "Position(recompute=True)")
-    with pytest.raises(hw.SettingError, match=r"Position\.recompute is 1"):
-        hw.Position(recompute=1)
+    with pytest.raises(hw.errors.SettingError, match=r"Position\.recompute is 1"):
+        hw.similarity.Position(recompute=1)
 
 
 def test_heads_divided_by_tensor_parallel_are_refused(monkeypatch):
     model = encoder()
     heads = hw.find_heads(model)
     monkeypatch.setattr(type(heads.sites[0]), "divided", property(lambda _site: True))
-    with pytest.raises(hw.LayoutError, match="under tensor parallel"):
+    with pytest.raises(hw.errors.LayoutError, match="under tensor parallel"):
         hw.Disagreement(heads, RECOMPUTED)
 
 

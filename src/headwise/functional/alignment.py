@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
+from headwise.functional.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
 
 
 def find_triangles(matrices: Tensor) -> Tensor:

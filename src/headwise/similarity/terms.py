@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from headwise.errors import SettingError, require_boolean, require_choice, require_range
+from headwise.functional.cosine import mean_cosine
+from headwise.functional.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
 from headwise.heads.heads import GROUPINGS, Site, group_features
-from headwise.similarity.cosine import mean_cosine
-from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
 
 
 def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -561,7 +561,7 @@ class GroupedQueries(Arithmetic):
 
     Example:
         >>> import headwise as hw
-        >>> GroupedQueries(hw.CKA(), "within") + 0.5 * GroupedQueries(hw.CKA(), "across")
+        >>> GroupedQueries(hw.similarity.CKA(), "within") + 0.5 * GroupedQueries(hw.similarity.CKA(), "across")
         Sum(parts=((1.0, GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='within')), (0.5, \
 GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='across'))))
     """

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from headwise.similarity.alignment import find_triangles
-from headwise.similarity.tokens import accumulation_dtype, autocast_off, require_floating
+from headwise.functional.alignment import find_triangles
+from headwise.functional.tokens import accumulation_dtype, autocast_off, require_floating
 
 # Added to the Gram matrix of a head's columns, as a share of its mean diagonal, so that nearly dependent columns have
 # finite gradients.
