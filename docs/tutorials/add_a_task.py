@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.input_files import parse_json
+from headwise.settings import Count, Natural, Positive
 from headwise_lab.experiment import registry
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.evaluation import Accuracy, scores_by_bin
-from headwise_lab.experiment.scale import Count, Natural, Positive, Scale, presets
+from headwise_lab.experiment.scale import Scale, presets
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.experiment.task import Answers, ClassifierTask
 from headwise_lab.training.train import train_run

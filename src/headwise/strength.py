@@ -6,9 +6,11 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from headwise.errors import SettingError, require_integer, require_positive, require_range
+from headwise.errors import SettingError, require_integer, require_range
+from headwise.settings import NonNegative, Positive, Rate, check_fields
 
 _logger = logging.getLogger(__name__)
 # How many measurements in a row a controller may stand at its highest ratio before it counts as saturated.
@@ -28,10 +30,9 @@ class Relative:
         ratio: norm of the method's gradient over that of the loss's, above 0.
     """
 
-    ratio: float
+    ratio: Positive
 
-    def __post_init__(self) -> None:
-        require_positive("Relative.ratio", self.ratio)
+    __post_init__ = check_fields
 
 
 # The strength of a method that was given none: a tenth of the loss's gradient.
@@ -59,19 +60,14 @@ class Target:
         decay: share of the average that a new measurement keeps, in [0, 1).
     """
 
-    effective_heads: float
-    highest: float = 1.0
-    proportional: float = 1.0
-    integral: float = 0.1
-    back: float = 0.1
-    decay: float = 0.7
+    effective_heads: Annotated[float, partial(require_range, low=1.0)]
+    highest: Positive = 1.0
+    proportional: NonNegative = 1.0
+    integral: NonNegative = 0.1
+    back: NonNegative = 0.1
+    decay: Rate = 0.7
 
-    def __post_init__(self) -> None:
-        require_range("Target.effective_heads", self.effective_heads, low=1.0)
-        require_positive("Target.highest", self.highest)
-        for name in ("proportional", "integral", "back"):
-            require_range(f"Target.{name}", getattr(self, name), low=0.0)
-        require_range("Target.decay", self.decay, low=0.0, high=0.99)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from architecture.source import FILES, ROOT, module_name, read_source
 # another. Every task is a folder on the line "lab/tasks/*".
 LAYERS = """
     errors
+    settings
     strength input_files
     atomic stock_folders
     nn masks functional

@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from headwise.errors import (
     SettingError,
     ShapeError,
-    require_boolean,
-    require_choice,
     require_integer,
-    require_positive,
-    require_range,
 )
 from headwise.functional.tokens import accumulation_dtype, require_keep
+from headwise.settings import Count, Natural, NonNegative, Positive, check_fields
 
 
 class Gates(NamedTuple):
@@ -143,12 +140,9 @@ class SigmoidGate:
 
     per: Literal["head", "element"] = "head"
     token: bool = True
-    scale: float = 2.0
+    scale: Positive = 2.0
 
-    def __post_init__(self) -> None:
-        require_choice("per", self.per, PER)
-        require_boolean("token", self.token)
-        require_positive("scale", self.scale)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -179,17 +173,12 @@ class MixtureOfHeads:
         SettingError: A value is something else.
     """
 
-    shared: int
-    active: int | None
+    shared: Natural
+    active: Count | None
     routing: Literal["learned", "random"] = "learned"
-    balance: float = 0.01
+    balance: NonNegative = 0.01
 
-    def __post_init__(self) -> None:
-        require_integer("shared", self.shared)
-        if self.active is not None:
-            require_integer("active", self.active, low=1)
-        require_choice("routing", self.routing, ROUTINGS)
-        require_range("balance", self.balance, low=0.0)
+    __post_init__ = check_fields
 
 
 GateSetting = SigmoidGate | MixtureOfHeads

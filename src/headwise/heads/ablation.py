@@ -35,6 +35,7 @@ from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument, uncompiled
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Observer
+from headwise.settings import Rate
 
 
 @dataclass(eq=False)
@@ -355,15 +356,9 @@ class DropHeads(Method):
         0.1
     """
 
-    rate: float
-    start: float | None = None
+    rate: Rate
+    start: Rate | None = None
     seed: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_range("drophead", self.rate, low=0.0, high=0.99)
-        if self.start is not None:
-            require_range("start", self.start, low=0.0, high=0.99)
 
     def attach(self, heads: Heads) -> HeadDropping:
         """Drop heads at the rate of the first step; errors as of `drop_heads`."""

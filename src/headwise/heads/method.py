@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from headwise.errors import SettingError, require_choice, require_integer
 from headwise.heads.heads import KINDS, Heads
 from headwise.nn.hooks import Handle
+from headwise.settings import check_fields
 
 Stage = Literal["build", "forward", "step"]
 
@@ -48,6 +49,7 @@ class Method(ABC):
     stage: ClassVar[Stage] = "forward"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         require_tuple("layers", self.layers, "(0, 1)")
         require_tuple("kinds", self.kinds, "('self',)")
         for layer in self.layers or ():

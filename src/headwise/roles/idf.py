@@ -6,12 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from headwise.atomic import write_whole
-from headwise.errors import DataError, require_boolean, require_integer
+from headwise.errors import DataError, require_integer
 from headwise.input_files import encode_json, parse_json, read_whole
 from headwise.roles.word_table import WordTable
+from headwise.settings import check_fields
 
 FORMAT = 1
 # What a float of their ratio can hold.
@@ -36,14 +39,13 @@ class IDF:
         True
     """
 
-    documents: int
+    documents: Annotated[int, partial(require_integer, high=MOST_DOCUMENTS)]
     frequencies: Mapping[str, int]
     lowercase: bool = True
     _values: dict[str, float] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_integer("documents", self.documents, high=MOST_DOCUMENTS)
-        require_boolean("lowercase", self.lowercase)
+        check_fields(self)
         n = self.documents
         for word, count in self.frequencies.items():
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= n:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
 
-from headwise.errors import SettingError, require_choice, require_integer, require_range
+from headwise.errors import SettingError, require_range
 from headwise.roles.word_table import WordTable
+from headwise.settings import Count, Natural, check_fields
 
 # Columns (words that every word may attend to), or pairs (attending word, attended word).
 Found = Sequence[int] | Sequence[tuple[int, int]]
@@ -37,19 +40,16 @@ class Rare:
         [2]
     """
 
-    share: float = 0.1
-    least: int = 1
+    share: Annotated[float, partial(require_range, low=0.0, high=1.0, low_open=True)] = 0.1
+    least: Natural = 1
     round_up: bool = True
     skip: bool = False
-    ties: str = "earlier"
+    ties: Literal["earlier", "later"] = "earlier"
 
     name = "rare"
     special_tokens = False
 
-    def __post_init__(self) -> None:
-        require_range("share", self.share, low=0.0, high=1.0, low_open=True)
-        require_integer("least", self.least)
-        require_choice("ties", self.ties, ("earlier", "later"))
+    __post_init__ = check_fields
 
     @staticmethod
     def released() -> Rare:
@@ -211,12 +211,12 @@ class Window:
         size: Number of words in the window, odd.
     """
 
-    size: int = 3
+    size: Count = 3
 
     name = "window"
 
     def __post_init__(self) -> None:
-        require_integer("size", self.size, low=1)
+        check_fields(self)
         if self.size % 2 == 0:
             raise SettingError(
                 f"size is {self.size}; expected an odd number, so that the window is centered on the word."

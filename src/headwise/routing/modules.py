@@ -9,7 +9,8 @@ same votes with uniform weights).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,7 @@ from torch import Tensor, nn
 from headwise.errors import (
     SettingError,
     ShapeError,
-    require_boolean,
-    require_choice,
-    require_integer,
+    require_positive,
     require_range,
     require_shape,
 )
@@ -36,6 +35,7 @@ from headwise.routing.algorithms import (
 )
 from headwise.routing.chunked import Kernel, compile_kernel, route_in_chunks
 from headwise.routing.fused import fuse_kernel, runs_on
+from headwise.settings import Count, check_fields
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,13 @@ class Chunks:
             kernel is used. Independent of `compile`.
     """
 
-    tokens: int | None = None
-    routed: int | None = None
+    tokens: Count | None = None
+    routed: Count | None = None
     compile: bool = False
     # the choice of kernel is not part of the records of runs
     fused: bool = field(default=True, metadata={"recorded": False})
 
-    def __post_init__(self) -> None:
-        for name, value in (("tokens", self.tokens), ("routed", self.routed)):
-            if value is not None:
-                require_integer(name, value, low=1)
+    __post_init__ = check_fields
 
     def sizes(self, device_type: str, votes: int) -> tuple[int, int]:
         """Return (tokens, routed) for a device type, such as "cpu", and the number H * d of votes per token."""
@@ -94,20 +91,14 @@ class SimpleRouting:
         chunks: How tokens are split into chunks.
     """
 
-    iterations: int = 3
-    capsules: int | None = None
+    iterations: Count = 3
+    capsules: Count | None = None
     softmax_over: Literal["capsules", "heads"] = "capsules"
-    floor: float = 1e-9
-    votes: VoteSetting = field(default_factory=SharedTrunk)
-    chunks: Chunks = field(default_factory=Chunks)
+    floor: Annotated[float, partial(require_range, low=0.0, high=1e-4, low_open=True)] = 1e-9
+    votes: Annotated[VoteSetting, _require_votes] = field(default_factory=SharedTrunk)
+    chunks: Annotated[Chunks, _require_chunks] = field(default_factory=Chunks)
 
-    def __post_init__(self) -> None:
-        require_integer("iterations", self.iterations, low=1)
-        _require_capsules(self.capsules)
-        require_choice("softmax_over", self.softmax_over, ("capsules", "heads"))
-        require_range("floor", self.floor, low=0.0, high=1e-4, low_open=True)
-        _require_votes(self.votes)
-        _require_chunks(self.chunks)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -133,25 +124,15 @@ class EMRouting:
         chunks: How tokens are split into chunks.
     """
 
-    iterations: int = 3
-    capsules: int | None = None
+    iterations: Count = 3
+    capsules: Count | None = None
     activation: bool = True
-    inverse_temperature: tuple[float, float] = (1.0, 3.0)
-    floor: float = 1e-6
-    votes: VoteSetting = field(default_factory=SharedTrunk)
-    chunks: Chunks = field(default_factory=Chunks)
+    inverse_temperature: Annotated[tuple[float, float], _require_temperatures] = (1.0, 3.0)
+    floor: Annotated[float, partial(require_range, low=0.0, high=1e-4, low_open=True)] = 1e-6
+    votes: Annotated[VoteSetting, _require_votes] = field(default_factory=SharedTrunk)
+    chunks: Annotated[Chunks, _require_chunks] = field(default_factory=Chunks)
 
-    def __post_init__(self) -> None:
-        require_integer("iterations", self.iterations, low=1)
-        _require_capsules(self.capsules)
-        require_boolean("activation", self.activation)
-        if not isinstance(self.inverse_temperature, tuple) or len(self.inverse_temperature) != 2:
-            raise SettingError(f"inverse_temperature is {self.inverse_temperature!r}; expected a pair (first, last).")
-        for value in self.inverse_temperature:
-            require_range("inverse_temperature", value, low=0.0, low_open=True)
-        require_range("floor", self.floor, low=0.0, high=1e-4, low_open=True)
-        _require_votes(self.votes)
-        _require_chunks(self.chunks)
+    __post_init__ = check_fields
 
     @property
     def schedule(self) -> tuple[float, ...]:
@@ -171,14 +152,11 @@ class Trunk:
         chunks: How tokens are split into chunks.
     """
 
-    capsules: int | None = None
-    votes: VoteSetting = field(default_factory=SharedTrunk)
-    chunks: Chunks = field(default_factory=Chunks)
+    capsules: Count | None = None
+    votes: Annotated[VoteSetting, _require_votes] = field(default_factory=SharedTrunk)
+    chunks: Annotated[Chunks, _require_chunks] = field(default_factory=Chunks)
 
-    def __post_init__(self) -> None:
-        _require_capsules(self.capsules)
-        _require_votes(self.votes)
-        _require_chunks(self.chunks)
+    __post_init__ = check_fields
 
 
 class Routed(NamedTuple):
@@ -295,22 +273,24 @@ def _prepare_votes(votes: Tensor) -> Tensor:
     return full_precision(votes)
 
 
-def _require_capsules(capsules: int | None) -> None:
-    if capsules is not None:
-        require_integer("capsules", capsules, low=1)
+def _require_temperatures(name: str, temperatures: tuple[float, float]) -> None:
+    if not isinstance(temperatures, tuple) or len(temperatures) != 2:
+        raise SettingError(f"{name} is {temperatures!r}; expected a pair (first, last).")
+    for value in temperatures:
+        require_positive(name, value)
 
 
-def _require_votes(votes: VoteSetting) -> None:
-    methods = (getattr(votes, name, None) for name in ("weights", "compute"))
+def _require_votes(name: str, votes: VoteSetting) -> None:
+    methods = (getattr(votes, method, None) for method in ("weights", "compute"))
     if isinstance(votes, type) or not all(map(callable, methods)):
         raise SettingError(
-            f"votes is {votes!r:.60}; expected for example SharedTrunk(), PerHead() or DistinctCapsules()."
+            f"{name} is {votes!r:.60}; expected for example SharedTrunk(), PerHead() or DistinctCapsules()."
         )
 
 
-def _require_chunks(chunks: Chunks) -> None:
+def _require_chunks(name: str, chunks: Chunks) -> None:
     if not isinstance(chunks, Chunks):
-        raise SettingError(f"chunks is {chunks!r:.60}; expected for example Chunks(tokens=64).")
+        raise SettingError(f"{name} is {chunks!r:.60}; expected for example Chunks(tokens=64).")
 
 
 Routing = SimpleRouting | EMRouting | Trunk

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.errors import LayoutError, require_boolean, require_choice, require_integer, require_positive
+from headwise.errors import LayoutError
 from headwise.functional.alignment import (
     EPSILON,
     FEWEST_TOKENS,
@@ -24,8 +24,9 @@ from headwise.functional.alignment import (
 )
 from headwise.functional.cosine import squared_cosine_sum
 from headwise.functional.subspaces import map_cosine, span_similarity
-from headwise.heads.heads import PROJECTIONS, Site
+from headwise.heads.heads import Site
 from headwise.heads.sharding import gather_mean
+from headwise.settings import Natural, Positive, check_fields
 from headwise.similarity.terms import PARAMETERS, Arithmetic
 
 # What heads put out before W_O, and what each adds to the residual stream through W_O.
@@ -68,14 +69,11 @@ class CKA(Arithmetic):
 
     debiased: bool = True
     of: Literal["outputs", "contributions"] = "outputs"
-    sketch: int = 0
+    sketch: Natural = 0
 
     reads = "outputs"
 
-    def __post_init__(self) -> None:
-        require_boolean("CKA.debiased", self.debiased)
-        require_choice("CKA.of", self.of, OF)
-        require_integer("CKA.sketch", self.sketch)
+    __post_init__ = check_fields
 
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1, for the tokens of one call."""
@@ -99,13 +97,11 @@ class HSIC(Arithmetic):
     """
 
     of: Literal["outputs", "contributions"] = "outputs"
-    sketch: int = 0
+    sketch: Natural = 0
 
     reads = "outputs"
 
-    def __post_init__(self) -> None:
-        require_choice("HSIC.of", self.of, OF)
-        require_integer("HSIC.sketch", self.sketch)
+    __post_init__ = check_fields
 
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1, for the tokens of one call."""
@@ -131,8 +127,7 @@ class CrossCorrelation(Arithmetic):
 
     reads = "outputs"
 
-    def __post_init__(self) -> None:
-        require_boolean("CrossCorrelation.matched", self.matched)
+    __post_init__ = check_fields
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean over pairs and 1, for the tokens of one call."""
@@ -155,14 +150,12 @@ class LogDeterminant(Arithmetic):
         of: "outputs" or "contributions", as for `CKA`.
     """
 
-    epsilon: float = EPSILON
+    epsilon: Positive = EPSILON
     of: Literal["outputs", "contributions"] = "outputs"
 
     reads = "outputs"
 
-    def __post_init__(self) -> None:
-        require_positive("LogDeterminant.epsilon", self.epsilon)
-        require_choice("LogDeterminant.of", self.of, OF)
+    __post_init__ = check_fields
 
     def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the value and 1, for the tokens of one call."""
@@ -189,8 +182,7 @@ class SpanOverlap(Arithmetic):
 
     reads = PARAMETERS
 
-    def __post_init__(self) -> None:
-        require_choice("SpanOverlap.projection", self.projection, (*PROJECTIONS, "output"))
+    __post_init__ = check_fields
 
     def count_heads(self, site: Site) -> int:
         """Return how many heads have a subspace of their own."""

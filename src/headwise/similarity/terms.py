@@ -26,10 +26,11 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError, require_boolean, require_choice, require_range
+from headwise.errors import SettingError, require_range
 from headwise.functional.cosine import mean_cosine
 from headwise.functional.tokens import accumulation_dtype, autocast_off, require_floating, require_keep
-from headwise.heads.heads import GROUPINGS, Site, group_features
+from headwise.heads.heads import Site, group_features
+from headwise.settings import check_fields
 
 
 def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -472,8 +473,7 @@ class Position(Arithmetic):
 
     recompute: bool = False
 
-    def __post_init__(self) -> None:
-        require_boolean("Position.recompute", self.recompute)
+    __post_init__ = check_fields
 
     @property
     def reads(self) -> str:
@@ -570,7 +570,7 @@ GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='across
     grouping: Literal["within", "across"] = "within"
 
     def __post_init__(self) -> None:
-        require_choice("grouping", self.grouping, GROUPINGS)
+        check_fields(self)
         if not isinstance(self.term, Similarity | SiteSimilarity) or self.term.reads not in AXES:
             raise SettingError(
                 f"term is {self.term!r}; expected one on the outputs or the weights of heads, such as CKA() or "

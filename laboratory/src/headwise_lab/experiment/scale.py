@@ -14,26 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from headwise.errors import SettingError, require_choice, require_integer, require_positive, require_range
+from headwise.errors import SettingError, require_integer, require_range
+from headwise.settings import Count, Natural, NonNegative, Positive, check_fields
 from headwise.texts.tables import USUAL, Columns
 
 # Metadata of a field that holds a path: records leave it out, the digest of the data covers what the path holds.
 UNRECORDED: Mapping[str, bool] = {"recorded": False}
-
-
-def _require_share(name: str, value: float) -> None:
-    if not 0.0 < value < 1.0:
-        raise SettingError(f"{name} is {value}; expected a share, between 0 and 1.")
-
-
-# A number and its check, which `check_fields` calls with the field's name and value.
-Count = Annotated[int, functools.partial(require_integer, low=1)]
-Natural = Annotated[int, require_integer]
-Positive = Annotated[float, require_positive]
-NonNegative = Annotated[float, functools.partial(require_range, low=0.0)]
-Real = Annotated[float, require_range]
-Dropout = Annotated[float, functools.partial(require_range, low=0.0, high=0.999)]
-Share = Annotated[float, _require_share]
 
 
 @dataclass(frozen=True)
@@ -169,34 +155,6 @@ def presets(kind: Callable[..., ScaleType], names: str, **values: Any) -> dict[s
     columns = {name: value if isinstance(value, list) else [value] * len(split) for name, value in values.items()}
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return {name: kind(name=name, **row) for name, row in zip(split, rows, strict=True)}
-
-
-def check_fields(settings: Any) -> None:
-    """Check each field of a dataclass by its annotation: `Literal`, or `Annotated` with a check; None is optional's.
-
-    Raises:
-        SettingError: A value is outside its range.
-    """
-    for name, (optional, check) in _find_checks(type(settings)).items():
-        value = getattr(settings, name)
-        if value is not None or not optional:
-            check(name, value)
-
-
-@functools.cache
-def _find_checks(kind: type) -> dict[str, tuple[bool, Callable[[str, Any], None]]]:
-    """Return whether each checked field may be None, and its check."""
-    found: dict[str, tuple[bool, Callable[[str, Any], None]]] = {}
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for name in (setting.name for setting in dataclasses.fields(kind)):
-        inner = [hint for hint in typing.get_args(hints[name]) if hint is not type(None)]
-        optional = type(None) in typing.get_args(hints[name])
-        hint = inner[0] if optional else hints[name]
-        if typing.get_origin(hint) is Literal:
-            found[name] = optional, functools.partial(require_choice, choices=typing.get_args(hint))
-        elif typing.get_origin(hint) is Annotated:
-            found[name] = optional, typing.get_args(hint)[1]
-    return found
 
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}

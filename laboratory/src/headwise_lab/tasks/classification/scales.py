@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
+from headwise.settings import Count, Dropout, Natural, Positive
 from headwise.texts.tables import USUAL, Columns
-from headwise_lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, presets
+from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
 
 
 @dataclass(frozen=True)

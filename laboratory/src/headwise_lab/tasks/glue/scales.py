@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import require_integer, require_range
-from headwise_lab.experiment.scale import UNRECORDED, Count, NonNegative, Positive, Scale, presets
+from headwise.settings import Count, NonNegative, Positive
+from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
 
 Pair = Annotated[int, functools.partial(require_integer, low=2)]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwise.errors import SettingError, require_integer
-from headwise_lab.experiment.scale import Count, Dropout, Natural, Positive, Real, Scale, presets
+from headwise.settings import Count, Dropout, Natural, Positive, Real
+from headwise_lab.experiment.scale import Scale, presets
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from headwise.errors import SettingError, require_integer
+from headwise.settings import Count, Dropout, Natural, NonNegative, Positive
 from headwise.texts.tables import USUAL, Columns
 from headwise_lab.data.documents import KEY
-from headwise_lab.experiment.scale import (
-    UNRECORDED,
-    Count,
-    Dropout,
-    Natural,
-    NonNegative,
-    Positive,
-    Scale,
-    presets,
-)
+from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
 from headwise_lab.models.electra import DEVIATION
 from headwise_lab.packed_text.prepare import TextPreparation
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from headwise.errors import SettingError, require_integer
-from headwise_lab.experiment.scale import Count, Dropout, Natural, Positive, Scale, presets
+from headwise.settings import Count, Dropout, Natural, Positive
+from headwise_lab.experiment.scale import Scale, presets
 
 BINS = tuple(range(1, 13))
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from headwise.errors import SettingError, require_integer
+from headwise.settings import Count, Natural, NonNegative, Positive, Share
 from headwise.texts.tables import USUAL, Columns
 from headwise_lab.data.documents import KEY
-from headwise_lab.experiment.scale import UNRECORDED, Count, Natural, NonNegative, Positive, Scale, Share, presets
+from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
 from headwise_lab.models.electra import DEVIATION, ElectraSizes
 from headwise_lab.packed_text.prepare import TextPreparation
 

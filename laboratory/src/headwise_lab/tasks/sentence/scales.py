@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headwise.settings import Count, Dropout, Natural, Positive, Share
 from headwise.texts.tables import USUAL, Columns
-from headwise_lab.experiment.scale import UNRECORDED, Count, Dropout, Natural, Positive, Scale, Share, presets
+from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from headwise_lab.experiment.scale import (
-    UNRECORDED,
-    Count,
-    Dropout,
-    Natural,
-    NonNegative,
-    Positive,
-    Real,
-    Scale,
-    presets,
-)
+from headwise.settings import Count, Dropout, Natural, NonNegative, Positive, Real
+from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
 
 
 @dataclass(frozen=True)
