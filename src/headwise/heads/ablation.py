@@ -145,7 +145,7 @@ def ignore(_attended: object) -> None:
 
 
 def require_unshared(heads: Heads) -> None:
-    """Raise `LayoutError` for an attention whose output projection another one calls, whose heads it gets too."""
+    """Raise `LayoutError` if two attentions share an output projection."""
     called = Counter(id(site.output_projection.module) for site in heads.found if site.output_projection is not None)
     for site in heads:
         if site.output_projection is not None and called[id(site.output_projection.module)] > 1:

@@ -54,7 +54,8 @@ def attach(
         seed: Seed of the noise of rules that have one; by default that of the TrainingArguments.
 
     Raises:
-        SettingError: `trainer` is no Trainer or has methods already, or something given is no method, or nothing is.
+        SettingError: `trainer` is not a Trainer or already has methods, or an argument is not a
+            method, or none was given.
         LayoutError: The methods do not fit the heads of the model.
 
     Example:

@@ -53,8 +53,8 @@ class CKA(Arithmetic):
     """Centered kernel alignment of heads: mean_{i<j} max(CKA_ij, 0) over the tokens of a call, in [0, 1].
 
     CKA_ij = HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)) with linear kernels (Kornblith et al. 2019). Scale, sign, offset
-    and rotations of a head do not change it, so that its gradient has no part along them. Below 0 a pair is independent
-    for all that can be told, and is left alone. With fewer than four valid tokens it is 0.
+    and rotations of a head do not change it, so that its gradient has no part along them. A negative
+    estimate means no detectable dependence and counts as 0. With fewer than four valid tokens it is 0.
 
     Args:
         debiased: Whether HSIC is the unbiased estimator of Song et al. 2012, under which independent heads score 0 in

@@ -291,7 +291,7 @@ def test_models_with_tests_of_their_own_are_not_compared(tmp_path):
     results = comparison(tmp_path, Drawn("good", effect=1.2))
     own = replace(results, metric=replace(results.metric, own_test=True))
     (judged,) = judge([Claim("", (Contrast("good", "plain"),))], {"": Evidence(own)})
-    assert judged.verdict == "no verdict (good over plain is of models with tests of their own)"
+    assert judged.verdict == "no verdict (good over plain compares models that were scored on different test items)"
 
 
 def test_runs_of_which_some_do_not_say_their_start_are_refused(tmp_path):

@@ -36,8 +36,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "bandwidth": {"median": Median(), "released": ReleasedMedian()},
     "votes": {"shared-trunk": SharedTrunk(), "per-head": PerHead(), "distinct-capsules": DistinctCapsules()},
 }
-# What the name of an arm chooses; and how a term is computed or an aggregator walks through its tokens, which changes
-# no number of a run.
+# Not settable: what the arm's name already fixes, and options that change speed but not results.
 HIDDEN = {"name", "control", "parts", "recompute", "model", "chunks", "per_head", "per", "token", "routing", "second"}
 # What the loop of a run decides.
 HIDDEN |= {"joint", "when", "noise", "every", "seed", "across"}

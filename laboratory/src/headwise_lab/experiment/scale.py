@@ -126,7 +126,7 @@ class Scale:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """The fields that say nothing beside the others, and what is said of one that is set."""
+        """Fields that other fields override, with the message shown when one is set anyway."""
         return {}
 
     @property

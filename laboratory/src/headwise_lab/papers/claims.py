@@ -111,7 +111,7 @@ class StepTimes(_PerArm):
 
 @dataclass(frozen=True)
 class Least:
-    """In which of several parts a number of an arm is least, on average and seed by seed.
+    """The part with the smallest value of a measure, on average and per seed.
 
     Attributes:
         measure: The number's name in a run's record.
@@ -345,7 +345,7 @@ def read_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str
     if contrast.measure is not None:
         return _read_number_leads(terms, contrast.measure, parts)
     if any(parts[term.part].results.metric.own_test for term in terms):
-        return "is of models with tests of their own"
+        return "compares models that were scored on different test items"
     if not _share_items(terms, parts):
         return "is on different test sets"
     return _read_item_leads(terms, parts)

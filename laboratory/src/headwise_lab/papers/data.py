@@ -178,10 +178,10 @@ class InitialRuns:
 
 
 def require_initial_runs(place: Path, task: str, reproduction: str) -> None:
-    """Refuse a place that is no comparison of a task.
+    """Raise `DataError` unless the folder holds a comparison of this task.
 
     Raises:
-        DataError: It is none.
+        DataError: The folder holds something else.
     """
     if _read_comparison(place).get("task") != task:
         raise DataError(

@@ -206,7 +206,7 @@ def judge_parts(reproduction: Reproduction, scale: str, evidence: Mapping[str, E
 
 
 def tabulate_parts(reproduction: Reproduction, scale: str, evidence: Mapping[str, Evidence]) -> dict[str, Table]:
-    """Return the table of each part, whose verdicts are those of the claims: other differences have none."""
+    """Return one table per part. Only differences named by a claim have a verdict."""
     judged = judge_parts(reproduction, scale, evidence)
     return {
         part: make_table(found.results, map_judgements(judged, part, len(found.results.bins)))

@@ -215,7 +215,7 @@ class Grid:
 
 
 def choose_digits(least: int, *values: float | None, factor: float = 1.0) -> int:
-    """Return how many decimals tell values, times a factor, apart: so many, or more where they are within two units.
+    """Return the number of decimals needed to tell the values, times a factor, apart: at least the given number.
 
     A single value is told from zero.
 
@@ -296,7 +296,7 @@ def show_number(value: float | None, digits: int | None = None, *, factor: float
 
 
 def show_printed(text: str) -> Cell:
-    """Return a number of a paper with its digits, what is no number as it is, and a dash for nothing.
+    """Parse a printed value: numbers keep their decimals, other text is returned unchanged, empty text is a dash.
 
     >>> show_printed("28.20").digits, show_printed("88M"), show_printed("")
     (2, '88M', '–')

@@ -1,6 +1,6 @@
 """Means over seeds and test items with their intervals and tests; docs/statistics.md has the method and its checks.
 
-What is said of a difference: adjusted for its family, beside what could have been found and what was published.
+The verdict on a difference: its adjusted p-value, the detectable effect, and the published effect.
 """
 
 from __future__ import annotations

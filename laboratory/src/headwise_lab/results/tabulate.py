@@ -245,7 +245,7 @@ def _have_same_results(run: Run, other: Run) -> bool:
         for name in MEASURES
         if name != "force_ratio" and run.measures[name] is not None and other.measures[name] is not None
     ]
-    # what an arm adds to a model may start as plain and move little in few steps; that it is trained is seen to there.
+    # added parameters may start as the identity and hardly move in few steps; whether they are trained is checked there
     # a model without attention has no measure in common with plain
     return (
         run.parameters == other.parameters

@@ -46,7 +46,7 @@ class Start:
 
     @property
     def of_arms(self) -> bool:
-        """Whether each arm begins with its own run, in which its method acted, and does nothing more to the heads."""
+        """Whether each arm starts from its own pre-trained run; the method then acts in pre-training only."""
         return bool(self.task)
 
     def folder(self, arm: str, seed: int, starts: int) -> Path:

@@ -304,7 +304,7 @@ class FusedParameter:
         return reader.build_site([slices[kind] for kind in PROJECTIONS])
 
     def _count(self, reader: _Reader, fused: OwnParameter, total: int) -> dict[str, int]:
-        """Return the heads of each projection where those of one come after those of another."""
+        """Return the head count of each projection when projections are concatenated along the head axis."""
         heads = reader.heads
         rest = total - (0 if self.query or heads is None else heads)
         if heads is None or rest < 2 or rest % 2 or heads % (rest // 2):

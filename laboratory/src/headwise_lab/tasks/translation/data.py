@@ -119,7 +119,7 @@ class TranslationData:
         """Return the source lines of a dev or test split as the files have them, without blanks at their ends.
 
         Raises:
-            SettingError: There is no such split, or it is training, whose lines are not kept.
+            SettingError: Unknown split, or the training split, whose lines are not stored.
         """
         return self._lines(split, "source")
 
