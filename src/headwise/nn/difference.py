@@ -160,8 +160,8 @@ def pair_heads(attention: nn.Module, layer: int = 1, *, second: bool = True) -> 
     given = type(attention).__name__
     if not isinstance(attention, nn.MultiheadAttention) or not hasattr(attention, "attend_heads"):
         raise LayoutError(
-            f"{given} is not a headwise.nn.MultiheadAttention; differential attention needs one; adopt(model, attention) "
-            "makes one of torch's own."
+            f"{given} is not a headwise.nn.MultiheadAttention; differential attention needs one; adopt makes one of "
+            "torch's own: adopt(model, attention)."
         )
     if attention.num_heads % 2:
         raise LayoutError(f"{given} has {attention.num_heads} heads; expected an even number, to be paired.")
