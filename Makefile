@@ -21,7 +21,7 @@
 #   make bench-first-steps TEXT=FILE  time the README's way from nothing to a report; FILE has a sentence a line
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
-#   make records     write the records and result pages of papers/ anew from the numbers kept with them
+#   make records     write the records and result pages of laboratory/papers/ anew from the numbers kept with them
 #   make docs        build the documentation as a site in build/site, running its tutorials
 #   make wheel       build the wheel in build/dist, install it into a bare environment and use it there
 #   make picture     draw docs/heads.png by running the first example of the README

@@ -2,7 +2,7 @@
 
     python benchmarks/convert_runs.py PATH ...
 
-Each path is a folder of runs or of records, or an archive of `papers/*/results`. What was recorded as {"rule": ...,
+Each path is a folder of runs or of records, or an archive of records. What was recorded as {"rule": ...,
 "term": ...} is recorded as a list of methods, and all digests become SHA-256. A file is replaced once its new content
 is complete; one that is converted already is left as it is.
 """

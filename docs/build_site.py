@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "docs" / "mkdocs.yml"
 PAGES = ROOT / "build" / "pages"
 # What pages are, and what they link to.
-SHOWN = (":(glob)*.md", "LICENSE", "docs", "papers", "examples", "benchmarks/records")
+SHOWN = (":(glob)*.md", "LICENSE", "docs", "laboratory/papers", "examples", "benchmarks/records")
 # The page whose tables need the room of the contents beside it.
-WIDE = PAGES / "papers" / "README.md"
+WIDE = PAGES / "laboratory" / "papers" / "README.md"
 
 
 def main() -> None:

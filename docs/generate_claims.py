@@ -1,4 +1,4 @@
-"""Writes papers/README.md, the claims of all papers and what was found, from their records: `make api`."""
+"""Writes laboratory/papers/README.md, the claims of all papers and what was found, from their records: `make api`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headwise_lab.papers.overview import build_overview
 
-PAPERS = Path(__file__).parents[1] / "papers"
+PAPERS = Path(__file__).parents[1] / "laboratory" / "papers"
 PAGE = PAPERS / "README.md"
 
 

@@ -23,7 +23,11 @@ SHOWN = ("logic at scale", "how alike the heads are")
 def render() -> str:
     """Return the page as it is, with its parts from records made anew."""
     page = PAGE.read_text(encoding="utf-8")
-    parts = {"demo": make_demo(), "first steps": make_steps(), "results": summarize_claims(ROOT / "papers")}
+    parts = {
+        "demo": make_demo(),
+        "first steps": make_steps(),
+        "results": summarize_claims(ROOT / "laboratory" / "papers"),
+    }
     for name, text in parts.items():
         start = f"<!-- {name}: written by make api -->"
         before, found, rest = page.partition(start)

@@ -1,4 +1,4 @@
-"""Writes every record of papers/ anew from the numbers of its runs, with its pictures and pages: `make records`.
+"""Writes every record of the papers anew from the numbers of its runs, with its pictures and pages: `make records`.
 
 After a change of statistics, claims, wording or figures. Records of version 0.1 have no such numbers and stay.
 """
@@ -15,7 +15,7 @@ from headwise_lab.papers.pages import FOLDER, render
 from headwise_lab.papers.recomputed import has_runs, recompute
 from headwise_lab.papers.records import write_records
 
-PAPERS = Path(__file__).parents[1] / "papers"
+PAPERS = Path(__file__).parents[1] / "laboratory" / "papers"
 
 
 def write_all(papers: Path) -> None:

@@ -17,8 +17,8 @@ LISTED = set(re.findall(r"^ +- [^:]+: (\S+\.(?:md|py))$", SETTINGS, re.MULTILINE
 def test_every_page_and_tutorial_is_in_the_navigation_of_the_site():
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")}
     tutorials = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorials").glob("*.py")}
-    results = {path.relative_to(ROOT).as_posix() for path in (ROOT / "papers").glob("*/RESULTS.md")}
-    assert LISTED - {"README.md", "papers/README.md"} == pages | tutorials | results
+    results = {path.relative_to(ROOT).as_posix() for path in (ROOT / "laboratory" / "papers").glob("*/RESULTS.md")}
+    assert LISTED - {"README.md", "laboratory/papers/README.md"} == pages | tutorials | results
 
 
 def test_nothing_of_the_site_is_fetched():

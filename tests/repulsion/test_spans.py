@@ -16,7 +16,7 @@ def squared_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return len(one) - (projectors[0] @ projectors[1]).trace()
 
 
-@pytest.mark.parametrize("bandwidth", [hw.repulsion.Median(), hw.repulsion.Fixed(0.7)])
+@pytest.mark.parametrize("bandwidth", [hw.kernels.Median(), hw.kernels.Fixed(0.7)])
 def test_the_force_is_that_of_autograd(bandwidth):
     torch.manual_seed(0)
     heads = torch.randn(4, 3, 9, dtype=torch.float64)

@@ -22,7 +22,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 VALUES = st.recursive(SCALARS, lambda part: st.lists(part) | st.dictionaries(st.text("ab."), part), max_leaves=8)
 RECORDS = sorted(
     path
-    for folder in ("papers", "benchmarks/records")
+    for folder in ("laboratory/papers", "benchmarks/records")
     for pattern in ("*.json", "*.jsonl")
     for path in (ROOT / folder).rglob(pattern)
 )

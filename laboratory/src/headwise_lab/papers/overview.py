@@ -35,7 +35,7 @@ _CONTRADICTED = ORDER[0]
 _WHY_ABSENT = (
     "These need more time than was available on two cores: each row counts its runs, and `headwise reproduce ID "
     "--dry-run` says what they cost where runs of their kind have finished. They need nothing else but their "
-    "[data](../docs/reproducing.md). Records of version 0.1 were not made again for the same reason; "
+    "[data](../../docs/reproducing.md). Records of version 0.1 were not made again for the same reason; "
     "`repulsive/table-5` needs people to rate texts. Tables above may lack parts, such as a larger model or a set "
     "without data; their pages leave those rows blank."
 )
@@ -45,7 +45,7 @@ _READING = (
     "counted once. Detectable is the smallest difference that our test finds with 80 % power: tested alone, to tested "
     "among all of its family. Claims marked version 0.1 were judged before the tests were calibrated, by a bootstrap "
     "that finds less than its level allows, and also where plain is not shown to beat a model without attention; their "
-    "records hold text and cannot be computed again. See [how arms are compared](../docs/statistics.md)."
+    "records hold text and cannot be computed again. See [how arms are compared](../../docs/statistics.md)."
 )
 
 
@@ -123,7 +123,7 @@ def summarize_claims(papers: Path, most: int = 4) -> str:
         # the largest of each table, the later ones of a dict being kept
         largest = {to: (one, name) for one, name, to in sorted(found, key=lambda item: abs(item[0].value))}
         shown = [
-            f"[{name}: {one.contrast}]({papers.name}/{to}) {_show(one)}"
+            f"[{name}: {one.contrast}]({papers.parent.name}/{papers.name}/{to}) {_show(one)}"
             for to, (one, name) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
         ]
         if shown:

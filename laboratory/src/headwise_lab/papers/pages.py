@@ -182,7 +182,7 @@ INTRODUCTION = """# Results
 
 Written by `headwise reproduce` from the records in `results/`, not by hand. Each section has the claims, the paper's
 numbers and the figures; the details have every table, the data and the versions. How comparisons are judged is on the
-[page on statistics](../../docs/statistics.md); what differs from the paper is in [DEVIATIONS](DEVIATIONS.md).
+[page on statistics](../../../docs/statistics.md); what differs from the paper is in [DEVIATIONS](DEVIATIONS.md).
 """
 OTHER = "Ours are on other data or another size: only the order of the rows can be compared."
 # Where arms are columns.

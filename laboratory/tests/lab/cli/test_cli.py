@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import headwise
+from headwise.cli import main
+from headwise_lab.experiment.run_folder import Failure
+from headwise_lab.jobs import pool
+from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.tasks.logic import task
+from headwise_lab.tasks.logic.generator import generate
+from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
+from headwise_lab.tasks.translation.task import TranslationTask
+from lab.command import call, refused
+from lab.sentences import write_sentences
+from lab.tasks.logic.logic_toy import TOY
+from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
+
+SOURCE = str(Path(__file__).parents[4] / "src")
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inline: list[str]) -> None:  # noqa: ARG001  jobs run here
+    """Make the demo a toy, do jobs in this process, and work in an empty folder."""
+    small = dataclasses.replace(TOY, name="demo", train_examples=96)
+    monkeypatch.setattr(task, "LOGIC_SCALES", {**task.LOGIC_SCALES, "demo": small})
+    monkeypatch.setattr(task.LogicTask, "scales", {**task.LOGIC_SCALES, "demo": small})
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_comparison_runs_and_its_default_folder_names_task_and_scale(capsys):
+    assert call("compare", "logic", "--arms", "smooth,svgd", "--seeds", "1", "--workers", "1") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "smooth seed 0 is done" in shown
+    assert "no verdict (1 seed)" in shown
+    assert Path("runs/logic-demo/results.json").exists()
+    assert Path("runs/logic-demo/smooth/seed-0/result.json").exists()
+
+
+def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
+    assert call("reproduce") == 0
+    listed = capsys.readouterr().out
+    assert "diversify/figure-4" in listed
+    assert "repulsive/table-2" in listed
+    assert "hours" not in listed
+    lines = listed.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if "/" in line.split()[0]} == set(REPRODUCTIONS)
+    assert call("reproduce", "--list", "--scale", "demo") == 0
+    assert "8 x 2" in capsys.readouterr().out
+    asked = ("reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--workers", "1")
+    assert call(*asked, "--dry-run") == 0
+    assert "8 runs to do" in capsys.readouterr().out
+    assert not Path("runs").exists()
+    assert call(*asked, "--record", "paper") == 0
+    assert "no verdict (1 seed)" in capsys.readouterr().out
+    assert Path("runs/reproductions/logic-demo/em/seed-0/result.json").exists()
+    assert Path("runs/reproductions/diversify-figure-4-demo/report.html").exists()
+    command = "headwise reproduce diversify/figure-4 --scale demo --seeds 1"
+    assert f"$ {command}\n" in "".join(path.read_text() for path in Path("paper").rglob("*.md"))
+    assert call(*asked, "--dry-run") == 0
+    assert "0 runs to do" in capsys.readouterr().out
+
+
+def test_the_record_of_a_part_names_the_part(capsys, monkeypatch):
+    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
+    write_toy_corpus(Path("pairs"))
+    asked = ("reproduce", "repulsive/figure-3b", "--scale", "demo", "--seeds", "1", "--workers", "1", "--data", "pairs")
+    assert call(*asked, "--dry-run", "--part", "1 head", "--part", "2 heads") == 0
+    assert "4 runs to do" in capsys.readouterr().out
+    assert call(*asked, "--part", "1 head", "--record", "paper") == 0
+    command = "headwise reproduce repulsive/figure-3b --scale demo --seeds 1 --part '1 head' --data FOLDER"
+    assert f"$ {command}\n" in "".join(path.read_text() for path in Path("paper").rglob("*.md"))
+    assert "2 heads" not in str([*Path("runs/reproductions").iterdir()])
+    error = refused(capsys, *asked, "--part", "3 heads")
+    assert "part is '3 heads'; expected" in error
+    assert "has one part alone: leave --part out" in refused(
+        capsys, "reproduce", "diversify/figure-4", "--scale", "demo", "--part", "all"
+    )
+
+
+def test_what_cannot_be_reproduced_is_refused(capsys):
+    error = refused(capsys, "reproduce", "diversify/table-9")
+    assert "there is no reproduction 'diversify/table-9'; did you mean diversify/table-" in error
+    assert "there is no scale 'gpu'" in refused(capsys, "reproduce", "diversify/figure-4", "--scale", "gpu")
+    assert "--seeds is 0" in refused(capsys, "reproduce", "diversify/figure-4", "--seeds", "0")
+    assert "translation needs --data" in refused(capsys, "reproduce", "repulsive/table-6", "--scale", "demo")
+
+
+def test_the_statistics_of_data_are_shown_and_nothing_is_written(capsys, tmp_path):
+    write_sentences(tmp_path / "my.tsv", 60)
+    assert call("data", "classification", "--data", "my.tsv", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert re.fullmatch(r"texts: \d+ train, \d+ dev, \d+ test; labels .*; \d+ token ids", found["summary"])
+    assert call("data", "logic") == 0
+    assert capsys.readouterr().out.startswith("pairs: 96 train, ")
+    assert [path.name for path in tmp_path.iterdir()] == ["my.tsv"]
+    assert refused(capsys, "data", "classification", "--data", "none.tsv").startswith("headwise: none.tsv ")
+
+
+def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):
+    assert call("tune", "logic", "output", "--draws", "2", "--seed", "5", "--workers", "1") == 0
+    arm = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"output(:weight=[\d.]+,learning_rate=[\d.e-]+,dropout=[\d.]+)?", arm)
+    assert call("compare", "logic", "--arms", f"plain,{arm}", "--seeds", "1", "--workers", "1") == 0
+
+
+def test_a_failed_run_is_named_with_its_log_and_the_code_says_whose_fault_it_is(capsys, monkeypatch):
+    def fail(refused):
+        return lambda _target, jobs, _workers, _watch: [Failure(jobs[0], "because.", refused=refused)]
+
+    arguments = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--out", "o")
+    monkeypatch.setattr(pool, "run_jobs", fail(True))
+    assert "majority failed: because. (log: o/majority/seed-0/log.txt)" in refused(capsys, *arguments)
+    monkeypatch.setattr(pool, "run_jobs", fail(False))
+    assert call(*arguments) == 1
+
+
+def test_what_is_unknown_is_refused_with_what_is_near(capsys):
+    unknown = "there is no task 'logik'; did you mean logic? (all: logic, translation, "
+    assert unknown in refused(capsys, "compare", "logik")
+    assert "there is no arm 'svdg'; did you mean svgd" in refused(capsys, "compare", "logic", "--arms", "plain,svdg")
+    assert "did you mean demo?" in refused(capsys, "compare", "logic", "--scale", "dem")
+    assert "arm svgd has no setting 'alfa'" in refused(capsys, "tune", "logic", "svgd:alfa=1")
+    refused(capsys, "compare", "logic", "--sedes", "3")
+    refused(capsys, "compare")
+    refused(capsys, "campare", "logic")
+    refused(capsys, "compare", "logic", "--seeds", "many")
+    assert "--seeds is 0; expected at least 1" in refused(capsys, "compare", "logic", "--seeds", "0")
+    assert "workers is 0" in refused(capsys, "compare", "logic", "--workers", "0")
+    assert "draws is 0" in refused(capsys, "tune", "logic", "svgd", "--draws", "0")
+    assert call("tune", "classification", "plain", "--scale", "paper", "--draws", "0") == 2
+    assert "tuned on one split: judge it there too (--folds 1)" in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+def test_a_folder_of_data_that_is_not_there_is_refused(capsys):
+    assert "missing does not exist" in refused(capsys, "compare", "logic", "--data", "missing")
+
+
+def test_an_output_that_cannot_be_written_is_refused(capsys):
+    Path("file").write_text("")
+    assert "cannot write to file/out" in refused(capsys, "compare", "logic", "--out", "file/out")
+
+
+def test_a_corrupt_checkpoint_is_refused(capsys, monkeypatch):
+    arguments = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--out", "out")
+
+    def interrupted(target, jobs, _workers, _watch):
+        beats = iter(range(1))
+        target(jobs[-1].settings, jobs[-1].folder, lambda: next(beats, None) is None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "run_jobs", interrupted)
+        assert call(*arguments) == 130
+    (checkpoint,) = Path("out/plain/seed-0").glob("checkpoint-*")
+    (checkpoint / "optimizer.pt").write_bytes(b"not what was written")
+    capsys.readouterr()
+    assert f"{checkpoint}/optimizer.pt was changed since it was written" in refused(capsys, *arguments)
+
+
+def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "run_jobs", interrupted)
+    assert call("compare", "logic", "--arms", "plain", "--seeds", "1") == 130
+    error = capsys.readouterr().err.strip()
+    assert error == "headwise: stopped; give the same command again to resume."
+
+
+def test_a_defect_is_not_dressed_up_as_bad_input(monkeypatch):
+    def broken(*_arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pool, "run_jobs", broken)
+    with pytest.raises(ZeroDivisionError):
+        main.main(["compare", "logic", "--arms", "plain", "--seeds", "1"])
+
+
+def test_version_and_help(capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"headwise {headwise.__version__}\n"
+    assert call() == 0
+    assert "compare" in capsys.readouterr().out
+    assert call("compare", "--help") == 0
+    assert "--arms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["compare", "--help"]])
+def test_help_imports_neither_torch_nor_transformers(asked: list[str]):
+    slow = {"torch", "transformers", "numpy", "sklearn", "scipy", "matplotlib"}
+    command = [sys.executable, "-X", "importtime", "-m", "headwise", *asked]
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "headwise.cli.main" in imported
+    assert not imported & slow
+
+
+@pytest.mark.slow
+def test_the_installed_command_stopped_by_ctrl_c_goes_on_to_the_same_bits(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    pairs = {k: [p for p in generate(8000, seed=1, max_operators=3) if p.operators == k] for k in range(4)}
+    for bins, chosen in pairs.items():
+        for split, part in (("train", chosen[::2]), ("test", chosen[1::2])):
+            lines = "".join(f"{p.relation}\t{p.premise}\t{p.hypothesis}\n" for p in part)
+            (data / f"{split}{bins}").write_text(lines)
+
+    def start(out: str) -> subprocess.Popen[str]:
+        arguments = ["compare", "logic", "--arms", "plain,spos", "--seeds", "1", "--data", str(data), "--out", out]
+        return subprocess.Popen(
+            [sys.executable, "-m", "headwise", *arguments],
+            env={**os.environ, "PYTHONPATH": SOURCE},
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(out: str) -> int:
+        process = start(out)
+        process.communicate(timeout=300)
+        return process.returncode
+
+    assert finish("whole") == 0
+    process = start("parts")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = Path("parts/spos/seed-0/progress.json")
+        if found.exists() and '"step": 0' not in found.read_text():
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip().endswith("give the same command again to resume.")
+    assert "Traceback" not in error
+    assert not Path("parts/spos/seed-0/result.json").exists()
+    assert list(Path("parts/spos/seed-0").glob("checkpoint-*"))
+    assert finish("parts") == 0
+    for arm in ("plain", "spos"):
+        name = f"{arm}/seed-0/model.safetensors"
+        assert Path("whole", name).read_bytes() == Path("parts", name).read_bytes()
+
+
+SMALL = ["width=12", "head_size=3", "hidden=12", "epochs=1", "train_examples=40"]
+
+
+def test_a_file_of_ones_own_is_compared_with_sizes_of_ones_own(capsys):
+    write_sentences(Path("mine.tsv"), 80)
+    sizes = [word for size in SMALL for word in ("--set", size)]
+    arms = ("--arms", "plain,guided:roles=rare/window", "--seeds", "1", "--workers", "1")
+    assert call("compare", "classification", "--data", "mine.tsv", *arms, *sizes) == 0
+    (out,) = Path("runs").glob("classification-demo-width=12-*")
+    page = (out / "report.html").read_text()
+    assert "--data mine.tsv" in page
+    assert "--set width=12" in page
+    assert "guided:roles=rare/window seed 0 is done" in capsys.readouterr().out
+
+
+def test_what_a_task_cannot_use_is_refused(capsys):
+    write_sentences(Path("mine.tsv"), 80)
+    compare = ("compare", "classification", "--seeds", "1", "--out", "o")
+    assert "classification needs --data" in refused(capsys, *compare)
+    assert "task logic takes no --folds" in refused(capsys, "compare", "logic", "--folds", "5")
+    own = (*compare, "--data", "mine.tsv")
+    assert "need parses; name" in refused(capsys, *own, "--arms", "plain,guided")
+    assert "nowhere does not exist; expected a spaCy pipeline" in refused(capsys, *own, "--pipeline", "nowhere")
+    assert "--set heads: expected size=value" in refused(capsys, *own, "--set", "heads")
+
+
+def test_the_runs_of_a_reproduction_with_several_sets_are_listed(capsys):
+    for folder in ("cr", "trec", "subj", "mpqa", "mr", "sst2"):
+        (Path("sets") / folder).mkdir(parents=True)
+        for split in ("train", "test"):
+            (Path("sets") / folder / f"{split}.tsv").touch()
+    assert call("reproduce", "guided/table-3", "--data", "sets", "--dry-run") == 0
+    assert "180 runs to do" in capsys.readouterr().out
+    assert "nowhere/cr does not exist" in refused(capsys, "reproduce", "guided/table-3", "--data", "nowhere")
+
+
+# ---- what is printed ----
+
+PLAIN = ("compare", "logic", "--arms", "plain", "--seeds", "1", "--workers", "1")
+
+
+def test_json_is_all_of_standard_output_and_text_goes_to_standard_error(capsys):
+    assert call(*PLAIN, "--json") == 0
+    found = capsys.readouterr()
+    assert {row["arm"] for row in json.loads(found.out)["rows"]} == {"majority", "counts", "plain"}
+    assert "plain seed 0 is done" in found.err
+    assert call("tune", "logic", "output", "--draws", "1", "--workers", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["arm"] == "output"
+    assert "no such option: --json" in refused(capsys, "prepare", "logic", "--out", "o", "--json")
+
+
+def test_a_quiet_command_prints_nothing_but_errors(capsys):
+    assert call(*PLAIN, "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+    assert Path("runs/logic-demo/results.json").exists()
+    assert "--seeds is 0" in refused(capsys, "compare", "logic", "--seeds", "0", "-q")
+
+
+def test_a_verbose_command_shows_where_a_refusal_came_from(capsys):
+    assert call(*PLAIN, "--data", "missing", "-v") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert error.splitlines()[-1].startswith("headwise: missing does not exist")
+
+
+def test_errors_of_the_parser_and_our_own_have_one_form(capsys):
+    assert refused(capsys, "compare") == "headwise: missing argument 'task'; see headwise compare --help.\n"
+    # how a number is refused is worded by typer
+    assert re.fullmatch(
+        r"headwise: invalid value for '--seeds': .* valid integer.*; see headwise compare --help\.\n",
+        refused(capsys, "compare", "logic", "--seeds", "many"),
+    )
+    assert refused(capsys, "compare", "logic", "--seeds", "0") == "headwise: --seeds is 0; expected at least 1.\n"
+    assert "see headwise --help" in refused(capsys, "campare", "logic")
+
+
+def test_arms_without_their_controls_are_named_before_training_or_run_too(capsys, inline):
+    few = ("--seeds", "1", "--workers", "1")
+    assert call("compare", "logic", "--arms", "plain,svgd,em", *few) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("no verdict without its control: svgd (needs smooth), em (needs trunk). --controls adds ")
+    assert "--controls adds smooth, trunk: 2 more runs to these 3." in said.partition("\n")[0]
+    assert call("compare", "logic", "--arms", "plain,svgd,em", *few, "--controls") == 0
+    said = capsys.readouterr().out
+    assert "without its control" not in said
+    assert inline[-2:] == ["smooth seed 0", "trunk seed 0"]
+    # at the pace of finished runs, the time can be told
+    assert call("compare", "logic", "--arms", "simple:iterations=2", *few) == 0
+    assert re.search(r"1 more run to these 1 or about \d+ min", capsys.readouterr().out)
+
+
+def test_completion_of_a_shell_can_be_shown_and_h_is_help(capsys):
+    assert call("-h") == 0
+    assert "--show-completion" in capsys.readouterr().out
+    assert call("compare", "-h") == 0
+    assert "--arms" in capsys.readouterr().out
+
+
+def test_a_run_is_not_rated_against_itself(capsys):
+    same = ("rate", "out/plain/seed-0", "out/../out/plain/seed-0", "--data", "d")
+    assert "RUN and AGAINST are both out/plain/seed-0" in refused(capsys, *same)

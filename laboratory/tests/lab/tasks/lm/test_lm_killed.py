@@ -1,0 +1,90 @@
+"""A run of language modeling that is killed without a warning in the middle of a shard ends with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headwise_lab.experiment.arm_text import parse_arm
+from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.training.train import train_run
+from lab.stopping import same_bits
+from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
+
+ROOT = Path(__file__).parents[5]
+# a shard of a prime number of rows ends where a batch does only after as many steps
+SHARD_ROWS = 37
+SCALE = dataclasses.replace(TOY, steps=50, rounds=2, dropout=0.1, batch_size=4, accumulation=2)
+ARMS = ("svgd", "spos+em:layers=0", "cka+talking", "muon-heads")
+
+
+def settings(arm: str, data: Path) -> RunSettings:
+    """A run that saves after every step."""
+    return RunSettings("lm", SCALE, parse_arm(arm), seed=3, data=data, save_seconds=0.0)
+
+
+def steps_of(run: Path) -> int:
+    """Steps of the newest checkpoint; 0 before there is one."""
+    return max((int(path.name.rpartition("-")[2]) for path in run.glob("checkpoint-*")), default=0)
+
+
+def kill_after(steps: int, arm: str, data: Path, run: Path) -> None:
+    """Train in another process until a checkpoint has so many steps, and kill it where it stands."""
+    # sums over more threads have other bits
+    script = "import sys, torch; torch.set_num_threads(1); from pathlib import Path\n"
+    script += "from lab.tasks.lm.test_lm_killed import settings, train_run\n"
+    script += "train_run(settings(sys.argv[1], Path(sys.argv[2])), Path(sys.argv[3]))"
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "laboratory" / "tests")))
+    with subprocess.Popen(
+        [sys.executable, "-c", script, arm, str(data), str(run)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        deadline = time.monotonic() + 300
+        while steps_of(run) < steps:
+            assert process.poll() is None, process.stderr.read() if process.stderr else b""
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_run_killed_in_the_middle_of_a_shard_goes_on_to_the_same_bits(arm, tmp_path):
+    text = prepare_toy(tmp_path, SHARD_ROWS)
+    assert open_toy(text).shards[0] == SHARD_ROWS
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train_run(settings(arm, text), whole)
+    for steps in (7, 29):
+        kill_after(steps, arm, text, run)
+        assert steps <= steps_of(run) < SCALE.steps
+        assert steps_of(run) * SCALE.batch_size * SCALE.accumulation % SHARD_ROWS, "the kill is inside a shard"
+        assert not (run / "result.json").exists()
+    left, done = SCALE.steps - steps_of(run), []
+
+    def heartbeat() -> bool:
+        done.append(True)
+        return False
+
+    train_run(settings(arm, text), run, heartbeat)
+    # from the beginning it would come to the same bits too
+    assert len(done) <= left
+    assert same_bits(whole, run)
+    assert (whole / "epochs.jsonl").read_bytes() == (run / "epochs.jsonl").read_bytes()
+    results = [json.loads((folder / "result.json").read_text()) for folder in (whole, run)]
+    for result in results:
+        for timed in ("step_seconds", "train_seconds", "record_digest", "file_digests"):
+            result.pop(timed)
+    assert results[0] == results[1]
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in whole.iterdir())
