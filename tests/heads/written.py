@@ -85,7 +85,7 @@ def find(form: Written, model: nn.Module) -> hw.heads.Heads:
         hw.find_heads(model)
     except hw.errors.LayoutError as refusal:
         (call,) = re.findall(r"^ +(hw\.find_heads\(.*)$", str(refusal), re.MULTILINE)
-        assert f"(hw.{form.row}(" in call
+        assert f"(hw.layouts.{form.row}(" in call
         return eval(call, {"hw": hw, "model": model})
     raise AssertionError(f"{form} was found without a row")
 

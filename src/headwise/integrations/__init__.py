@@ -14,10 +14,10 @@ TRAINERS = ("accelerate", "huggingface", "lightning")
 
 # Where the methods are, which were here before.
 MOVED = {
-    "Aggregate": "headwise.routing.aggregate",
+    "Aggregate": "headwise",
     "Attached": "headwise.attached",
-    "Penalize": "headwise.similarity.penalty",
-    "Repel": "headwise.repulsion.repel",
+    "Penalize": "headwise",
+    "Repel": "headwise",
 }
 
 
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
     if name in TRAINERS:
         return importlib.import_module(f"headwise.integrations.{name}")
     if name in MOVED:
-        warn_renamed(f"headwise.integrations.{name}", f"headwise.{name}")
+        warn_renamed(f"headwise.integrations.{name}", f"{MOVED[name]}.{name}")
         return getattr(importlib.import_module(MOVED[name]), name)
     raise AttributeError(f"module 'headwise.integrations' has no attribute {name!r}")
 

@@ -79,7 +79,7 @@ def suggest_row(model: nn.Module, name: str, module: nn.Module) -> Suggestion:
             return Suggestion(None, f"No row can be tried on {label}: {error}.")
         kind, given = guessed
         written = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in given.items())
-        row = f"hw.{kind.__name__}('mine', {written})"
+        row = f"hw.layouts.{kind.__name__}('mine', {written})"
         fill_in = (
             "; put the number of query heads, which no attribute tells, in the place of ..." if "..." in row else ""
         )
@@ -113,7 +113,7 @@ def write_row(row: Layout) -> str:
     set_to = {name: getattr(given, name) for name, default in defaults.items() if getattr(given, name) != default}
     first = repr(set_to.pop("name")) if defaults["name"] is MISSING or "name" in set_to else None
     written = [f"{name}={value!r}".replace("Ellipsis", "...") for name, value in set_to.items()]
-    return f"hw.{type(row).__name__}({', '.join(([first] if first else []) + written)})"
+    return f"hw.layouts.{type(row).__name__}({', '.join(([first] if first else []) + written)})"
 
 
 def _find_outside(model: nn.Module, name: str, row: SeparateLinears) -> SeparateLinears | None:
