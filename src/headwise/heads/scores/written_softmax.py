@@ -106,13 +106,14 @@ class FollowedWeights:
         weights: Weights as they are read: before dropout, and before a mixer.
         used: Weights as they are used.
         spoiled: Whether dropout has changed them where they are.
+        cut: Whether the weight of a score of no token, such as a learned sink, was cut off.
     """
 
     def __init__(self, weights: Tensor, given: Tensor) -> None:
         """Follow what the module was `given`: the weights, or what a mixer made of them."""
         self.weights, self.used = weights, given
         self.apart = given is not weights
-        self.spoiled = False
+        self.spoiled = self.cut = False
 
     def follow(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Note what a function of torch made of the weights."""
@@ -125,6 +126,9 @@ class FollowedWeights:
         elif any(func is other for other in KEPT):
             self.used = output
             self.weights = self.weights if self.apart else output
+        elif func is Tensor.__getitem__ and output.shape == (*args[0].shape[:-1], args[0].shape[-1] - 1):
+            self.weights = self.weights[args[1]] if self.apart else output
+            self.used, self.cut = output, True
 
 
 @dataclass
