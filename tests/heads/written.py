@@ -558,14 +558,18 @@ class PairUnnamed(nn.Module):
 class Tiled(nn.Module):
     """Grouped queries whose keys are repeated as a whole: query head h has key head h mod G."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
         super().__init__()
+        self.apart = apart
         self.num_heads, self.num_kv_heads, self.head_dim = HEADS, GROUPS, SIZE
         self.q_proj, self.o_proj = linears(2)
         self.k_proj, self.v_proj = linears(2, GROUPS * SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split(w(x), w.out_features // self.head_dim) for w in (self.q_proj, self.k_proj, self.v_proj))
+        if self.apart:
+            weights = (q.unflatten(1, (-1, self.num_kv_heads)) @ k.unsqueeze(1).mT).softmax(-1)
+            return self.o_proj(join((weights @ v.unsqueeze(1)).flatten(1, 2)))
         k, v = (part.repeat(1, q.shape[1] // part.shape[1], 1, 1) for part in (k, v))
         return self.o_proj(join(F.scaled_dot_product_attention(q, k, v)))
 
@@ -696,6 +700,7 @@ WRITTEN: tuple[Written, ...] = (
     Written("`to_kv`, head by head", lambda: PairByHead(WIDTH, HEADS, SIZE), "[key; value]", 2, row="FusedLinear"),
     Written("values and keys in one", PairUnnamed, "blocks [value; key]", 2, row="FusedLinear"),
     Written("keys repeated as a whole", Tiled, "query head h has key head h mod G", row="SeparateLinears"),
+    Written("keys of each tile", lambda: Tiled(True), "softmax of [B, H / G, G, Q, K]", row="SeparateLinears"),
     Written("W_O in the block around it", Around, "`..mix`", row="SeparateLinears"),
     Written("a list of heads of other names", UnnamedList, "each head three Linears", row="HeadList"),
     Written("a list of parameters", UnnamedParameters, "[d, H, e] in any order", row="SeparateParameters"),
