@@ -355,13 +355,33 @@ def test_a_report_leaves_out_weights_that_cannot_be_shown():
     assert not [note for note in report.notes if "Written" in note]
 
 
-def test_a_score_of_no_token_is_named():
-    class WithSink(Written):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-            scores = (q @ k.mT).masked_fill(~allowed, -math.inf)
-            return F.pad(scores, (0, 1), value=0.5).softmax(-1)[..., :-1] @ v
+class WithSink(Written):
+    """One score more, of no token, that is cut off after the softmax, or has a value of zeros."""
 
+    cuts = True
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(~allowed, -math.inf)
+        self.seen = F.pad(scores, (0, 1), value=0.5).softmax(-1)
+        weights = F.dropout(self.seen, 0.3, self.training)
+        return weights[..., :-1] @ v if self.cuts else weights @ F.pad(v, (0, 0, 0, 1))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_beside_one_of_no_token_are_read_where_it_is_cut_off_and_have_no_biases(training: bool):
+    model = build(WithSink).train(training)
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, weights=True) as taps, torch.no_grad():
+        model(X)
+        assert torch.equal(taps.read()[0].weights, model.seen[..., :-1])
+    told = pytest.raises(hw.LayoutError, match="biases of its heads cannot be reached; read their weights")
+    with told, hw.bias_heads(heads, lambda _site, call: torch.ones(1, 1, 1, call.keys)):
+        model(X)
+
+
+def test_a_score_of_no_token_is_named():
     model = build(WithSink)
+    model.cuts = False
     heads = hw.find_heads(model)
     told = pytest.raises(hw.errors.LayoutError, match="one score is of no token, such as a learned sink")
     with told, hw.Taps(heads, weights=True):

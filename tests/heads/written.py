@@ -524,14 +524,23 @@ class FusedUnnamed(nn.Module):
 class Conditioned(FusedUnnamed):
     """Names that a row knows, in an order that it does not expect."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, order: tuple[int, int, int] = (1, 0, 2)) -> None:
+        super().__init__(order)
         self.num_heads, self.qkv, self.proj = HEADS, self.mix, self.back
         del self.mix, self.back
 
     def forward(self, x: Tensor) -> Tensor:
-        k, q, v = (split(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
+        parts = [split(part, self.num_heads) for part in self.qkv(x).chunk(3, -1)]
+        q, k, v = (parts[place] for place in self.order)
         return self.proj(join(F.scaled_dot_product_attention(q, k, v)))
+
+
+class PairByHead(KeyValueAttention):
+    """Names that a row knows, with the key and the value of each head side by side."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        k, v = self.to_kv(context).unflatten(-1, (self.heads, 2, -1)).permute(3, 0, 2, 1, 4)
+        return self.to_out(join(F.scaled_dot_product_attention(split(self.to_q(x), self.heads), k, v)))
 
 
 class PairUnnamed(nn.Module):
@@ -549,14 +558,18 @@ class PairUnnamed(nn.Module):
 class Tiled(nn.Module):
     """Grouped queries whose keys are repeated as a whole: query head h has key head h mod G."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
         super().__init__()
+        self.apart = apart
         self.num_heads, self.num_kv_heads, self.head_dim = HEADS, GROUPS, SIZE
         self.q_proj, self.o_proj = linears(2)
         self.k_proj, self.v_proj = linears(2, GROUPS * SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split(w(x), w.out_features // self.head_dim) for w in (self.q_proj, self.k_proj, self.v_proj))
+        if self.apart:
+            weights = (q.unflatten(1, (-1, self.num_kv_heads)) @ k.unsqueeze(1).mT).softmax(-1)
+            return self.o_proj(join((weights @ v.unsqueeze(1)).flatten(1, 2)))
         k, v = (part.repeat(1, q.shape[1] // part.shape[1], 1, 1) for part in (k, v))
         return self.o_proj(join(F.scaled_dot_product_attention(q, k, v)))
 
@@ -683,8 +696,11 @@ WRITTEN: tuple[Written, ...] = (
         "fused, head by head", lambda: FusedUnnamed((0, 1, 2), True), "[query; key; value] of each", row="FusedLinear"
     ),
     Written("`qkv` in another order", Conditioned, "blocks [key; query; value]", row="FusedLinear"),
+    Written("`qkv`, values first", lambda: Conditioned((0, 2, 1)), "blocks [query; value; key]", row="FusedLinear"),
+    Written("`to_kv`, head by head", lambda: PairByHead(WIDTH, HEADS, SIZE), "[key; value]", 2, row="FusedLinear"),
     Written("values and keys in one", PairUnnamed, "blocks [value; key]", 2, row="FusedLinear"),
     Written("keys repeated as a whole", Tiled, "query head h has key head h mod G", row="SeparateLinears"),
+    Written("keys of each tile", lambda: Tiled(True), "softmax of [B, H / G, G, Q, K]", row="SeparateLinears"),
     Written("W_O in the block around it", Around, "`..mix`", row="SeparateLinears"),
     Written("a list of heads of other names", UnnamedList, "each head three Linears", row="HeadList"),
     Written("a list of parameters", UnnamedParameters, "[d, H, e] in any order", row="SeparateParameters"),

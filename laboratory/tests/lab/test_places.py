@@ -48,6 +48,7 @@ def test_a_command_that_fills_a_folder_step_by_step_follows_a_link_too(command, 
     monkeypatch.setattr("headwise_lab.data.downloads._transfer", stop)
     monkeypatch.setattr("headwise_lab.experiment.run_folder.tempfile.TemporaryFile", stop)
     assert "the target is there." in refused(capsys, *command, "--out", "link")
+    assert not Path("deep").exists()
     assert "loop is a link to itself; choose another folder." in refused(capsys, *command, "--out", "loop")
 
 

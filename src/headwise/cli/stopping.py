@@ -154,6 +154,8 @@ def _ending_in_time(numbers: Sequence[int], sentence: str, leave: Callable[[], o
 
 def _list_made(folders: Sequence[Path]) -> Callable[[], None]:
     """Return a function that removes folders which are made from now on and are empty then."""
+    # a link may lead to one that is yet to be made
+    folders = [*folders, *(Path(os.path.realpath(folder)) for folder in folders)]
 
     def find() -> set[Path]:
         places = (place for folder in folders for place in (*_list_folders(folder), *folder.parents))

@@ -1,8 +1,8 @@
 """A cheap experiment at `find_heads`: whether heads lie one after another in a user's own module, as they are read.
 
 Weights do not tell "(h d)" from "(d h)". A module that can be called with random tokens does: one feature of the query
-of a token changes what its own head computes for this token, and nothing else. `verify` proves far more, and needs
-inputs of the model.
+of a token changes what its own head computes for this token, and nothing else; one of a key or value reaches its own
+heads, and those of a key no single feature of them. `verify` proves far more, and needs inputs of the model.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ KNOWN = ("torch.", "transformers.", "headwise.", "headwise_lab.")
 def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[str, nn.Module], str]) -> None:
     """Raise `LayoutError` for a module whose heads are elsewhere than they are read, where it can be called.
 
-    One module of each kind is called five times, in a copy that shares its parameters: on four tokens, or on as many as
-    its tables and masks are made for. Nothing is said of a module that cannot be called with tokens alone, or whose
+    One module of each kind is called seven times, in a copy that shares its parameters: on four tokens, or on as many
+    as its tables and masks are made for. Nothing is said of a module that cannot be called with tokens alone, or whose
     output projection is outside it.
 
     Args:
@@ -110,7 +110,7 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
                 if finding is not None:
                     return True, finding
                 seen += 0 < len(changed) <= site.head_size
-            finding = _find_other_groups(site, replay, before)
+            told, finding = _try_keys(site, replay, before)
             if finding is not None:
                 return True, finding
         except HeadwiseError:
@@ -119,7 +119,7 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
             # a module that takes something else than tokens
             continue
         # what changed nothing, or mixes heads, told nothing
-        return seen == 3, None
+        return seen == 3 and told, None
     return False, None
 
 
@@ -141,24 +141,42 @@ def _list_shapes(site: Site) -> list[tuple[int, ...]]:
     return [*shapes, *((1, side, side) for _, count in shapes if (side := math.isqrt(count)) ** 2 == count)]
 
 
-def _find_other_groups(site: Site, replay: Replay, before: Tensor) -> str | None:
-    """Return what a key of grouped queries changes, where those are the groups of keys repeated in the other order."""
-    if not 1 < site.key_value_heads < site.num_heads:
-        return None
+def _try_keys(site: Site, replay: Replay, before: Tensor) -> tuple[bool, str | None]:
+    """Return whether keys and values were seen to reach their own heads, and what shows that others are read as them.
 
-    def change(features: Tensor) -> None:
-        # under causality all others attend to the first token
-        first = features.flatten(0, -3)[0]
-        first[1, 0] = 3.0 - first[1, 0]
+    A feature of a key changes all features of what its heads give, and one of a value, as a rule, that feature alone.
+    """
+    told, scale = True, before.abs().max()
+    for projection in (one.projection for one in site.slices if one.projection != "query"):
+        head = min(1, site.key_value_heads - 1)
 
-    apart = (replay.heads({"key": change}) - before).abs().amax((0, 2)) > CHANGED * before.abs().max()
-    changed, other = apart.nonzero().flatten().tolist(), replace(site, tiled=not site.tiled)
-    if changed != list(other.list_members(1)) or changed == list(site.list_members(1)):
-        return None
-    return (
-        f"changing key head 1 changed query heads {_list_some(changed)}, and not {_list_some(site.list_members(1))}; "
-        f"its keys and values are repeated {'head by head' if site.tiled else 'as a whole'} (tiled={not site.tiled})"
-    )
+        def change(features: Tensor, head: int = head) -> None:
+            # under causality all others attend to the first token
+            first = features.flatten(0, -3)[0]
+            first[head, 0] = 3.0 - first[head, 0]
+
+        apart = (replay.heads({projection: change}) - before).abs()
+        changed = (apart.amax(0) > CHANGED * scale).any(1).nonzero().flatten().tolist()
+        own, other = [*site.list_members(head)], replace(site, tiled=not site.tiled)
+        if changed and not {*changed} & {*own}:
+            return True, _describe_heads(projection, head, changed, own)
+        if 1 < site.key_value_heads < site.num_heads and changed == [*other.list_members(head)] != own:
+            found = _describe_heads(projection, head, changed, own)
+            how = "head by head" if site.tiled else "as a whole"
+            return True, f"{found}; its keys and values are repeated {how} (tiled={other.tiled})"
+        # without rounding: what is multiplied with other features is the same
+        tokens, features = int((apart > 0).flatten(1).any(1).sum()), int((apart > 0).flatten(0, 1).any(0).sum())
+        if projection == "key" and tokens > 1 == features < site.head_size and "value" in replay.draws:
+            return True, (
+                f"changing a feature of key head {head} changed one feature of what its heads give, as one of a value "
+                "does; its keys and values are stored in another order"
+            )
+        told &= bool(changed) and {*changed} <= {*own}
+    return told, None
+
+
+def _describe_heads(projection: str, head: int, changed: Sequence[int], own: Sequence[int]) -> str:
+    return f"changing {projection} head {head} changed query heads {_list_some(changed)}, and not {_list_some(own)}"
 
 
 def _list_changed(replay: Replay, before: Tensor, head: int, feature: int) -> tuple[int, list[int]]:

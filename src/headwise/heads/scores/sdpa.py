@@ -239,6 +239,11 @@ class InterceptedForward:
             )
         if followed is None:
             return
+        if followed.cut and self.listeners.biases:
+            raise LayoutError(
+                f"{self._label()} has a score of no token in its softmax, such as a learned sink, so that biases of "
+                "its heads cannot be reached; read their weights: Taps(heads, weights=True)."
+            )
         weights = arrange_heads(followed.weights, self.site)
         assert weights is not None  # of the same axes as the scores
         self._prove(followed, witness, output, {axis for axis in range(3) if weights.shape[axis] > 1})

@@ -46,14 +46,14 @@ def arrange_heads(tensor: Tensor, site: Site) -> Tensor | None:
     """Return scores or weights as [B, H, Q, K] if they may be those of the site's heads, else None.
 
     They may be [B, H, Q, K], have the heads in the axis of the batch, [B * H, Q, K], or the query heads of each
-    key/value head in an axis of their own, [B, G, H / G, Q, K].
+    key/value head in an axis of their own, [B, G, H / G, Q, K], or [B, H / G, G, Q, K] where keys are tiled.
     """
     shape, heads = tensor.shape, site.num_heads
     if tensor.dim() == 4 and shape[1] == heads:
         return tensor
     if tensor.dim() == 3 and shape[0] and shape[0] % heads == 0:
         return tensor.unflatten(0, (-1, heads))
-    if tensor.dim() == 5 and shape[1] == site.key_value_heads and shape[1] * shape[2] == heads:
+    if tensor.dim() == 5 and shape[2 if site.tiled else 1] == site.key_value_heads and shape[1] * shape[2] == heads:
         return tensor.flatten(1, 2)
     return None
 
@@ -106,13 +106,14 @@ class FollowedWeights:
         weights: Weights as they are read: before dropout, and before a mixer.
         used: Weights as they are used.
         spoiled: Whether dropout has changed them where they are.
+        cut: Whether the weight of a score of no token, such as a learned sink, was cut off.
     """
 
     def __init__(self, weights: Tensor, given: Tensor) -> None:
         """Follow what the module was `given`: the weights, or what a mixer made of them."""
         self.weights, self.used = weights, given
         self.apart = given is not weights
-        self.spoiled = False
+        self.spoiled = self.cut = False
 
     def follow(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Note what a function of torch made of the weights."""
@@ -125,6 +126,9 @@ class FollowedWeights:
         elif any(func is other for other in KEPT):
             self.used = output
             self.weights = self.weights if self.apart else output
+        elif func is Tensor.__getitem__ and output.shape == (*args[0].shape[:-1], args[0].shape[-1] - 1):
+            self.weights = self.weights[args[1]] if self.apart else output
+            self.used, self.cut = output, True
 
 
 @dataclass
@@ -208,7 +212,9 @@ def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
         eps = max(eps, torch.finfo(torch.float16).eps)  # products of single precision may have its mantissa
     least = TOLERANCE * eps
     slack = least * float(values.abs().max())
-    values = values.repeat_interleave(heads // values.shape[-2], -2).to(precise)
+    groups = range(values.shape[-2])
+    own = [next(group for group in groups if head in site.list_members(group)) for head in range(heads)]
+    values = values[..., own, :].to(precise)
     for shaped in _arrange_tokens(outputs.to(precise), batch, queries):
         for summed in _arrange_tokens(values, batch, keys):
 
