@@ -1,10 +1,12 @@
 """Where the heads of a model are: find, select, read, bias, remove and verify them."""
 
+from typing import Any
+
+from headwise.errors import warn_renamed
 from headwise.heads.ablation import Ablation, Importance, ablate, importance
 from headwise.heads.capture import Capture
 from headwise.heads.experiments.verify import Verification, verify
 from headwise.heads.find import LAYOUTS, find_heads
-from headwise.heads.head_slice import HeadSlice, OutputProjection
 from headwise.heads.heads import KINDS, PROJECTIONS, Heads, Site
 from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters
 from headwise.heads.layouts.rows import (
@@ -18,6 +20,7 @@ from headwise.heads.layouts.rows import (
 )
 from headwise.heads.scores.bias import BiasFunction, HeadBias, bias_heads
 from headwise.heads.taps import Taps
+from headwise.heads.view import HeadView, OutputProjection
 
 __all__ = [
     "KINDS",
@@ -31,7 +34,7 @@ __all__ = [
     "FusedParameter",
     "HeadBias",
     "HeadList",
-    "HeadSlice",
+    "HeadView",
     "Heads",
     "Importance",
     "LatentLinears",
@@ -49,3 +52,10 @@ __all__ = [
     "importance",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HeadSlice":
+        warn_renamed("headwise.heads.HeadSlice", "HeadView")
+        return HeadView
+    raise AttributeError(f"module 'headwise.heads' has no attribute {name!r}")

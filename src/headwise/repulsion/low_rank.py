@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
-from headwise.heads.head_slice import HeadSlice
+from headwise.heads.view import HeadView
 from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, replace_first_argument
 from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
 from headwise.repulsion.kernels import (
@@ -192,7 +192,7 @@ def _describe_state(group: ParticleGroup) -> object:
 
 
 # A group, and the head slice of it that lies in one LoRA layer.
-Member = tuple[ParticleGroup, HeadSlice]
+Member = tuple[ParticleGroup, HeadView]
 
 
 class DriveRoutes(Handle):
