@@ -126,7 +126,7 @@ def fill_gradients(model: nn.Module) -> None:
 
 
 def count_bytes(groups: Sequence[ParticleGroup]) -> int:
-    views = [head_slice.view(head_slice.parameter) for group in groups for head_slice in group.slices]
+    views = [head_slice.of(head_slice.parameter) for group in groups for head_slice in group.slices]
     return sum(view.numel() * view.element_size() for view in views)
 
 
@@ -134,7 +134,7 @@ def multiply(groups: Sequence[ParticleGroup]) -> None:
     """Compute the three products of a step with repulsion, in single precision, and nothing else."""
     for group in groups:
         for head_slice in group.slices:
-            theta = head_slice.view(head_slice.parameter.detach()).flatten(1)
+            theta = head_slice.of(head_slice.parameter.detach()).flatten(1)
             gram = theta @ theta.T
             # of these columns a core's cache holds gradient, particles and result
             for columns in theta.split(max(1, 2**18 // len(theta)), dim=1):

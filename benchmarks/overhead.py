@@ -166,9 +166,9 @@ def naive_output(model: Translation) -> Callable[[], Tensor]:
 def naive_svgd(model: nn.Module) -> None:
     """SVGD by double loops over pairs of heads, one projection at a time."""
     for head_slice in hw.find_heads(model).slices():
-        theta = head_slice.view(head_slice.parameter.detach()).flatten(1)
+        theta = head_slice.of(head_slice.parameter.detach()).flatten(1)
         assert head_slice.parameter.grad is not None
-        gradient = head_slice.view(head_slice.parameter.grad)
+        gradient = head_slice.of(head_slice.parameter.grad)
         flat, count = gradient.flatten(1).clone(), head_slice.heads
         distances = sorted(
             math.sqrt(float((theta[i] - theta[j]).square().sum())) for i in range(count) for j in range(i)

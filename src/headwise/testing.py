@@ -108,7 +108,7 @@ def check_layout(
     heads = find_heads(model, layouts)
     for head_slice in (part for whole in heads.slices() for part in whole.parts):
         marked = torch.full_like(head_slice.parameter, -1.0)
-        view = head_slice.view(marked)
+        view = head_slice.of(marked)
         for head in range(head_slice.heads):
             view[head] = float(head)
         for head in range(head_slice.heads):

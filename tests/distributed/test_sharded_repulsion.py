@@ -30,7 +30,7 @@ from distributed.engines import (
     own,
 )
 from distributed.processes import Processes
-from headwise.heads.head_slice import gather_full
+from headwise.heads.view import gather_full
 
 RATE, STEPS = 0.05, 3
 RULES = {
@@ -272,7 +272,7 @@ def assert_jittered(engine: str) -> None:
     def equal() -> nn.Module:
         model = made()
         for head_slice in hw.find_heads(model).slices():
-            view = head_slice.view(head_slice.parameter.detach())
+            view = head_slice.of(head_slice.parameter.detach())
             view.copy_(view[:1].expand_as(view).clone())
         return model
 

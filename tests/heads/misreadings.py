@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads, Site
+from headwise.heads.view import HeadView
 
 
 def misreadings(site: Site) -> Iterator[tuple[str, Site]]:
@@ -73,7 +73,7 @@ def reordered(heads: Heads, site: Site, how: str) -> Heads:
 
 
 def _resized(site: Site, factor: float) -> Site:
-    def resized(head_slice: HeadSlice) -> HeadSlice:
+    def resized(head_slice: HeadView) -> HeadView:
         heads, size = round(head_slice.heads * factor), round(head_slice.head_size / factor)
         # heads that alternate start inside the first of them, blocks where the block does
         start = head_slice.start if head_slice.stride == head_slice.head_size else round(head_slice.start / factor)
@@ -90,7 +90,7 @@ def _resized(site: Site, factor: float) -> Site:
     )
 
 
-def _swapped(first: HeadSlice, second: HeadSlice) -> tuple[HeadSlice, HeadSlice]:
+def _swapped(first: HeadView, second: HeadView) -> tuple[HeadView, HeadView]:
     return replace(second, projection=first.projection), replace(first, projection=second.projection)
 
 

@@ -79,7 +79,7 @@ def test_heads_are_those_of_the_effective_weight(settings):
     assert_read(heads)
     assert hw.verify(heads, (X,)).sites == ("base_model.model",)
     site = heads.sites[0]
-    assert not torch.allclose(site.slices[0].read(), site.slices[0].view(site.slices[0].parameter), atol=0.01)
+    assert not torch.allclose(site.slices[0].read(), site.slices[0].of(site.slices[0].parameter), atol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_whole_projections_are_the_control_also_where_they_share_a_parameter(bui
     other = copy.deepcopy(model)
     blocks = hw.heads.head_blocks(hw.find_heads(model), per_head=False)
     slices = [part for site in hw.find_heads(other) for part in (*site.slices, site.output)]
-    alone = [torch.nn.Parameter(part.turn(part.view(part.parameter.detach())).mT.flatten(0, 1)) for part in slices]
+    alone = [torch.nn.Parameter(part.turn(part.of(part.parameter.detach())).mT.flatten(0, 1)) for part in slices]
     assert [tuple(block.shape) for block in blocks] == [tuple(one.shape) for one in alone]
     assert all(
         whole.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
@@ -140,7 +140,7 @@ def test_whole_projections_are_the_control_also_where_they_share_a_parameter(bui
             for one, (part, block) in zip(alone, zip(slices, blocks, strict=True), strict=True):
                 one.copy_(block)
                 gradient = dict(model.named_parameters())[part.name].grad
-                one.grad = part.turn(part.view(gradient)).mT.flatten(0, 1).clone()
+                one.grad = part.turn(part.of(gradient)).mT.flatten(0, 1).clone()
         muon.step()
         expected.step()
         for block, one in zip(blocks, alone, strict=True):
@@ -162,7 +162,7 @@ def _gradients(heads: hw.Heads) -> list[torch.Tensor]:
         block
         for site in heads
         for part in (*site.slices, site.output)
-        for block in part.view(part.parameter.grad).unbind(0)
+        for block in part.of(part.parameter.grad).unbind(0)
     ]
 
 

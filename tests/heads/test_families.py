@@ -41,12 +41,12 @@ def test_the_slices_of_a_family_are_rows_of_its_own_parameters_and_no_row_is_of_
             assert parameters[head_slice.name] is head_slice.parameter
             count = counted.setdefault(head_slice.name, torch.zeros_like(head_slice.parameter))
             for part in head_slice.parts:
-                part.view(count).add_(1.0)
+                part.of(count).add_(1.0)
         for name, count in counted.items():
             assert count.max() == 1.0, name
             assert count.min() == 1.0, f"{name} has rows of no head"
         if site.output is not None:
-            assert site.width == parameters[site.output.name].shape[1 - site.output.axis]
+            assert site.width == parameters[site.output.name].shape[site.output.axes.inputs]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -91,7 +91,7 @@ def test_the_heads_of_w_o_are_what_it_multiplies_the_features_of_a_head_by(famil
     output.features(without)[:, 1] = 0.0
     with torch.no_grad():
         expected = module(without)
-        output.view(output.parameter)[1] = 0.0
+        output.of(output.parameter)[1] = 0.0
         torch.testing.assert_close(module(x), expected)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import headwise as hw
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
 from heads.families import FAMILIES
-from headwise.heads.head_slice import HeadSlice, check_head_slice
+from headwise.heads.view import COLUMNS, ROWS, HeadView, check_head_views
 
 
 def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer():
@@ -28,14 +28,14 @@ def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer
 
 def test_packed_and_separate_weights_give_the_rows_of_each_projection():
     packed = nn.MultiheadAttention(6, 3)
-    views = [head_slice.view(head_slice.parameter) for head_slice in hw.find_heads(packed).slices()]
+    views = [head_slice.of(head_slice.parameter) for head_slice in hw.find_heads(packed).slices()]
     weight = packed.in_proj_weight
     for index, view in enumerate(views):
         for head in range(3):
             start = 6 * index + 2 * head
             assert torch.equal(view[head], weight[start : start + 2])
     separate = nn.MultiheadAttention(6, 3, kdim=5, vdim=4)
-    shapes = [tuple(head_slice.view(head_slice.parameter).shape) for head_slice in hw.find_heads(separate).slices()]
+    shapes = [tuple(head_slice.of(head_slice.parameter).shape) for head_slice in hw.find_heads(separate).slices()]
     assert shapes == [(3, 2, 6), (3, 2, 5), (3, 2, 4)]
 
 
@@ -60,13 +60,14 @@ def test_a_view_reads_and_writes_exactly_its_rows(heads, size, gap, start, axis,
     rows = start + heads * (size + gap)
     shape = (rows, 3) if axis == 0 else (3, rows)
     owner.weight = nn.Parameter(torch.arange(float(rows * 3)).reshape(shape))
-    head_slice = HeadSlice("query", "weight", owner, "weight", heads, size, start=start, stride=size + gap, axis=axis)
-    check_head_slice(head_slice)
+    axes, stride = COLUMNS if axis else ROWS, size + gap
+    head_slice = HeadView("query", "weight", owner, "weight", heads, size, start=start, stride=stride, axes=axes)
+    check_head_views([head_slice])
     tensor = torch.arange(float(rows * 3)).reshape(shape)
     if transposed:
         tensor = tensor.t().contiguous().t()
     before = tensor.clone()
-    view = head_slice.view(tensor)
+    view = head_slice.of(tensor)
     assert view.data_ptr() >= tensor.data_ptr()
     for head in range(heads):
         own = slice(start + head * (size + gap), start + head * (size + gap) + size)

@@ -112,9 +112,9 @@ def test_heads_of_a_list_in_another_order_are_disproved():
     (site,) = hw.find_heads(model).sites
     query, key, value = site.slices
     for slices in (
-        (query.with_parts(query.parts[::-1]), key, value),
-        (key.with_parts(query.parts), query.with_parts(key.parts), value),
-        (query, key.with_parts(value.parts), value.with_parts(key.parts)),
+        (replace(query, pieces=query.parts[::-1]), key, value),
+        (replace(key, pieces=query.parts), replace(query, pieces=key.parts), value),
+        (query, replace(key, pieces=value.parts), replace(value, pieces=key.parts)),
     ):
         with pytest.raises(hw.errors.LayoutError, match="layout 'list' with 4 heads of 3 misreads ListAttention"):
             hw.verify(Heads(model, (replace(site, slices=slices),)), (X,))

@@ -213,7 +213,7 @@ def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: F
     penalty().backward()
     for head_slice in heads.slices():
         if head_slice.projection == "value":
-            gradient = head_slice.gather([part.parameter.grad for part in head_slice.parts])
+            gradient = head_slice.of(*(part.parameter.grad for part in head_slice.parts))
             assert bool((gradient.flatten(1).abs().amax(1) > 0).all()), head_slice.name
 
 

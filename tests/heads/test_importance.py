@@ -29,7 +29,7 @@ def first_order(heads: hw.Heads, losses: Callable[[], Any]) -> dict[str, Tensor]
 def scaled(site: hw.heads.Site, head: int, factor: float) -> Iterator[None]:
     """Have W_O get one head times a factor: by its columns, or what takes its place by its input."""
     if site.output is not None and site.output.owner is site.output_projection.module:
-        own = site.output.view(site.output.parameter.data)[head]
+        own = site.output.of(site.output.parameter.data)[head]
         before = own.clone()
         own.mul_(factor)
         try:

@@ -101,7 +101,7 @@ def test_rows_shifted_by_a_few_are_disproved(projection: int, shift: int, monkey
     heads = Heads(model, (replace(site, slices=tuple(slices)),))
     with pytest.raises(hw.errors.LayoutError, match="as part of its"):
         hw.verify(heads, (X,))
-    monkeypatch.setattr(import_module("headwise.heads.experiments.verify"), "check_head_slices", lambda _: None)
+    monkeypatch.setattr(import_module("headwise.heads.experiments.verify"), "check_head_views", lambda _: None)
     with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(heads, (X,))
 

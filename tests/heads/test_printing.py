@@ -13,8 +13,8 @@ from transformers import AutoModel
 
 import headwise as hw
 from architecture.source import FILES, module_name
-from headwise.heads.head_slice import read_projection
 from headwise.heads.heads import LINES, shorten
+from headwise.heads.view import read_projection
 
 LAYERS = 50
 

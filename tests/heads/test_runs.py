@@ -11,7 +11,6 @@ from torch import nn
 import headwise as hw
 from heads.families import FAMILIES
 from heads.family import Family
-from headwise.heads.head_slice import HeadRuns
 from headwise.heads.heads import Heads
 
 IN_RUNS = [family for family in FAMILIES if family.name.startswith(("Falcon", "CodeGen"))]
@@ -22,13 +21,13 @@ def test_no_wrong_order_of_runs_and_no_shift_of_one_is_accepted(family: Family):
     heads = hw.find_heads(family.build())
     site = heads.sites[0]
     query, key, value = site.slices
-    assert isinstance(query, HeadRuns)
-    first, *others = query.runs
+    assert query.pieces
+    first, *others = query.pieces
     moved = replace(first, start=first.start + 1, bias_start=first.bias_start + 1)
     wrong = (
         replace(first, heads=query.heads, start=0, bias_start=0),
-        replace(query, runs=query.runs[::-1]),
-        replace(query, runs=(moved, *others)),
+        replace(query, pieces=query.pieces[::-1]),
+        replace(query, pieces=(moved, *others)),
     )
     swapped = (query, replace(value, projection="key"), replace(key, projection="value"))
     for slices in (*((own, key, value) for own in wrong), swapped):
@@ -63,7 +62,7 @@ def test_there_is_no_view_of_heads_in_runs():
     heads = hw.find_heads(IN_RUNS[0].build())
     query = heads.slices()[0]
     with pytest.raises(hw.errors.LayoutError, match="its query heads lie in 2 runs"):
-        query.view(query.parameter)
+        query.of(query.parameter)
     assert query.read().shape == (4, 8, 32)
     before = query.read()
     hw.repulsion.jitter(heads, 1e-3)

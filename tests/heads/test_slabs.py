@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slice
+from headwise.heads.view import COLUMNS, ROWS, HeadAxes, HeadView, check_head_views
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,13 @@ def test_features_are_the_outputs_that_the_rows_of_a_head_compute(start: int, st
     weight, bias = linear.weight.detach(), linear.bias.detach()
     owner = nn.Module()
     owner.weight = nn.Parameter(weight if axis == 0 else weight.T.contiguous())
-    head_slice = HeadSlice("value", "weight", owner, "weight", 2, 3, start=start, stride=stride, axis=axis)
+    head_slice = HeadView(
+        "value", "weight", owner, "weight", 2, 3, start=start, stride=stride, axes=COLUMNS if axis else ROWS
+    )
     x = torch.randn(5, 7, 4, dtype=torch.float64)
     output = linear(x).detach()
     features = head_slice.features(output)
-    rows = head_slice.view(owner.weight.detach())
+    rows = head_slice.of(owner.weight.detach())
     rows = rows if axis == 0 else rows.transpose(1, 2)
     expected = torch.einsum("bld,hed->blhe", x, rows) + head_slice.bias_view(bias)
     torch.testing.assert_close(features, expected)
@@ -35,7 +37,7 @@ def test_features_are_the_outputs_that_the_rows_of_a_head_compute(start: int, st
 
 def test_features_write_through_carry_gradients_and_need_no_contiguous_tensor():
     linear = nn.Linear(4, 18)
-    head_slice = HeadSlice("key", "weight", linear, "weight", 2, 3, start=3, stride=9)
+    head_slice = HeadView("key", "weight", linear, "weight", 2, 3, start=3, stride=9)
     tensor = torch.zeros(18, 5).t().requires_grad_()
     (2.0 * head_slice.features(tensor)[:, 1]).sum().backward()
     assert tensor.grad is not None
@@ -47,7 +49,7 @@ def test_features_write_through_carry_gradients_and_need_no_contiguous_tensor():
 
 
 def test_features_of_another_width_are_refused_with_both_numbers():
-    head_slice = HeadSlice("key", "attention.qkv.weight", nn.Linear(4, 18), "weight", 2, 3, start=6)
+    head_slice = HeadView("key", "attention.qkv.weight", nn.Linear(4, 18), "weight", 2, 3, start=6)
     with pytest.raises(
         hw.errors.LayoutError, match=r"attention\.qkv\.weight: a tensor of shape \(5, 17\).*expected 18"
     ):
@@ -58,25 +60,25 @@ def test_a_slice_of_nothing_or_beyond_its_weight_is_refused():
     with pytest.raises(
         hw.errors.LayoutError, match=r"a\.w of Linear is not a plain floating-point matrix \(found nothing\)"
     ):
-        check_head_slice(HeadSlice("key", "a.w", nn.Linear(4, 18), "w", 2, 3))
+        check_head_views([HeadView("key", "a.w", nn.Linear(4, 18), "w", 2, 3)])
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.zeros(6, 2, 2))
     with pytest.raises(hw.errors.LayoutError, match=r"found torch\.float32 of shape \(6, 2, 2\)"):
-        check_head_slice(HeadSlice("key", "weight", owner, "weight", 2, 3))
+        check_head_views([HeadView("key", "weight", owner, "weight", 2, 3)])
     linear = nn.Linear(4, 18)
     with pytest.raises(hw.errors.LayoutError, match="6 heads of 3 rows from 3 every 3 do not fit the 18 of the weight"):
-        check_head_slice(HeadSlice("key", "weight", linear, "weight", 6, 3, start=3))
+        check_head_views([HeadView("key", "weight", linear, "weight", 6, 3, start=3)])
     with pytest.raises(hw.errors.LayoutError, match="2 heads of 3 rows from 0 every 2 do not fit"):
-        check_head_slice(HeadSlice("key", "weight", linear, "weight", 2, 3, stride=2))
-    check_head_slice(HeadSlice("key", "weight", linear, "weight", 6, 3))
+        check_head_views([HeadView("key", "weight", linear, "weight", 2, 3, stride=2)])
+    check_head_views([HeadView("key", "weight", linear, "weight", 6, 3)])
 
 
 def test_what_stands_in_the_way_of_a_weight_is_said_whenever_it_is_asked_for():
-    head_slice = HeadSlice(
+    head_slice = HeadView(
         "key", "k.weight", nn.Linear(4, 6), "weight", 2, 3, obstacle="is quantized; use the full weights"
     )
     assert head_slice.features(torch.zeros(5, 6)).shape == (5, 2, 3)
-    for ask in (lambda: head_slice.parameter, lambda: head_slice.view(torch.zeros(6, 4))):
+    for ask in (lambda: head_slice.parameter, lambda: head_slice.of(torch.zeros(6, 4))):
         with pytest.raises(hw.errors.LayoutError, match=r"^k\.weight is quantized; use the full weights\.$"):
             ask()
 
@@ -89,22 +91,26 @@ def held(tensor: Tensor) -> nn.Module:
 
 # how 3 heads of 2 features on 5 inputs lie in a parameter, and the same heads as [M, e, d] or [M, d, e]
 ARRANGED = {
-    "[H, d, e]": ((3, 5, 2), {"feature_axis": 2, "input_axis": 1}, lambda w: w),
-    "[H, e, d]": ((3, 2, 5), {"feature_axis": 1, "input_axis": 2}, lambda w: w),
-    "[d, H, e]": ((5, 3, 2), {"axis": 1, "feature_axis": 2, "input_axis": 0}, lambda w: w.transpose(0, 1)),
-    "[e, d, H]": ((2, 5, 3), {"axis": 2, "feature_axis": 0, "input_axis": 1}, lambda w: w.permute(2, 0, 1)),
+    "[H, d, e]": ((3, 5, 2), {"axes": HeadAxes(0, 2, 1, 0)}, lambda w: w),
+    "[H, e, d]": ((3, 2, 5), {"axes": HeadAxes(0, 1, 2, 0)}, lambda w: w),
+    "[d, H, e]": ((5, 3, 2), {"axes": HeadAxes(1, 2, 0, 1)}, lambda w: w.transpose(0, 1)),
+    "[e, d, H]": ((2, 5, 3), {"axes": HeadAxes(2, 0, 1, 2)}, lambda w: w.permute(2, 0, 1)),
     "[4, d, H, e], the third": (
         (4, 5, 3, 2),
-        {"axis": 2, "feature_axis": 3, "input_axis": 1, "start_axis": 0, "start": 2},
+        {"axes": HeadAxes(2, 3, 1, 0), "start": 2},
         lambda w: w[2].transpose(0, 1),
     ),
     "[d, 4, H e], the third": (
         (5, 4, 6),
-        {"axis": 2, "feature_axis": 2, "input_axis": 0, "start_axis": 1, "start": 2},
+        {"axes": HeadAxes(2, 2, 0, 1), "start": 2},
         lambda w: w[:, 2].unflatten(1, (3, 2)).transpose(0, 1),
     ),
     "rows (e h)": ((6, 5), {"stride": 1, "step": 3}, lambda w: w.unflatten(0, (2, 3)).transpose(0, 1)),
-    "columns (e h)": ((5, 6), {"axis": 1, "stride": 1, "step": 3}, lambda w: w.unflatten(1, (2, 3)).permute(2, 0, 1)),
+    "columns (e h)": (
+        (5, 6),
+        {"axes": COLUMNS, "stride": 1, "step": 3},
+        lambda w: w.unflatten(1, (2, 3)).permute(2, 0, 1),
+    ),
     "rows (e 4 h), the third": (
         (24, 5),
         {"start": 6, "stride": 1, "step": 12},
@@ -121,9 +127,9 @@ def test_heads_of_any_strides_are_viewed_in_place(arranged: str, transposed: boo
     if transposed:
         tensor = tensor.mT.contiguous().mT
     owner = held(tensor)
-    head_slice = HeadSlice("query", "w", owner, "weight", 3, 2, **settings)
-    check_head_slice(head_slice)
-    view = head_slice.view(tensor)
+    head_slice = HeadView("query", "w", owner, "weight", 3, 2, **settings)
+    check_head_views([head_slice])
+    view = head_slice.of(tensor)
     assert view.shape == ((3, 5, 2) if head_slice.transposed else (3, 2, 5))
     torch.testing.assert_close(view, expected(tensor))
     torch.testing.assert_close(head_slice.read(), expected(tensor))
@@ -136,8 +142,8 @@ def test_heads_of_any_strides_are_viewed_in_place(arranged: str, transposed: boo
 def test_features_that_alternate_are_what_the_rows_of_a_head_compute(start: int, stride: int, step: int):
     torch.manual_seed(0)
     linear = nn.Linear(4, 27).double()
-    head_slice = HeadSlice("value", "weight", linear, "weight", 3, 2, start=start, stride=stride, step=step)
-    check_head_slice(head_slice)
+    head_slice = HeadView("value", "weight", linear, "weight", 3, 2, start=start, stride=stride, step=step)
+    check_head_views([head_slice])
     x = torch.randn(5, 7, 4, dtype=torch.float64)
     output = linear(x)
     features = head_slice.features(output)
@@ -149,7 +155,7 @@ def test_features_that_alternate_are_what_the_rows_of_a_head_compute(start: int,
 
 def test_a_bias_of_several_axes_is_read_as_its_weight_is():
     bias = torch.arange(12.0).view(2, 3, 2)
-    head_slice = HeadSlice("key", "w", held(torch.zeros(3, 5, 2)), "weight", 3, 2, feature_axis=2, input_axis=1)
+    head_slice = HeadView("key", "w", held(torch.zeros(3, 5, 2)), "weight", 3, 2, axes=HeadAxes(0, 2, 1, 0))
     torch.testing.assert_close(head_slice.bias_view(bias[0]), bias[0])
     second = replace(head_slice, bias_start=6, bias_stride=2)
     torch.testing.assert_close(second.bias_view(bias), bias[1])
@@ -158,31 +164,31 @@ def test_a_bias_of_several_axes_is_read_as_its_weight_is():
 def test_heads_beyond_the_axes_of_their_parameter_are_refused():
     owner = held(torch.zeros(3, 5, 2))
     with pytest.raises(
-        hw.errors.LayoutError, match=r"4 heads along axis 0, of 2 features along axis 2, .* shape \(3, 5, 2\)"
+        hw.errors.LayoutError, match=r"4 heads of 2 rows .* do not fit axes \(0, 2, 1, 0\) of \(3, 5, 2\)"
     ):
-        check_head_slice(HeadSlice("key", "w", owner, "weight", 4, 2, feature_axis=2, input_axis=1))
-    with pytest.raises(hw.errors.LayoutError, match=r"from 1 along axis 0, do not fit"):
-        check_head_slice(HeadSlice("key", "w", owner, "weight", 3, 2, feature_axis=2, input_axis=1, start=1))
+        check_head_views([HeadView("key", "w", owner, "weight", 4, 2, axes=HeadAxes(0, 2, 1, 0))])
+    with pytest.raises(hw.errors.LayoutError, match=r"from 1 every 1 do not fit"):
+        check_head_views([HeadView("key", "w", owner, "weight", 3, 2, axes=HeadAxes(0, 2, 1, 0), start=1)])
     with pytest.raises(
         hw.errors.LayoutError, match=r"not a plain floating-point tensor of 3 axes \(found .* \(6, 5\)\)"
     ):
-        check_head_slice(HeadSlice("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, feature_axis=2, input_axis=1))
+        check_head_views([HeadView("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, axes=HeadAxes(0, 2, 1, 0))])
     with pytest.raises(hw.errors.LayoutError, match="3 heads of 2 rows from 0 every 1 in steps of 2 do not fit"):
-        check_head_slice(HeadSlice("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, stride=1, step=2))
+        check_head_views([HeadView("key", "w", held(torch.zeros(6, 5)), "weight", 3, 2, stride=1, step=2)])
 
 
 def test_a_stack_reads_heads_that_are_parameters_of_their_own():
     linears = nn.ModuleList([nn.Linear(5, 2) for _ in range(3)])
-    members = [HeadSlice("query", f"{i}.weight", linear, "weight", 1, 2) for i, linear in enumerate(linears)]
-    stack = HeadStack.build("query", "heads.*.weight", linears, members)
-    check_head_slice(stack)
+    members = [HeadView("query", f"{i}.weight", linear, "weight", 1, 2) for i, linear in enumerate(linears)]
+    stack = HeadView.stack("heads.*.weight", linears, members)
+    check_head_views([stack])
     assert (stack.heads, stack.head_size, stack.across, stack.module, stack.transposed) == (3, 2, 5, None, False)
     torch.testing.assert_close(stack.read(), torch.stack([linear.weight.detach() for linear in linears]))
     with pytest.raises(
         hw.errors.LayoutError, match=r"heads\.\*\.weight are 3 parameters, one for each head; read them with"
     ):
         _ = stack.parameter
-    assert stack.with_parts(members[::-1]).parts == tuple(members[::-1])
-    bad = HeadStack.build("query", "heads.*.weight", linears, [*members[:2], replace(members[2], start=1)])
+    assert stack.map(lambda member: replace(member, run=1)).parts[2].owner is linears[2]
+    bad = HeadView.stack("heads.*.weight", linears, [*members[:2], replace(members[2], start=1)])
     with pytest.raises(hw.errors.LayoutError, match="1 heads of 2 rows from 1"):
-        check_head_slice(bad)
+        check_head_views([bad])

@@ -374,7 +374,7 @@ def test_weights_beside_one_of_no_token_are_read_where_it_is_cut_off_and_have_no
     with hw.Taps(heads, weights=True) as taps, torch.no_grad():
         model(X)
         assert torch.equal(taps.read()[0].weights, model.seen[..., :-1])
-    told = pytest.raises(hw.LayoutError, match="biases of its heads cannot be reached; read their weights")
+    told = pytest.raises(hw.errors.LayoutError, match="biases of its heads cannot be reached; read their weights")
     with told, hw.bias_heads(heads, lambda _site, call: torch.ones(1, 1, 1, call.keys)):
         model(X)
 

@@ -90,6 +90,11 @@ def test_what_was_called_otherwise_before_works_with_a_warning():
     with renamed():
         repulsion = hw.repel(optimizer, heads, hw.SVGD(), seed=3)
     assert (repulsion.heads, repulsion.seed) == (heads, 3)
+    query = heads.slices()[0]
+    with renamed():
+        assert query.view(query.parameter).equal(query.of(query.parameter))
+    with renamed():
+        assert hw.heads.HeadSlice is type(query)
     with renamed():
         assert str(hw.measure(model, heads, [x])) == str(hw.measure(heads, [x]))
     penalty = hw.Disagreement(heads, hw.similarity.Output(), strength=0.5)

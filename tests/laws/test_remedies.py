@@ -110,7 +110,7 @@ def equal_heads() -> Iterator[Callable[[], Any]]:
     heads = hw.find_heads(model)
     with torch.no_grad():
         for part in heads.slices():
-            view = part.view(part.parameter)
+            view = part.of(part.parameter)
             view.copy_(view[:1].expand_as(view).clone())
     yield lambda: hw.repel(heads, hw.SVGD(), sgd(model))
     hw.repulsion.jitter(heads, scale=1e-3)

@@ -74,7 +74,7 @@ def test_its_heads_are_the_rows_of_the_score_matrix():
     (site,) = heads
     assert (site.kind, site.num_heads, site.key_value_heads, site.head_size) == ("pooling", HEADS, 1, WIDTH)
     (head_slice,) = heads.slices()
-    view = head_slice.view(found.attention.score.weight)
+    view = head_slice.of(found.attention.score.weight)
     assert torch.equal(view, found.attention.score.weight.unsqueeze(1))
     assert len(heads.kind("pooling")) == 1
     assert "pooling" in str(heads)
@@ -84,7 +84,7 @@ def test_changing_one_row_changes_one_head():
     found, (states, padding) = model(), batch()
     before = found.attention(states, padding)[0].unflatten(-1, (HEADS, WIDTH))
     with torch.no_grad():
-        hw.find_heads(found).slices()[0].view(found.attention.score.weight)[1] += 1.0
+        hw.find_heads(found).slices()[0].of(found.attention.score.weight)[1] += 1.0
     after = found.attention(states, padding)[0].unflatten(-1, (HEADS, WIDTH))
     assert [bool((before[:, h] != after[:, h]).any()) for h in range(HEADS)] == [False, True, False]
 

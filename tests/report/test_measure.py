@@ -42,7 +42,7 @@ def test_the_numbers_of_a_report_are_the_metrics():
         }.items():
             assert layer.mean(measure) == pytest.approx(float(expected), abs=1e-6)
         assert layer.entropy == pytest.approx(hw.metrics.attention_entropy(capture.weights, keep).tolist(), abs=1e-6)
-        particles = capture.site.slices[1].view(capture.site.slices[1].parameter.detach()).flatten(1)
+        particles = capture.site.slices[1].of(capture.site.slices[1].parameter.detach()).flatten(1)
         assert layer.mean("key_cosine") == pytest.approx(float(hw.metrics.parameter_cosine(particles).mean), abs=1e-6)
         for term, similarity in {
             "output": hw.similarity.Output(),

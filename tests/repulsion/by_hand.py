@@ -32,11 +32,11 @@ def expected_gradients(model: nn.Module, rule: Rule, strength: float = 1.0) -> d
     """Every parameter's gradient after the rule, computed apart in float64."""
     expected = {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
     for head_slice in hw.find_heads(model).slices():
-        particles = head_slice.view(head_slice.parameter.detach()).double().flatten(1)
-        gradients = head_slice.view(head_slice.parameter.grad).double().flatten(1)
+        particles = head_slice.of(head_slice.parameter.detach()).double().flatten(1)
+        gradients = head_slice.of(head_slice.parameter.grad).double().flatten(1)
         forces = update(rule, particles, gradients)
-        shape = head_slice.view(head_slice.parameter).shape
-        head_slice.view(expected[head_slice.name]).copy_((forces.driving - strength * forces.repulsion).view(shape))
+        shape = head_slice.of(head_slice.parameter).shape
+        head_slice.of(expected[head_slice.name]).copy_((forces.driving - strength * forces.repulsion).view(shape))
     return expected
 
 

@@ -84,7 +84,7 @@ def expected_gradients(
     return expected
 
 
-def rows_of(head_slice: hw.heads.HeadSlice) -> list[list[int]]:
+def rows_of(head_slice: hw.heads.HeadView) -> list[list[int]]:
     """The rows of each head in [d_out, d_in]."""
     starts = [part.start + head * part.stride for part in head_slice.parts for head in range(part.heads)]
     return [list(range(start, start + head_slice.head_size)) for start in starts]

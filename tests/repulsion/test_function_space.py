@@ -236,12 +236,12 @@ def test_on_directions_of_functions_neither_factor_is_lengthened():
     force = stepped(model, FunctionSVGD(alpha=0.7, kernel=hw.kernels.NormalizedRBF()))
     for head_slice in hw.find_heads(model).slices():
         name = head_slice.name.removeprefix("model.")
-        rows, push = head_slice.view(head_slice.parameter), head_slice.view(force[name])
+        rows, push = head_slice.of(head_slice.parameter), head_slice.of(force[name])
         assert push.norm() > 1e-6
         assert (rows * push).sum((1, 2)).abs().max() < 1e-12
     # a kernel on distances does lengthen them
     force = stepped(attention(7), FunctionSVGD(alpha=0.7))
-    grown = [(s.view(s.parameter) * s.view(force[s.name])).sum((1, 2)) for s in hw.find_heads(model).slices()]
+    grown = [(s.of(s.parameter) * s.of(force[s.name])).sum((1, 2)) for s in hw.find_heads(model).slices()]
     assert torch.stack(grown).abs().max() > 1e-6
 
 
@@ -252,7 +252,7 @@ def test_the_force_has_no_part_along_a_change_of_basis_inside_a_head():
     rows, pushes = {}, {}
     (site,) = hw.find_heads(model)
     for part in (*site.slices, site.output):
-        views = part.view(part.parameter.detach()), part.view(force[part.name])
+        views = part.of(part.parameter.detach()), part.of(force[part.name])
         rows[part.projection], pushes[part.projection] = (view.mT if part.transposed else view for view in views)
     for first, second in (("query", "key"), ("output", "value")):
         along = pushes[first] @ rows[first].mT - rows[second] @ pushes[second].mT

@@ -52,7 +52,7 @@ def test_a_key_value_head_serves_the_query_heads_of_its_group(model):
     outputs = []
     for change in (0.0, 1.0):
         with torch.no_grad(), hw.Taps(heads, outputs=True) as taps:
-            value.view(value.parameter)[1] += change
+            value.of(value.parameter)[1] += change
             model(input_ids=IDS)
             outputs.append(taps.read()[0].outputs)
     changed = [not torch.equal(outputs[0][:, :, head], outputs[1][:, :, head]) for head in range(HEADS)]

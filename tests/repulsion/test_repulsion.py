@@ -66,11 +66,11 @@ def test_joint_particles_share_one_kernel():
     model = model_with_gradients()
     heads = hw.find_heads(model)
     slices = heads.slices()
-    particles = torch.cat([s.view(s.parameter.detach()).flatten(1) for s in slices], 1).double()
-    gradients = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slices], 1).double()
+    particles = torch.cat([s.of(s.parameter.detach()).flatten(1) for s in slices], 1).double()
+    gradients = torch.cat([s.of(s.parameter.grad).flatten(1) for s in slices], 1).double()
     forces = update(RULE, particles, gradients)
     hw.repel(heads, RULE, torch.optim.SGD(model.parameters(), lr=0.0), joint=True).apply()
-    result = torch.cat([s.view(s.parameter.grad).flatten(1) for s in slices], 1)
+    result = torch.cat([s.of(s.parameter.grad).flatten(1) for s in slices], 1)
     torch.testing.assert_close(result.double(), forces.gradient, rtol=2e-5, atol=2e-6)
     grouped = SeparateAttention(key_value_heads=2)
     optimizer = torch.optim.SGD(grouped.parameters(), lr=0.1)
@@ -246,8 +246,8 @@ def test_strength_is_a_schedule_on_the_repulsion_alone():
 def test_the_reported_norms_are_those_of_the_forces():
     model = model_with_gradients()
     (head_slice, *_) = hw.find_heads(model).slices()
-    particles = head_slice.view(head_slice.parameter.detach()).double().flatten(1)
-    forces = update(RULE, particles, head_slice.view(head_slice.parameter.grad).double().flatten(1))
+    particles = head_slice.of(head_slice.parameter.detach()).double().flatten(1)
+    forces = update(RULE, particles, head_slice.of(head_slice.parameter.grad).double().flatten(1))
     handle = hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(model.parameters(), lr=0.0))
     handle.apply()
     record = handle.last
@@ -290,20 +290,20 @@ def test_a_removed_handle_and_its_model_can_be_freed():
 def test_columns_as_heads_are_mixed_without_a_copy():
     from dataclasses import replace
 
-    from headwise.heads.head_slice import HeadSlice
     from headwise.heads.heads import Heads
+    from headwise.heads.view import COLUMNS, HeadView
 
     owner = nn.Module()
     owner.weight = nn.Parameter(torch.randn(6, 12))
     owner.weight.grad = torch.randn(6, 12)
-    head_slice = HeadSlice("query", "weight", owner, "weight", 3, 4, axis=1)
+    head_slice = HeadView("query", "weight", owner, "weight", 3, 4, axes=COLUMNS)
     site = replace(hw.find_heads(SeparateAttention()).sites[0], module=owner, slices=(head_slice,), num_heads=3)
-    particles = head_slice.view(owner.weight.detach()).flatten(1).double()
-    gradients = head_slice.view(owner.weight.grad).flatten(1).double()
+    particles = head_slice.of(owner.weight.detach()).flatten(1).double()
+    gradients = head_slice.of(owner.weight.grad).flatten(1).double()
     expected = update(RULE, particles, gradients).gradient
     handle = hw.repel(Heads(owner, (site,)), RULE, torch.optim.SGD(owner.parameters(), lr=0.0))
     handle.apply()
-    result = head_slice.view(owner.weight.grad).flatten(1).double()
+    result = head_slice.of(owner.weight.grad).flatten(1).double()
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -315,7 +315,7 @@ def test_near_heads_keep_their_repulsion_in_single_precision(far):
     model = model_with_gradients()
     head_slice = hw.find_heads(model).slices()[0]
     with torch.no_grad():
-        head_slice.view(head_slice.parameter).copy_(particles_near_collapse(4, 60, seed=1)[name].view(4, 5, 12))
+        head_slice.of(head_slice.parameter).copy_(particles_near_collapse(4, 60, seed=1)[name].view(4, 5, 12))
     head_slice.parameter.grad.zero_()
     expected = expected_gradients(model, hw.SVGD(alpha=0.7))["q_proj.weight"]
     hw.repel(hw.find_heads(model), hw.SVGD(alpha=0.7), torch.optim.SGD(model.parameters(), lr=0.0)).apply()

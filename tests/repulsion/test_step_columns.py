@@ -101,7 +101,7 @@ def test_a_scale_of_the_gradients_multiplies_all(taken: list):
 def test_heads_of_which_two_are_close_are_mixed_in_float64(difference: float, taken: list):
     model = make()
     query = hw.find_heads(model).slices()[0]
-    heads = query.view(model.in_proj_weight.detach())
+    heads = query.of(model.in_proj_weight.detach())
     heads[2] = heads[1] + difference * heads[2]
     expected = expected_gradients(model, RULES["svgd"], strength=0.5)
     act(model, RULES["svgd"])
@@ -113,7 +113,7 @@ def test_distances_above_the_share_are_apart_and_those_below_are_not():
     model = make()
     weight = model.in_proj_weight.detach()
     (query, *_) = find_groups(hw.find_heads(model))
-    heads = query.slices[0].view(weight)
+    heads = query.slices[0].of(weight)
     common = torch.randn(heads.shape[1:])
     own = heads.clone() / heads.std()
     for ratio, wanted in ((1.3, True), (0.7, False)):

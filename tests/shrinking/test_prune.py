@@ -29,7 +29,7 @@ def prune_alone(module: nn.Module, gone: list[int], *rows: hw.layouts.Layout, wi
     found = hw.find_heads(zeroed, (*rows, *hw.layouts.LAYOUTS)).sites[0].output
     assert found is not None
     with torch.no_grad():
-        found.view(found.parameter)[gone] = 0.0
+        found.of(found.parameter)[gone] = 0.0
     hw.prune(heads, {0: gone}, inputs=(x,))
     return apart([zeroed(x)], [model(x)])
 

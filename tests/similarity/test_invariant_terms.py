@@ -174,8 +174,8 @@ def test_a_span_is_turned_and_not_stretched():
     penalty().backward()
     for site in hw.find_heads(model):
         value = site.slices[2]
-        rows = value.view(value.parameter.detach())
-        gradient = value.view(value.parameter.grad)
+        rows = value.of(value.parameter.detach())
+        gradient = value.of(value.parameter.grad)
         assert gradient.norm() > 1e-4
         assert (gradient @ rows.mT).abs().max() < 1e-6
 
@@ -189,7 +189,7 @@ def test_maps_do_not_change_with_the_basis_inside_a_head():
     torch.manual_seed(4)
     with torch.no_grad():
         value, output = site.slices[2], site.output
-        for rows, columns in zip(value.view(value.parameter), output.view(output.parameter), strict=True):
+        for rows, columns in zip(value.of(value.parameter), output.of(output.parameter), strict=True):
             mix = torch.randn(4, 4, dtype=torch.float64)
             rows.copy_(mix @ rows)
             columns.copy_(columns @ torch.linalg.inv(mix))

@@ -16,11 +16,11 @@ from headwise.errors import LayoutError, NotFired, SettingError, ShapeError
 from headwise.gating.gates import Gates, GateSetting, MixtureOfHeads, balance, build_gates, require_gate
 from headwise.heads.adapters import has_peft
 from headwise.heads.capture import Padding, list_parameters, name_arguments, read_padding
-from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, Undo, require_heads
 from headwise.heads.layouts.functional import hands_output, is_handing
 from headwise.heads.method import Method, Stage
 from headwise.heads.scores.mixing import RequireTrained, match_placement, require_unwrapped
+from headwise.heads.view import OutputProjection, is_sharded
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import (
     Handle,

@@ -27,10 +27,10 @@ from headwise.errors import (
     require_range,
 )
 from headwise.heads.capture import require_joined
-from headwise.heads.head_slice import OutputProjection
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import explain_uncalled, hands_output
 from headwise.heads.method import Method
+from headwise.heads.view import OutputProjection
 from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument, uncompiled
 from headwise.nn.multihead import walk_once

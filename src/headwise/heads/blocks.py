@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from headwise.errors import LayoutError, NotFired, SettingError
-from headwise.heads.head_slice import HeadSlice, is_sharded
 from headwise.heads.heads import PROJECTIONS, Heads, require_heads
+from headwise.heads.view import HeadView, is_sharded
 from headwise.nn.hooks import Handle
 
 
 class _Share(NamedTuple):
     """The blocks of one slice, and the parameter that held them when they were made."""
 
-    part: HeadSlice
+    part: HeadView
     held: Tensor
     leaves: list[Tensor]
 
@@ -163,9 +163,9 @@ class HeadBlocks(Handle):
                 block.grad = gradient
                 self._acted = self._acted or gradient is not None
 
-    def _divide(self, part: HeadSlice, tensor: Tensor) -> Sequence[Tensor]:
+    def _divide(self, part: HeadView, tensor: Tensor) -> Sequence[Tensor]:
         """Return the blocks of a parameter or its gradient, as views."""
-        views = part.view(tensor)
+        views = part.of(tensor)
         if self._per_head:
             return views.unbind(0)
         # features of all heads side by side: [M e, d]
@@ -240,8 +240,8 @@ def head_blocks(heads: Heads, *, per_head: bool = True) -> HeadBlocks:
     return HeadBlocks(heads, per_head=per_head)
 
 
-def _list_slices(heads: Heads) -> list[HeadSlice]:
-    found: list[HeadSlice] = []
+def _list_slices(heads: Heads) -> list[HeadView]:
+    found: list[HeadView] = []
     for site in heads:
         own = [part for part in site.slices if part.projection in heads.projections]
         if {*PROJECTIONS} <= {*heads.projections} and site.output is not None:
@@ -259,7 +259,7 @@ def _list_slices(heads: Heads) -> list[HeadSlice]:
     return found
 
 
-def _require_covered(slices: list[HeadSlice]) -> None:
+def _require_covered(slices: list[HeadView]) -> None:
     """Raise `LayoutError` unless the heads of every parameter are all of it, each once."""
     rows: dict[int, Counter[int]] = {}
     for part in slices:

@@ -23,7 +23,6 @@ from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
 from headwise.heads.experiments.arrangement import is_known, require_arranged
 from headwise.heads.experiments.replay import copy_deeply, draw_noise
-from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slice, check_head_slices, is_sharded
 from headwise.heads.heads import Heads, Site, require_told
 from headwise.heads.layouts.functional import call_projections, hands_weights
 from headwise.heads.layouts.known import LAYOUTS
@@ -39,6 +38,7 @@ from headwise.heads.layouts.steps import (
 )
 from headwise.heads.layouts.suggestion import list_parameters, list_projections, suggest_rows
 from headwise.heads.scores.sdpa import connect_called_scores
+from headwise.heads.view import HeadView, check_head_views, is_sharded
 from headwise.nn.hooks import unwrap_compiled, without_wrappers
 
 # Numbers of sequences and tokens: two that are no size of the heads are told from these in a shape.
@@ -56,7 +56,7 @@ def read_returned(site: Site) -> Site:
         LayoutError: One returns no tensor, or heads and tokens along one axis; or W_O takes no concatenated heads.
     """
     _require_joined(site)
-    slices = [head_slice.with_parts([_read(site, part) for part in head_slice.parts]) for head_slice in site.slices]
+    slices = [head_slice.map(partial(_read, site)) for head_slice in site.slices]
     return replace(site, slices=tuple(slices))
 
 
@@ -75,7 +75,7 @@ def _require_joined(site: Site) -> None:
         )
 
 
-def _read(site: Site, part: HeadSlice) -> HeadSlice:
+def _read(site: Site, part: HeadView) -> HeadView:
     module = part.module
     if module is None or not _is_own(module):
         return part
@@ -329,7 +329,7 @@ def _match_all(
             clauses[name] = clause
         elif site is not None:
             sites.append(site)
-            stacks = (head_slice for head_slice in site.slices if isinstance(head_slice, HeadStack))
+            stacks = (head_slice for head_slice in site.slices if head_slice.stacked)
             parts |= {id(part) for stack in stacks for part in stack.owner.modules()}
     return sites, clauses
 
@@ -359,9 +359,9 @@ def _match(
         site = _mark_adapted(model, site)
         if site.prepare is None and hands_weights(module, known=is_known(module)):
             site = replace(site, prepare=call_projections)
-        check_head_slices(site.slices, site.name)
+        check_head_views(site.slices, site.name)
         if site.output is not None:
-            check_head_slice(site.output)
+            check_head_views([site.output])
         clause = None if own else clause or find_mixing(site)
         if isinstance(row, FusedLinear | FusedParameter) and not own and not is_known(module):
             # only the forward tells blocks from alternating heads, where these share an axis
@@ -387,9 +387,7 @@ def _mark_adapted(model: nn.Module, site: Site) -> Site:
         "in its place at each call, so that no force is carried to A and B; merge the adapter, or use a penalty"
     )
     marked = [
-        head_slice.with_parts(
-            [replace(part, obstacle=reason) if part.owner is site.module else part for part in head_slice.parts]
-        )
+        head_slice.map(lambda part: replace(part, obstacle=reason) if part.owner is site.module else part)
         for head_slice in site.slices
     ]
     return replace(site, slices=tuple(marked))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, require_choice, warn_renamed
 from headwise.heads.adapters import find_lora_obstacle
-from headwise.heads.head_slice import HeadSlice, OutputProjection, gather_full, read_projection
 from headwise.heads.sharding import computes_part, count_parts, gather_features, scale_features, select_own_heads
+from headwise.heads.view import HeadView, OutputProjection, gather_full, read_projection
 from headwise.nn.hooks import strip_wrappers, unwrap_compiled
 from headwise.nn.resized import GROUPS
 from headwise.nn.scores import Scores
@@ -104,8 +104,8 @@ class Site:
     num_heads: int
     key_value_heads: int
     head_size: int
-    slices: tuple[HeadSlice, ...] = field(repr=False)
-    output: HeadSlice | None = field(default=None, repr=False)
+    slices: tuple[HeadView, ...] = field(repr=False)
+    output: HeadView | None = field(default=None, repr=False)
     output_projection: OutputProjection | None = None
     value_module: nn.Module | None = field(default=None, repr=False)
     prepare: Callable[[nn.Module, nn.Module], Callable[[], object]] | None = field(default=None, repr=False)
@@ -133,7 +133,7 @@ class Site:
         return self.kind != "pooling" and len(self.slices) == 1
 
     @property
-    def parts(self) -> tuple[HeadSlice, ...]:
+    def parts(self) -> tuple[HeadView, ...]:
         """The slices of single parameters that `slices` are made of."""
         return tuple(part for head_slice in self.slices for part in head_slice.parts)
 
@@ -219,13 +219,13 @@ class Site:
     def divided(self) -> bool:
         """Whether tensor parallel has each process compute some of the heads."""
         query = self.slices[0]
-        return computes_part(query.owner, query.attribute, query.axis)
+        return computes_part(query.owner, query.attribute, query.axes.heads)
 
     @property
     def _query_weight(self) -> tuple[Tensor | None, int]:
         """The weight of the queries, and its axis along which heads are."""
         query = self.slices[0]
-        return query.owner._parameters.get(query.attribute), query.axis
+        return query.owner._parameters.get(query.attribute), query.axes.heads
 
     def count_members(self) -> int:
         """Return how many query heads share a key/value head.
@@ -389,7 +389,7 @@ class Heads:
             site.count_members()
         return replace(self, grouping=grouping)
 
-    def slices(self) -> tuple[HeadSlice, ...]:
+    def slices(self) -> tuple[HeadView, ...]:
         """Return the slices of the selected projections, site by site."""
         return tuple(part for site in self.sites for part in site.slices if part.projection in self.projections)
 
@@ -506,7 +506,7 @@ def _describe(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
-def group_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
+def group_slices(site: Site, grouping: str) -> tuple[HeadView, ...]:
     """Return the queries of a site as one slice for each group, of its M / G heads; or as one slice of G wide heads.
 
     A wide head is all query heads of a group, one after another: G heads as many as there are keys and values.
@@ -520,7 +520,7 @@ def group_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
     """
     query = next(part for part in site.slices if part.projection == "query")
     members, axes = site.count_members(), query.axes
-    if type(query) is not HeadSlice or axes.start != axes.heads:
+    if query.pieces or axes.start != axes.heads:
         raise LayoutError(
             f"{site.label} ({site.layout}): its query heads do not lie in one run of rows, which groups of them are "
             "read from; leave out the grouping."
@@ -538,7 +538,7 @@ def group_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
             )
             for run, heads in enumerate(own)
         )
-    if site.tiled or axes.features != axes.heads or query.step != 1 or query.stride != query.head_size:
+    if site.tiled or query.apart or query.step != 1 or query.stride != query.head_size:
         between = "other query heads lie between those of a group" if site.tiled else "rows of other projections lie"
         raise LayoutError(
             f"{site.label} ({site.layout}): {between}{'' if site.tiled else ' between its query heads'}, which cannot "

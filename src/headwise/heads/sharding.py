@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.head_slice import gather_full, is_sharded
+from headwise.heads.view import gather_full, is_sharded
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, ShapeError
 from headwise.functional.subspaces import RIDGE, orthonormal_basis
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import PROJECTIONS, Heads, Site
+from headwise.heads.view import HeadView
 from headwise.kernels import (
     Bandwidth,
     Geometry,
@@ -212,7 +212,7 @@ def _apply(rule: FunctionSVGD, group: FunctionGroup, strength: float, scale: Ten
     return push_apart(group, pushes, mixing, find_collapsed(geometry), strength, scale)
 
 
-def _turn(head_slice: HeadSlice, view: Tensor) -> Tensor:
+def _turn(head_slice: HeadView, view: Tensor) -> Tensor:
     """Return a view [M, other, e] of heads that are columns as if they were rows, and back."""
     return view.mT if head_slice.transposed else view
 

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
 from headwise.heads.adapters import Adapter
-from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
 from headwise.heads.heads import Heads, Site, group_slices
+from headwise.heads.view import HeadView, gather_full, is_sharded
 from headwise.kernels import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
 from headwise.repulsion.optimizers import Watch, find_holder, has_gradient, is_within_step, list_held
 from headwise.repulsion.rules import stays_finite
@@ -107,7 +107,7 @@ class Carrier:
         adapter: The adapter; None where they are trained through W.
     """
 
-    head_slice: HeadSlice
+    head_slice: HeadView
     adapter: Adapter | None = None
 
     @property
@@ -144,7 +144,7 @@ class Carrier:
     def _targets(self) -> list[Tensor]:
         """The gradients that are divided by heads, as views of each part."""
         if self.adapter is None:
-            return [part.view(_get_gradient(part.parameter)) for part in self.head_slice.parts]
+            return [part.of(_get_gradient(part.parameter)) for part in self.head_slice.parts]
         first, second = _get_gradient(self.adapter.first), _get_gradient(self.adapter.second)
         return self.list_own(first, second)
 
@@ -172,7 +172,7 @@ class Carrier:
         return pairs if shared is None or gradient is None else [*pairs, (shared, gradient)]
 
 
-def list_carriers(head_slice: HeadSlice) -> list[Carrier]:
+def list_carriers(head_slice: HeadView) -> list[Carrier]:
     """Return what a head slice is trained through; frozen adapters are left out."""
     if head_slice.lora is None:
         return [Carrier(head_slice)]
@@ -226,7 +226,7 @@ class ParticleGroup:
     """
 
     name: str
-    slices: tuple[HeadSlice, ...]
+    slices: tuple[HeadView, ...]
 
     @property
     def particles(self) -> int:
@@ -234,7 +234,7 @@ class ParticleGroup:
         return self.slices[0].heads
 
     @property
-    def parts(self) -> tuple[HeadSlice, ...]:
+    def parts(self) -> tuple[HeadView, ...]:
         """The slices of single parameters: `slices`, or one for each head where each is a parameter of its own."""
         return tuple(part for head_slice in self.slices for part in head_slice.parts)
 
@@ -272,7 +272,7 @@ class ParticleGroup:
         These are views, and copies where each head is a parameter of its own: see `write`.
         """
         given = iter(self.parameters if tensors is None else tensors)
-        return [head_slice.gather([next(given) for _ in head_slice.parts]) for head_slice in self.slices]
+        return [head_slice.of(*(next(given) for _ in head_slice.parts)) for head_slice in self.slices]
 
     def write(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Put what was written to `views(tensors)` into the tensors, where those views are copies."""
@@ -280,10 +280,9 @@ class ParticleGroup:
             return
         into = iter(tensors)
         for head_slice, view in zip(self.slices, views, strict=True):
-            own = [part.view(next(into)) for part in head_slice.parts]
-            if len(own) > 1:
-                for target, head in zip(own, view.split([len(target) for target in own]), strict=True):
-                    target.copy_(head)
+            tensors = [next(into) for _ in head_slice.parts]
+            if head_slice.pieces:
+                head_slice.write(view, *tensors)
 
     def whole_views(self) -> list[Tensor]:
         """Return `views()` of the whole parameters, gathered from the processes that hold them, with their adapters."""
@@ -534,13 +533,13 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
     return tuple(groups)
 
 
-def _list_slices(site: Site, grouping: str) -> tuple[HeadSlice, ...]:
+def _list_slices(site: Site, grouping: str) -> tuple[HeadView, ...]:
     if not grouping:
         return site.slices
     return (*group_slices(site, grouping), *(part for part in site.slices if part.projection != "query"))
 
 
-def _name_members(site: Site, parts: tuple[HeadSlice, ...], grouping: str) -> str:
+def _name_members(site: Site, parts: tuple[HeadView, ...], grouping: str) -> str:
     """Return which query heads a group holds, as " 4:8", or " 0:8:2" where they lie apart; "" for all."""
     if grouping != "within" or parts[0].projection != "query":
         return ""

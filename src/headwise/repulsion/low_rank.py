@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
-from headwise.heads.head_slice import HeadSlice
+from headwise.heads.view import HeadView
 from headwise.kernels import (
     Geometry,
     add_up,
@@ -192,7 +192,7 @@ def _describe_state(group: ParticleGroup) -> object:
 
 
 # A group, and the head slice of it that lies in one LoRA layer.
-Member = tuple[ParticleGroup, HeadSlice]
+Member = tuple[ParticleGroup, HeadView]
 
 
 class DriveRoutes(Handle):

@@ -28,11 +28,11 @@ from headwise.errors import (
     require_range,
 )
 from headwise.heads.capture import Capture
-from headwise.heads.head_slice import HeadSlice, gather_full, is_sharded
 from headwise.heads.heads import GROUPINGS, PROJECTIONS, Heads, heads_first, require_heads, require_proved
 from headwise.heads.method import Method, Stage, require_tuple
 from headwise.heads.sharding import add_own_part, average_finite_over, is_distributed, write_own_part
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
+from headwise.heads.view import HeadView, gather_full, is_sharded
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import Attachment, ForceNorms, ParticleGroup, divide_groups, find_groups, list_carriers
 from headwise.repulsion.low_rank import DriveRoutes, Evaluations, apply_low_rank
@@ -199,7 +199,7 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
         for head_slice in parts:
             sharded = is_sharded(head_slice.parameter)
             every = gather_full(head_slice.parameter)
-            view = head_slice.view(every)
+            view = head_slice.of(every)
             size = view.float().square().mean().sqrt()
             noise = _draw_noise(view, seed, "jitter", head_slice)
             view.add_((noise * (scale * torch.where(size > 0, size, 1.0))).to(view.dtype))
@@ -234,7 +234,7 @@ def add_noise(
     if group.gradients() is None:
         return
 
-    def add(gradient: Tensor, parameter: Tensor, part: HeadSlice, *names: str) -> None:
+    def add(gradient: Tensor, parameter: Tensor, part: HeadView, *names: str) -> None:
         noise = _draw_noise(gradient, seed, step, part, *names) * (deviation * rates[id(parameter)])
         gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
 
@@ -243,7 +243,7 @@ def add_noise(
             gradient = part.parameter.grad
             if gradient is not None and is_sharded(gradient):
                 every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-                add(part.view(every), part.parameter, part)
+                add(part.of(every), part.parameter, part)
                 add_own_part(gradient, every)
                 continue
             for carrier in list_carriers(part):
@@ -283,7 +283,7 @@ def _invert_root(rate: float | Tensor) -> float | Tensor:
     return rate**-0.5 if rate > 0.0 else 1.0
 
 
-def _draw_noise(view: Tensor, seed: int, purpose: object, part: HeadSlice, *names: str) -> Tensor:
+def _draw_noise(view: Tensor, seed: int, purpose: object, part: HeadView, *names: str) -> Tensor:
     generator = torch.Generator(view.device)
     run = (part.run,) if part.run else ()
     generator.manual_seed(derive_seed(seed, purpose, part.name, part.projection, *run, *names))

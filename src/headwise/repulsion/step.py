@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.sharding import Share, read_share
+from headwise.heads.view import HeadView
 from headwise.kernels import (
     Geometry,
     GramSums,
@@ -416,14 +416,11 @@ def _take_local_part(group: ParticleGroup, shares: dict[int, Share]) -> tuple[tu
         # projections of one particle that are divided differently are computed whole
         own = share_all(everything=True)
     shared = iter(own)
-    slices = [
-        head_slice.with_parts([_replace_parameter(part, next(shared)) for part in head_slice.parts])
-        for head_slice in group.slices
-    ]
+    slices = [head_slice.map(lambda part: _replace_parameter(part, next(shared))) for head_slice in group.slices]
     return own[0].groups, ParticleGroup(group.name, tuple(slices))
 
 
-def _share(head_slice: HeadSlice, gradient: Tensor, shares: dict[int, Share], *, everything: bool) -> Share:
+def _share(head_slice: HeadView, gradient: Tensor, shares: dict[int, Share], *, everything: bool) -> Share:
     """Return the share of a head slice's parameter; several slices of one parameter write into one share."""
     known = id(head_slice.parameter)
     if known not in shares or (everything and shares[known].groups):
@@ -431,7 +428,7 @@ def _share(head_slice: HeadSlice, gradient: Tensor, shares: dict[int, Share], *,
     return shares[known]
 
 
-def _replace_parameter(head_slice: HeadSlice, share: Share) -> HeadSlice:
+def _replace_parameter(head_slice: HeadView, share: Share) -> HeadView:
     holder = nn.Module()
     holder.weight = nn.Parameter(share.parameter)
     holder.weight.grad = share.gradient

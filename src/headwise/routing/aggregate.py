@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired
 from headwise.heads.adapters import get_called, has_peft, is_peft_layer, is_peft_model
-from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import hands_output
 from headwise.heads.method import Method, Stage
 from headwise.heads.scores.mixing import RequireTrained, match_placement, require_unwrapped, was_called
+from headwise.heads.view import OutputProjection, is_sharded
 from headwise.nn.hooks import Handle
 from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.head_slice import HeadSlice, is_sharded, read_projection
 from headwise.heads.heads import Heads, Site
+from headwise.heads.view import HeadView, is_sharded, read_projection
 from headwise.nn.resized import resize, set_data
 from headwise.shrinking.reload_stock import (
     ConfigChange,
@@ -305,7 +305,7 @@ def _mask_parameters(site: Site, lost: Lost, *, proved: bool, guess: bool) -> It
         yield name, parameter, mask
 
 
-def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, Tensor, Tensor]]:
+def _mask_slice(part: HeadView, gone: list[int]) -> Iterable[tuple[str, Tensor, Tensor]]:
     parameter = part.parameter
     if part.lora is not None or is_sharded(parameter):
         raise LayoutError(
@@ -318,7 +318,7 @@ def _mask_slice(part: HeadSlice, gone: list[int]) -> Iterable[tuple[str, Tensor,
             + "; heads are removed from whole weights."
         )
     mask = torch.zeros(parameter.shape, dtype=torch.bool)
-    part.view(mask)[gone] = True
+    part.of(mask)[gone] = True
     yield part.name, parameter, mask
     bias = part.bias_parameter
     if bias is not None:

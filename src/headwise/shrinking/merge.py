@@ -25,8 +25,8 @@ from headwise.errors import (
     require_shape,
 )
 from headwise.heads.experiments.replay import draw_noise
-from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import LINES, PROJECTIONS, Heads, Site, align, require_heads, shorten
+from headwise.heads.view import is_sharded
 from headwise.nn.hooks import without_wrappers
 from headwise.shrinking.alignment import ALIGNMENTS, Alignment, Groups, group_in_order
 from headwise.shrinking.cuts import (

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError, NotFired, SettingError
 from headwise.heads.capture import list_parameters, name_arguments, read_padding, split_heads
 from headwise.heads.experiments.replay import RecordedCall, Replay, record_calls
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
+from headwise.heads.view import HeadView
 from headwise.nn.hooks import Handle, read_first_argument
 from headwise.shrinking.alignment import (
     Alignment,
@@ -188,17 +188,17 @@ def read_output(site: Site) -> Tensor:
     output = site.output
     assert output is not None  # a site without W_O is refused before
     # a copy in float64 too, as weights are written in place
-    return output.turn(output.view(output.parameter.detach())).clone().double()
+    return output.turn(output.of(output.parameter.detach())).clone().double()
 
 
 def write_output(site: Site, weights: Tensor) -> None:
     """Write W_O of each head, [H, d, e]."""
     output = site.output
     assert output is not None  # a site without W_O is refused before
-    output.turn(output.view(output.parameter.data)).copy_(weights)
+    output.turn(output.of(output.parameter.data)).copy_(weights)
 
 
-def read_rows(head_slice: HeadSlice) -> Tensor:
+def read_rows(head_slice: HeadView) -> Tensor:
     """Return the rows of each head, and as the last column its bias or 0: [M, e, d + 1] in float64."""
     rows = head_slice.turn(head_slice.read()).mT.double()
     biases = [_view_bias(part) for part in head_slice.parts]
@@ -207,19 +207,19 @@ def read_rows(head_slice: HeadSlice) -> Tensor:
     return torch.cat([rows, bias[..., None]], -1)
 
 
-def write_rows(head_slice: HeadSlice, rows: Tensor) -> None:
+def write_rows(head_slice: HeadView, rows: Tensor) -> None:
     """Write the rows of each head and its bias, [M, e, d + 1]."""
     first = 0
     for part in head_slice.parts:
         own = rows[first : first + part.heads]
-        part.turn(part.view(part.parameter.data)).copy_(own[..., :-1].mT)
+        part.turn(part.of(part.parameter.data)).copy_(own[..., :-1].mT)
         bias = _view_bias(part)
         if bias is not None:
             bias.copy_(own[..., -1])
         first += part.heads
 
 
-def _view_bias(part: HeadSlice) -> Tensor | None:
+def _view_bias(part: HeadView) -> Tensor | None:
     bias = part.bias_parameter
     return None if bias is None else part.bias_view(bias.data)
 
@@ -491,7 +491,7 @@ def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, moments: Map
     query, key, value = site.slices
     members = site.num_heads // site.key_value_heads
 
-    def measure(head_slice: HeadSlice) -> tuple[Tensor, Tensor]:
+    def measure(head_slice: HeadView) -> tuple[Tensor, Tensor]:
         rows = read_rows(head_slice)
         return rows, moments[id(head_slice.parts[0].module)]
 

@@ -279,7 +279,7 @@ def _zero_columns(site: Site, gone: Sequence[int]) -> Iterator[None]:
     assert site.output is not None  # heads are removed where W_O was found
     parameter = site.output.parameter
     before, parameter.data = parameter.data, parameter.data.clone()
-    site.output.view(parameter.data)[list(gone)] = 0.0
+    site.output.of(parameter.data)[list(gone)] = 0.0
     called: list[nn.Module] = []
     handle = site.module.register_forward_pre_hook(lambda module, _args: called.append(module))
     try:

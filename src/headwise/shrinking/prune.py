@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError, require_integer, require_range
 from headwise.heads.ablation import Importance
-from headwise.heads.head_slice import HeadRuns, HeadStack
 from headwise.heads.heads import LINES, Heads, Site, list_sharing, require_heads, shorten
 from headwise.heads.layouts.functional import hands_to_attention
 from headwise.nn.difference import find_difference
@@ -106,7 +105,7 @@ def _find_form(site: Site) -> Obstacle | None:
         )
     if find_difference(site.module) is not None and not isinstance(site.module, MultiheadAttention):
         return "has head_difference, which no folder that transformers or hw.load reads can hold", None
-    if any(isinstance(head_slice, HeadStack) for head_slice in site.slices):
+    if any(head_slice.stacked for head_slice in site.slices):
         return (
             "keeps its heads in a list of modules",
             "delete them there, and their columns of the output projection, and find heads again",
@@ -142,7 +141,7 @@ def _find_given(heads: Heads, site: Site) -> Obstacle | None:
 
 
 def _find_parts(site: Site, gone: Sequence[int]) -> str | None:
-    if not all(isinstance(head_slice, HeadRuns) for head_slice in site.slices):
+    if not all(head_slice.pieces and not head_slice.stacked for head_slice in site.slices):
         return None
     run = site.slices[0].parts[0].heads
     left = [run - sum(head // run == part for head in gone) for part in range(site.num_heads // run)]

@@ -26,11 +26,11 @@ from headwise.errors import (
     require_range,
 )
 from headwise.heads.capture import Capture
-from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import KINDS, Heads, Site, require_heads
 from headwise.heads.method import Method
 from headwise.heads.sharding import average_finite_over, average_over, is_distributed
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
+from headwise.heads.view import is_sharded
 from headwise.nn.hooks import Handle
 from headwise.similarity.terms import (
     PARAMETERS,

@@ -17,10 +17,10 @@ from headwise.attached import Attached
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.ablation import DropHeads, HeadDropping
 from headwise.heads.find import find_heads
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads
 from headwise.heads.method import Method
 from headwise.heads.scores.mixing import pair_decoder_heads, reads_pairs
+from headwise.heads.view import HeadView
 from headwise.nn.difference import pair_heads
 from headwise.nn.hooks import Handle
 from headwise.repulsion.repel import Repel, Repulsion
@@ -244,9 +244,9 @@ class Methods:
         if longer is not None:
             with torch.no_grad():
                 for part in self._list_queries():
-                    part.view(part.parameter).mul_(longer.drawn)
+                    part.of(part.parameter).mul_(longer.drawn)
 
-    def _list_queries(self) -> list[HeadSlice]:
+    def _list_queries(self) -> list[HeadView]:
         assert self.heads is not None  # an arm of another model has one method
         return [part for head_slice in self.heads.projection("query").slices() for part in head_slice.parts]
 
@@ -332,10 +332,10 @@ def _fit(method: Method, seed: int, rule_layers: tuple[int, ...] | None, compile
     return method
 
 
-def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadSlice], factor: float) -> None:
+def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadView], factor: float) -> None:
     """Move queries to parameter groups of their own, whose learning rate is `factor` times as high."""
     for part in queries:
-        if part.view(part.parameter).numel() != part.parameter.numel():
+        if part.of(part.parameter).numel() != part.parameter.numel():
             raise SettingError(
                 f"{part.name} holds more than queries, and one parameter has one learning rate; give the arm "
                 "rate=1, or a model whose queries are a parameter of their own."

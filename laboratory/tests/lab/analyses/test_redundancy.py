@@ -68,7 +68,7 @@ def test_a_cost_is_that_of_zeroing_the_heads_columns_of_the_output_projection(re
         weight = site.output.parameter
         kept = weight.detach().clone()
         with torch.no_grad():
-            site.output.view(weight)[head["head"]] = 0.0
+            site.output.of(weight)[head["head"]] = 0.0
         loss = negative_log_likelihood(model, data.test)
         greedy = translate_split(model, data.test, data.whole, beams=1, length_penalty=1.0)
         with torch.no_grad():

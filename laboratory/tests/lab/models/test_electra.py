@@ -222,13 +222,11 @@ def test_the_released_code_repelled_every_fourth_column_and_no_head(model):
         size = weight.shape[0] // 4
         # ours are the rows that one head's queries, keys or values come from
         for head in range(4):
-            assert torch.equal(
-                head_slice.view(weight)[head].flatten(), weight[head * size : (head + 1) * size].flatten()
-            )
+            assert torch.equal(head_slice.of(weight)[head].flatten(), weight[head * size : (head + 1) * size].flatten())
         # theirs take one row of each head
         changed = weight.clone()
         changed[:size] += 1.0  # of head 0 alone
-        ours = (head_slice.view(changed) != head_slice.view(weight)).flatten(1).any(dim=1)
+        ours = (head_slice.of(changed) != head_slice.of(weight)).flatten(1).any(dim=1)
         theirs = (released_particles(changed, 4) != released_particles(weight, 4)).any(dim=1)
         assert ours.tolist() == [True, False, False, False]
         assert theirs.tolist() == [True, True, True, True]

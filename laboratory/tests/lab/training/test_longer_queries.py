@@ -24,7 +24,7 @@ def test_queries_are_drawn_longer_and_nothing_else_is(kind: str):
     assert methods.heads is not None
     (query,) = methods.heads.projection("query").slices()
     with torch.no_grad():
-        query.view(query.parameter).div_(2.5)
+        query.of(query.parameter).div_(2.5)
     for one, other in zip(plain.parameters(), longer.parameters(), strict=True):
         torch.testing.assert_close(one, other)
 

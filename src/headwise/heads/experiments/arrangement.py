@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.experiments.replay import RecordedCall, Replay, copy_deeply, draw_noise
-from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Site, note_proved
+from headwise.heads.view import is_sharded
 
 TOKENS = 4
 # The most tokens, and numbers of them, that a module is called with because of a table it holds.
@@ -230,11 +230,9 @@ def _copy_site(model: nn.Module, site: Site) -> Site | None:
         return None
     slices = []
     for head_slice in site.slices:
-        owners = [(part, find(part.owner)) for part in head_slice.parts]
-        parts = [replace(part, owner=own, module=find(part.module)) for part, own in owners if own is not None]
-        if len(parts) < len(owners):
+        if any(find(part.owner) is None for part in head_slice.parts):
             return None
-        slices.append(head_slice.with_parts(parts))
+        slices.append(head_slice.map(lambda part: replace(part, owner=find(part.owner), module=find(part.module))))
     return replace(
         site, model=module, module=module, slices=tuple(slices), output_projection=replace(projection, owner=owner)
     )

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired
 from headwise.heads.capture import split_heads
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
+from headwise.heads.view import HeadView
 from headwise.nn.hooks import read_first_argument
 
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class Replay:
 
         return projected
 
-    def _replace(self, head_slice: HeadSlice, features: Tensor, edits: Mapping[str, Edit], first: int = 0) -> None:
+    def _replace(self, head_slice: HeadView, features: Tensor, edits: Mapping[str, Edit], first: int = 0) -> None:
         """Write drawn and edited features of the heads from `first` on."""
         if head_slice.projection not in self.draws:
             every = features.new_empty((*features.shape[:-2], head_slice.heads, features.shape[-1]))
@@ -292,7 +292,7 @@ class Replay:
             edits[head_slice.projection](edited)
         features.copy_(edited.narrow(-2, first, features.shape[-2]))
 
-    def project(self, head_slice: HeadSlice) -> Tensor:
+    def project(self, head_slice: HeadView) -> Tensor:
         """Return the features of a head slice as its projection computes them from random inputs."""
         if head_slice.parts[0].module is None:
             args, _ = self._inputs[None]
@@ -300,7 +300,7 @@ class Replay:
             return output.unflatten(-1, (head_slice.heads, head_slice.head_size)).clone()
         return torch.cat([self._project_part(part) for part in head_slice.parts], -2)
 
-    def _project_part(self, part: HeadSlice) -> Tensor:
+    def _project_part(self, part: HeadView) -> Tensor:
         assert part.module is not None
         args, kwargs = self._inputs[id(part.module)]
         return part.features(part.module(*args, **kwargs))

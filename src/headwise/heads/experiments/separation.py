@@ -148,7 +148,7 @@ class Experiments:
             if head_slice.obstacle is not None:
                 continue
             before = self.replay.project(head_slice)
-            rows = [view for part in head_slice.parts for view in part.view(part.parameter)]
+            rows = [view for part in head_slice.parts for view in part.of(part.parameter)]
             biases = [
                 view
                 for part in head_slice.parts
@@ -297,7 +297,7 @@ def check_learned_queries(replay: Replay) -> None:
     (head_slice,) = replay.site.slices
     before = replay.outputs()
     for head in range(head_slice.heads):
-        own = head_slice.view(head_slice.parameter.data)[head]
+        own = head_slice.of(head_slice.parameter.data)[head]
         kept = own.clone()
         own += 1.0
         changed = (replay.outputs() != before).flatten(0, -3).any(-1).any(0).nonzero().flatten().tolist()

@@ -14,9 +14,9 @@ from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.experiments.replay import RecordedCall, Replay, Uncalled, copy_deeply, draw_noise, record_calls
 from headwise.heads.experiments.separation import Experiments, check_learned_queries
 from headwise.heads.experiments.weights import WeightExperiments, WeightReplay, weighs_positions
-from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slices
 from headwise.heads.heads import Heads, Site, note_proved, require_heads
 from headwise.heads.layouts.functional import is_handing
+from headwise.heads.view import HeadView, check_head_views
 from headwise.nn.hooks import without_wrappers
 
 
@@ -112,7 +112,7 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
     for site in heads.sites:
-        check_head_slices(site.slices)
+        check_head_views(site.slices)
     sites = [site for site in copies if site.output_projection is not None or site.output is not None or _is_list(site)]
     skipped = tuple(site.shown for site in copies if all(site is not other for other in sites))
     if not sites:
@@ -195,7 +195,7 @@ def draw_zeros(module: nn.Module) -> None:
 
 
 def _is_list(site: Site) -> bool:
-    return any(isinstance(head_slice, HeadStack) for head_slice in site.slices)
+    return any(head_slice.stacked for head_slice in site.slices)
 
 
 def _call_in(dtype: torch.dtype, call: RecordedCall, read: Callable[[], Tensor]) -> bool:
@@ -233,14 +233,11 @@ def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, lis
         found = None if module is None else memo.get(id(module))
         return found if isinstance(found, nn.Module) else None
 
-    def copy_part(part: HeadSlice) -> HeadSlice:
+    def copy_part(part: HeadView) -> HeadView:
         owner = find_copy(part.owner)
         assert owner is not None  # the heads are those of the model as it is
         modules = {name: find_copy(getattr(part, name)) for name in ("module", "bias_owner", "lora")}
         return replace(part, owner=owner, **modules)
-
-    def copy_slice(head_slice: HeadSlice) -> HeadSlice:
-        return head_slice.with_parts([copy_part(part) for part in head_slice.parts])
 
     copies = []
     for site in sites:
@@ -253,7 +250,7 @@ def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, lis
                 site,
                 model=twin,
                 module=module,
-                slices=tuple(copy_slice(head_slice) for head_slice in site.slices),
+                slices=tuple(head_slice.map(copy_part) for head_slice in site.slices),
                 # an aggregator may have replaced W_O since the heads were found
                 output=None if site.output is None or find_copy(site.output.owner) is None else copy_part(site.output),
                 output_projection=None

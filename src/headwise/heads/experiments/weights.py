@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from headwise.errors import HeadwiseError, NotFired
 from headwise.heads.experiments.replay import Edit, RecordedCall, Replay, Uncalled, draw_noise
 from headwise.heads.experiments.separation import UNCHANGED, list_changes
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
+from headwise.heads.view import HeadView
 from headwise.nn.scores import Attended, Observer
 
 # Tokens that are moved: some that others attend to, and some that attend to others.
@@ -218,9 +218,9 @@ class WeightExperiments:
         Replay(self.site, self.replay.call).refuse(finding)
 
 
-def list_views(head_slice: HeadSlice) -> list[Tensor]:
+def list_views(head_slice: HeadView) -> list[Tensor]:
     """Return the weights of each head [e, d], to be written to."""
-    views = [view for part in head_slice.parts for view in part.view(part.parameter.data)]
+    views = [view for part in head_slice.parts for view in part.of(part.parameter.data)]
     return [view.mT for view in views] if head_slice.transposed else views
 
 

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError, require_names
-from headwise.heads.head_slice import HeadSlice, find_obstacle
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layouts.steps import (
     HEAD_SIZE,
@@ -28,6 +27,7 @@ from headwise.heads.layouts.steps import (
     read_output_width,
     require_count,
 )
+from headwise.heads.view import HeadAxes, HeadView, find_obstacle
 
 # Patterns by number of axes, where heads may lie: "h" heads, "e" their features, "d" inputs, "p" projections.
 _SEPARATE = {2: ("(h e) d", "d (h e)"), 3: tuple(" ".join(order) for order in permutations("hde"))}
@@ -113,7 +113,7 @@ class Axes:
         return Axes(tuple(group for group in kept if group))
 
     def place(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, Any]:
-        """Return where heads lie, as settings of a `HeadSlice`.
+        """Return where heads lie, as settings of a `HeadView`.
 
         Args:
             sizes: The size of each letter.
@@ -128,11 +128,8 @@ class Axes:
         return {
             "start": start * unit[along],
             "stride": unit["h"],
-            "axis": axis["h"],
             "step": unit["e"],
-            "feature_axis": axis["e"],
-            "input_axis": axis["d"],
-            "start_axis": axis[along],
+            "axes": HeadAxes(axis["h"], axis["e"], axis["d"], axis[along]),
         }
 
 
@@ -286,7 +283,7 @@ class FusedParameter:
             return None
         reader = _Reader(self, model, name, module)
         axes, sizes = reader.read_axes(fused, self.axes, {"p": len(self.order)}, packed=True)
-        slices: dict[str, HeadSlice] = {}
+        slices: dict[str, HeadView] = {}
         if query is not None:
             own_axes = axes.drop_projections()
             own = own_axes.bind(query.shape, {"e": sizes["e"]})
@@ -408,9 +405,9 @@ class _Reader:
 
     def build_slice(
         self, kind: str, parameter: OwnParameter, axes: Axes, sizes: Mapping[str, int], start: int = 0
-    ) -> HeadSlice:
+    ) -> HeadView:
         """Return the heads of one projection in a parameter."""
-        return HeadSlice(
+        return HeadView(
             kind,
             join_names(self.name, parameter.path),
             parameter.owner,
@@ -423,7 +420,7 @@ class _Reader:
             **({} if kind == "output" else _place_bias(kind, parameter, axes, sizes, start)),
         )
 
-    def build_site(self, slices: Sequence[HeadSlice]) -> Site:
+    def build_site(self, slices: Sequence[HeadView]) -> Site:
         """Return the site with these slices and W_O, a module or a parameter."""
         query, key, value = slices
         if key.heads != value.heads or query.heads % key.heads:
@@ -438,7 +435,7 @@ class _Reader:
         output = find_parameter(self.module, self.row.output) if projection is None else None
         return site if output is None else replace(site, output=self._read_output(output, query.heads, query.head_size))
 
-    def _read_output(self, output: OwnParameter, heads: int, size: int) -> HeadSlice | None:
+    def _read_output(self, output: OwnParameter, heads: int, size: int) -> HeadView | None:
         known, axes = {"h": heads, "e": size}, self.row.output_axes
         if axes:
             written = Axes.read(axes)

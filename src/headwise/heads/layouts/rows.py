@@ -15,15 +15,6 @@ from typing import Protocol
 from torch import nn
 
 from headwise.errors import LayoutError, SettingError, require_names
-from headwise.heads.head_slice import (
-    HeadRuns,
-    HeadSlice,
-    HeadStack,
-    OutputProjection,
-    Projection,
-    find_obstacle,
-    read_projection,
-)
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layouts.steps import (
     ATTENTION,
@@ -55,6 +46,13 @@ from headwise.heads.layouts.steps import (
     require_count,
 )
 from headwise.heads.sharding import computes_part
+from headwise.heads.view import (
+    HeadView,
+    OutputProjection,
+    Projection,
+    find_obstacle,
+    read_projection,
+)
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.difference import find_difference
 from headwise.nn.multihead import hold_adopted
@@ -104,7 +102,7 @@ class TorchMultihead:
             attribute = "in_proj_weight" if packed else f"{projection[0]}_proj_weight"
             weight = getattr(module, attribute)
             slices.append(
-                HeadSlice(
+                HeadView(
                     projection,
                     join_names(name, attribute),
                     module,
@@ -137,7 +135,7 @@ class AdditiveQueries:
         """Return the site of an additive attention module."""
         if not isinstance(module, AdditiveAttention):
             return None
-        query = HeadSlice(
+        query = HeadView(
             "query",
             join_names(name, "score.weight"),
             module.score,
@@ -352,7 +350,7 @@ class FusedLinear:
         for kind in self.order:
             run = counts[kind] // parts
             whole = build_slice(kind, path, projection, counts[kind], size, start, size)
-            slices[kind] = HeadRuns.build(whole, run, jump)
+            slices[kind] = whole.divide_runs(run, jump)
             start += run * size
         if separate is not None:
             slices["query"] = build_slice("query", join_names(name, str(query)), separate, heads, size)
@@ -579,7 +577,7 @@ class HeadList:
             ]
             places = [path.split(".") for path in lists[kind]]
             same = ("*" if len(set(parts)) > 1 else parts[0] for parts in zip(*places, strict=True))
-            slices.append(HeadStack.build(kind, join_names(name, f"{'.'.join(same)}.weight"), owner, members))
+            slices.append(HeadView.stack(join_names(name, f"{'.'.join(same)}.weight"), owner, members))
         return build_site(model, name, module, self.name, slices, output_projection)
 
     def _find(self, module: nn.Module) -> tuple[nn.Module, dict[str, dict[str, Projection]]] | None:

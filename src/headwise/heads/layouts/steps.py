@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer, require_names
-from headwise.heads.head_slice import HeadSlice, OutputProjection, Projection, read_projection
 from headwise.heads.heads import Site
+from headwise.heads.view import COLUMNS, ROWS, HeadView, OutputProjection, Projection, read_projection
 from headwise.nn.resized import GROUPS
 
 NUM_HEADS = (
@@ -264,9 +264,9 @@ def join_names(name: str, attribute: str) -> str:
 
 def build_slice(
     kind: str, name: str, projection: Projection, heads: int, size: int, start: int = 0, stride: int = 0
-) -> HeadSlice:
+) -> HeadView:
     """Return the heads of one of query, key and value in a projection."""
-    return HeadSlice(
+    return HeadView(
         kind,
         f"{name}.{projection.path}weight",
         projection.owner,
@@ -275,7 +275,7 @@ def build_slice(
         size,
         start=start,
         stride=stride,
-        axis=projection.axis,
+        axes=COLUMNS if projection.axis else ROWS,
         bias=projection.bias,
         module=projection.module,
         along=projection.rows,
@@ -285,13 +285,13 @@ def build_slice(
     )
 
 
-def add_bias(head_slice: HeadSlice, module: nn.Module) -> HeadSlice:
+def add_bias(head_slice: HeadView, module: nn.Module) -> HeadView:
     """Return the slice with a bias that the attention module holds and adds itself.
 
     It is one of the projection, as DeBERTa's `q_bias`, or one of all that are fused, in the order of their weight. Keys
     need none, and theirs may be a buffer of zeros (EVA-02).
     """
-    if head_slice.bias is not None or head_slice.parts != (head_slice,):
+    if head_slice.bias is not None or head_slice.pieces:
         return head_slice
     for name in (f"{head_slice.projection[0]}_bias", *FUSED_BIASES):
         held = {**module._buffers, **module._parameters}.get(name)
@@ -309,7 +309,7 @@ def build_site(
     name: str,
     module: nn.Module,
     layout: str,
-    slices: Sequence[HeadSlice],
+    slices: Sequence[HeadView],
     output_projection: OutputProjection | None,
     groups: int | None = None,
 ) -> Site:
@@ -334,20 +334,20 @@ def build_site(
 
 def _build_output_slice(
     model: nn.Module, output_projection: OutputProjection | None, heads: int, size: int
-) -> HeadSlice | None:
+) -> HeadView | None:
     """Return the heads of W_O, or None where its module is unknown or no projection of them."""
     projection = None if output_projection is None else read_projection(output_projection.module)
     if output_projection is None or projection is None or projection.columns != heads * size:
         return None
     owner = next((name for name, module in model.named_modules() if module is output_projection.owner), "")
-    return HeadSlice(
+    return HeadView(
         "output",
         f"{join_names(owner, output_projection.attribute)}.{projection.path}weight",
         projection.owner,
         "weight",
         heads,
         size,
-        axis=1 - projection.axis,
+        axes=ROWS if projection.axis else COLUMNS,
         module=projection.module,
         along=projection.columns,
         across=projection.rows,

@@ -22,11 +22,11 @@ from headwise.errors import HeadwiseError
 from headwise.heads.experiments.arrangement import TOKENS, is_known, list_arguments, require_arranged
 from headwise.heads.experiments.replay import RecordedCall
 from headwise.heads.experiments.verify import draw_zeros, verify_site
-from headwise.heads.head_slice import Projection, check_head_slices, is_sharded, read_projection
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters, list_patterns
 from headwise.heads.layouts.rows import FusedLinear, HeadList, Layout, SeparateLinears
 from headwise.heads.layouts.steps import CONFIGS, HEAD_SIZE, NUM_HEADS, find_letters, read_attribute, read_integer
+from headwise.heads.view import Projection, check_head_views, is_sharded, read_projection
 from headwise.nn.hooks import read_first_argument
 
 # Sequences and tokens of a call, so that whichever axis is the tokens has three or more.
@@ -342,7 +342,7 @@ class _Trial:
             if site.tiled and site.key_value_heads in (1, site.num_heads):
                 # no groups
                 return False
-            check_head_slices(site.slices)
+            check_head_views(site.slices)
         except HeadwiseError:
             return False
         try:
@@ -479,7 +479,7 @@ def _is_taken(model: nn.Module, name: str, module: nn.Module, kind: type[Layout]
         site = row("mine", **given).site(model, name, module)
         if site is None:
             return False
-        check_head_slices(site.slices)
+        check_head_views(site.slices)
         require_arranged(model, [site], lambda *_: "")
     except HeadwiseError:
         return False

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.adapters import has_peft
-from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Heads, Site, require_heads
 from headwise.heads.method import Method, Stage
+from headwise.heads.view import is_sharded
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.difference import HeadDifference, find_difference

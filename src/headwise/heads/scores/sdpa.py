@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import count_cached, list_parameters, name_arguments
-from headwise.heads.head_slice import HeadStack
 from headwise.heads.heads import Site
 from headwise.heads.scores.written_softmax import (
     SOFTMAXES,
@@ -64,7 +63,7 @@ DEPTH = 2
 
 def connect_called_scores(site: Site) -> Site:
     """Return the site with its scores reachable, when the code of its module calls one of the functions."""
-    stacked = any(isinstance(head_slice, HeadStack) for head_slice in site.slices)
+    stacked = any(head_slice.stacked for head_slice in site.slices)
     if site.scores is not None or stacked:
         return site
     called = list_called(site.module)

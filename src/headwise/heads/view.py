@@ -1,22 +1,23 @@
 """The heads in one parameter, and the module that plays W_O.
 
-The heads of a projection are one slice of a parameter, several runs of it with other rows between them, or a parameter
-for each head. Engines that flatten parameters leave no matrix to read heads in: FSDP1 and DeepSpeed's ZeRO-3.
+The heads of a projection are one strided view of a parameter, several of them with other rows between, or one of a
+parameter for each head. Engines that flatten parameters leave no matrix to read heads in: FSDP1 and DeepSpeed's ZeRO-3.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from headwise.errors import HeadwiseError, LayoutError
+from headwise.errors import HeadwiseError, LayoutError, warn_renamed
 from headwise.heads.adapters import Adapter, find_lora_obstacle, find_saved, find_untrained, has_adapters, list_adapters
 
 # Engines that keep parameters as parts of flat vectors, where a process holds no rows nor columns of a head.
@@ -47,20 +48,23 @@ def find_flattening(owner: nn.Module, parameter: Tensor | None) -> str | None:
 class HeadAxes(NamedTuple):
     """The axes of a parameter along which heads, the features of a head, inputs and the start are counted."""
 
-    heads: int
-    features: int
-    inputs: int
-    start: int
+    heads: int = 0
+    features: int = 0
+    inputs: int = 1
+    start: int = 0
+
+
+ROWS, COLUMNS = HeadAxes(), HeadAxes(1, 1, 0, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class HeadSlice:
-    """The part of one parameter that belongs to the heads of one projection of one site.
+class HeadView:
+    """The part of the parameters of a model that belongs to the heads of one projection of one site.
 
-    Feature j of head i is row (column when `axis` is 1) `start + i * stride + j * step` of a matrix. A parameter of
-    more axes has its heads, the features of a head and the inputs along axes of their own: [H, d, e] is `axis=0,
-    feature_axis=2, input_axis=1`, and the keys of [3, d, H, e] are `axis=2, feature_axis=3, input_axis=1,
-    start_axis=0, start=1`.
+    Feature j of head i is row `start + i * stride + j * step` of a matrix, or column where `axes` is `COLUMNS`. A
+    parameter of more axes has its heads, the features of a head and the inputs along axes of their own: those of
+    [H, d, e] are `HeadAxes(0, 2, 1, 0)`, and the keys of [3, d, H, e] are `HeadAxes(2, 3, 1, 0)` with `start=1`. Heads
+    without such a spacing are made of `pieces` that have one: runs of one parameter, or a parameter for each head.
 
     Attributes:
         projection: "query", "key", "value", or "output" for W_O.
@@ -69,32 +73,30 @@ class HeadSlice:
         attribute: Its attribute name on `owner`.
         heads: Number of heads M (key/value heads under grouped queries).
         head_size: Rows (or columns) of one head, e.
-        start: First row (or column) of head 0; its index along `start_axis` where there is one.
+        start: First row (or column) of head 0; its index along `axes.start`.
         stride: Rows (or columns) from one head's start to the next one's; when 0, `head_size`, or 1 where features
             have an axis of their own.
-        axis: Axis of the parameter along which heads are counted: 0 when heads are rows, 1 when they are columns.
-        bias: Attribute name of the bias on `bias_owner`; None when there is none.
-        bias_start: First entry of head 0 in the bias, flattened; the weight's `start` when negative.
-        module: The module whose call computes the projection: `owner` when not given, or what wraps it (LoRA); None
-            where no module call does: in `nn.MultiheadAttention`, and where `called` is False.
-        along: Size of the weight along `axis`; taken from the parameter when 0.
-        across: Its size along the other axis; likewise.
-        obstacle: Why the parameter cannot be read and written as heads (parametrized, quantized, under an adapter that
-            is not plain LoRA); None when it can. Features can be read all the same.
         step: Rows (or columns) from one feature of a head to the next: 1, or H where heads alternate feature by
             feature ("(e h)").
-        feature_axis: Axis of the features of a head; `axis` when negative.
-        input_axis: Axis of the inputs (of the outputs, for "output"); the other axis of a matrix when negative.
-        start_axis: Axis along which `start` counts; `axis` when negative.
-        bias_owner: The module that holds the bias: `owner` when None. A bias of another module is added to what
-            `module` returns.
+        axes: The axes of the parameter; heads are rows of a matrix when not given.
+        bias: Attribute name of the bias on `bias_owner`; None when there is none.
+        bias_start: First entry of head 0 in the bias, flattened; the weight's `start` when negative.
         bias_stride: Entries of the flattened bias from one head to the next; when 0, `stride`, or `head_size` where
             features have an axis of their own.
+        bias_owner: The module that holds the bias: `owner` when None. A bias of another module is added to what
+            `module` returns.
+        module: The module whose call computes the projection: `owner` when not given, or what wraps it (LoRA); None
+            where no module call does: in `nn.MultiheadAttention`, and where `called` is False.
         called: Whether a module call computes the projection, and not the attention's own forward.
-        run: Which run of heads this is, where they lie in several (`HeadRuns`); noise of each is its own.
+        along: Size of the weight along `axes.heads`; taken from the parameter when 0.
+        across: Its size along `axes.inputs` (the outputs, for "output"); likewise.
+        obstacle: Why the parameter cannot be read and written as heads (parametrized, quantized, under an adapter that
+            is not plain LoRA); None when it can. Features can be read all the same.
+        run: Which run of heads this is, where they lie in several; noise of each is its own.
         lora: The LoRA layer whose adapters add to the weight; None where there is none.
         returned: The axes of what `module` returns, in the order (batch, tokens, features ...), where its features are
             not along the last one: (0, 2, 1, 3) for [B, H, T, e]; empty otherwise.
+        pieces: What the heads are made of, in their order; empty where one spacing describes all of them.
     """
 
     projection: str
@@ -105,50 +107,41 @@ class HeadSlice:
     head_size: int
     start: int = 0
     stride: int = 0
-    axis: int = 0
+    step: int = 1
+    axes: HeadAxes = ROWS
     bias: str | None = None
     bias_start: int = -1
+    bias_stride: int = 0
+    bias_owner: nn.Module | None = field(default=None, repr=False)
     module: nn.Module | None = field(default=None, repr=False)
+    called: bool = True
     along: int = 0
     across: int = 0
     obstacle: str | None = None
-    step: int = 1
-    feature_axis: int = -1
-    input_axis: int = -1
-    start_axis: int = -1
-    bias_owner: nn.Module | None = field(default=None, repr=False)
-    bias_stride: int = 0
-    called: bool = True
     run: int = 0
     lora: nn.Module | None = field(default=None, repr=False)
     returned: tuple[int, ...] = ()
+    pieces: tuple[HeadView, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         def settle(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         if self.stride == 0:
-            settle("stride", self.head_size if self.feature_axis in (-1, self.axis) else 1)
+            settle("stride", 1 if self.apart else self.head_size)
         if self.bias_start < 0:
             settle("bias_start", self.start)
         if self.module is None and self.called and not isinstance(self.owner, nn.MultiheadAttention):
             settle("module", self.owner)
         weight = self.owner._parameters.get(self.attribute)
         if self.along == 0 and weight is not None and weight.dim() == len(set(self.axes)):
-            settle("along", weight.shape[self.axis])
+            settle("along", weight.shape[self.axes.heads])
             settle("across", weight.shape[self.axes.inputs])
 
-    @cached_property
-    def axes(self) -> HeadAxes:
-        """Along which axes of the parameter its heads, their features, the inputs and `start` are counted."""
-        features = self.axis if self.feature_axis < 0 else self.feature_axis
-        inputs = 1 - self.axis if self.input_axis < 0 else self.input_axis
-        return HeadAxes(self.axis, features, inputs, self.axis if self.start_axis < 0 else self.start_axis)
-
     @property
-    def parts(self) -> tuple[HeadSlice, ...]:
-        """The slices of single parameters that it is made of: itself, or one for each head (`HeadStack`)."""
-        return (self,)
+    def apart(self) -> bool:
+        """Whether the features of a head have an axis of their own."""
+        return self.axes.features != self.axes.heads
 
     @cached_property
     def transposed(self) -> bool:
@@ -156,19 +149,66 @@ class HeadSlice:
         return self.axes.features > self.axes.inputs
 
     @property
+    def parts(self) -> tuple[HeadView, ...]:
+        """The views of evenly spaced heads that it is made of: itself, or its `pieces`."""
+        return self.pieces or (self,)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether each head is a parameter of its own, as in a list of heads."""
+        return any(piece.owner is not self.owner for piece in self.pieces)
+
+    def divide_runs(self, run: int, jump: int) -> HeadView:
+        """Return the same heads as runs of `run` heads that start `jump` rows apart."""
+        if run == self.heads:
+            return self
+        if run == 1:
+            return replace(self, stride=jump)
+        starts = [self.start + index * jump for index in range(self.heads // run)]
+        pieces = [
+            replace(self, heads=run, start=start, bias_start=start, run=index) for index, start in enumerate(starts)
+        ]
+        return replace(self, pieces=tuple(pieces))
+
+    @staticmethod
+    def stack(name: str, owner: nn.Module, pieces: Sequence[HeadView]) -> HeadView:
+        """Return one view of heads that are parameters of their own, in modules that `owner` holds."""
+        first = pieces[0]
+        return replace(
+            first,
+            name=name,
+            owner=owner,
+            heads=len(pieces),
+            bias=None,
+            module=None,
+            called=False,
+            along=len(pieces) * first.head_size,
+            obstacle=next((piece.obstacle for piece in pieces if piece.obstacle is not None), None),
+            lora=None,
+            pieces=tuple(pieces),
+        )
+
+    def map(self, change: Callable[[HeadView], HeadView]) -> HeadView:
+        """Return the view of the same heads elsewhere, given how each of its parts changes."""
+        if not self.pieces:
+            return change(self)
+        pieces = tuple(change(piece) for piece in self.pieces)
+        names = () if self.stacked else ("owner", "attribute", "module", "lora")
+        return replace(self, **{name: getattr(pieces[0], name) for name in names}, pieces=pieces)
+
+    @property
     def rows(self) -> list[int]:
         """The rows (columns) of its heads, head by head; of a parameter of more axes, all but the inputs flattened."""
-        weight, axes = self.owner._parameters.get(self.attribute), self.axes
-        unit = dict.fromkeys(axes, 1)
-        if weight is not None and len(unit) > 2:
-            counted = sorted(set(axes) - {axes.inputs})
-            for axis, after in zip(counted[-2::-1], counted[:0:-1], strict=True):
-                unit[axis] = unit[after] * weight.shape[after]
-        first, head, feature = (
-            self.start * unit[axes.start],
-            self.stride * unit[axes.heads],
-            self.step * unit[axes.features],
-        )
+        if self.pieces:
+            return [row for piece in self.pieces for row in piece.rows]
+        weight, inputs = self.owner._parameters.get(self.attribute), self.axes.inputs
+        shape = () if weight is None else weight.shape
+
+        def count(axis: int) -> int:
+            return prod(size for place, size in enumerate(shape) if axis < place != inputs)
+
+        first, head = self.start * count(self.axes.start), self.stride * count(self.axes.heads)
+        feature = self.step * count(self.axes.features)
         return [first + i * head + j * feature for i in range(self.heads) for j in range(self.head_size)]
 
     @property
@@ -176,19 +216,119 @@ class HeadSlice:
         """The parameter itself, looked up at each use so that a moved or reloaded model stays right.
 
         Raises:
-            LayoutError: It cannot be read and written as heads; the message says why.
+            LayoutError: It cannot be read and written as heads, or there are several; the message says which.
         """
+        if self.stacked:
+            raise LayoutError(
+                f"{self.name} are {len(self.pieces)} parameters, one for each head; read them with read(), or one by "
+                "one in parts."
+            )
         if self.obstacle is not None:
             raise LayoutError(f"{self.name} {self.obstacle}.")
         held = self.owner._parameters.get(self.attribute)
         if held is None:
             raise LayoutError(self.vanished)
-        if held.dim() == len(set(self.axes)) and held.shape[self.axis] != self.along:
+        if held.dim() == len(set(self.axes)) and held.shape[self.axes.heads] != self.along:
             raise LayoutError(
-                f"{self.name} has {held.shape[self.axis]} {'rows' if self.axis == 0 else 'columns'}, and had "
-                f"{self.along} when its heads were found: heads were removed or merged since; call find_heads again."
+                f"{self.name} has {held.shape[self.axes.heads]} {self._counted}, and had {self.along} when its heads "
+                "were found: heads were removed or merged since; call find_heads again."
             )
         return held
+
+    @property
+    def _counted(self) -> str:
+        return "rows" if self.axes.heads == 0 else "columns"
+
+    @property
+    def vanished(self) -> str:
+        """The refusal of a parameter that was there when its heads were found."""
+        reason = find_flattening(self.owner, None)
+        if reason is not None:
+            return f"{self.name} {reason}."
+        return (
+            f"{self.name} is no longer a parameter of {type(self.owner).__name__}: it was replaced after its "
+            "heads were found (a parametrization, pruning, sharding). Undo that, or call find_heads again, which "
+            "tells what can still be done."
+        )
+
+    def of(self, *tensors: Tensor) -> Tensor:
+        """Return the heads in tensors shaped like the parameters of `parts`: in one tensor, or in one for each part.
+
+        Args:
+            tensors: The parameter, its gradient, or anything of its shape, with any strides.
+
+        Returns:
+            A view [M, e, d], with the inputs d first where they come first in the parameter: [M, d, e] when heads are
+            columns. Writing to it writes to the tensor. Of several tensors it is a copy: see `write`.
+
+        Raises:
+            LayoutError: A tensor does not have the parameter's shape, or there is one for several parts.
+        """
+        if len(tensors) != len(self.parts):
+            raise LayoutError(
+                f"{self.name}: its {self.projection} heads lie in {len(self.parts)} runs, so {len(tensors)} tensors "
+                f"such as one of shape {tuple(tensors[0].shape)} have no view of them; give one tensor for each of "
+                "parts, or call of() of each part."
+            )
+        if self.pieces:
+            return torch.cat([piece.of(tensor) for piece, tensor in zip(self.pieces, tensors, strict=True)])
+        (tensor,) = tensors
+        if tensor.shape != self.parameter.shape:
+            raise LayoutError(
+                f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as heads; "
+                f"the parameter has shape {tuple(self.parameter.shape)}."
+            )
+        if is_sharded(tensor):
+            raise LayoutError(
+                f"{self.name} is sharded over processes (DTensor) and its heads are spread over them; read them in "
+                "its full_tensor()."
+            )
+        return self._spread(tensor, self.axes)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return what `of` returns, as in version 0.2."""
+        warn_renamed("HeadSlice.view", "HeadView.of")
+        return self.of(tensor)
+
+    def write(self, heads: Tensor, *tensors: Tensor) -> None:
+        """Copy heads, [M, ...] as `of` returns them, into tensors shaped like the parameters of `parts`."""
+        counts = [part.heads for part in self.parts]
+        for part, tensor, own in zip(self.parts, tensors, heads.split(counts), strict=True):
+            part.of(tensor).copy_(own)
+
+    def _spread(self, tensor: Tensor, axes: HeadAxes) -> Tensor:
+        """Return heads as one strided view of a tensor with these axes, whatever its number of inputs."""
+        strides, inputs = tensor.stride(), tensor.shape[axes.inputs]
+        heads, feature, across = (
+            self.stride * strides[axes.heads],
+            self.step * strides[axes.features],
+            strides[axes.inputs],
+        )
+        size, steps = (self.heads, self.head_size, inputs), (heads, feature, across)
+        if axes.features > axes.inputs:
+            size, steps = (self.heads, inputs, self.head_size), (heads, across, feature)
+        return tensor.as_strided(size, steps, tensor.storage_offset() + self.start * strides[axes.start])
+
+    def read(self) -> Tensor:
+        """Return the heads as they are now, without gradients: [M, e, d], or [M, d, e] where they are `transposed`.
+
+        They are those of the weight that the model computes with: under LoRA, in a copy, of W + sum_a s_a B_a A_a.
+        """
+        return self.compute(torch.Tensor.detach)
+
+    def compute(self, get: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the heads as `read` does, from what `get` makes of each parameter, with its gradients."""
+        if self.pieces:
+            return torch.cat([piece.compute(get) for piece in self.pieces])
+        heads = self.of(get(self.parameter))
+        for adapter in self.adapters:
+            second, first = self.divide(get(adapter.first), get(adapter.second))
+            heads = heads + adapter.scaling * self.orient(second @ first)
+        return heads
+
+    def turn(self, view: Tensor) -> Tensor:
+        """Swap the last axes of a view if needed: [M, d, e] on the way in, the parameter's order on the way out."""
+        return view if self.transposed else view.mT
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -223,118 +363,39 @@ class HeadSlice:
 
         They are B_h [M, e, r] and A [r, d_in]; for W_O, whose heads are columns, B [d_out, r] and A_h [M, r, e].
         """
-        rows = first.mT if self.projection == "output" else second
-        unit, other = rows.stride()
-        size, steps = (self.heads, self.head_size, rows.shape[1]), (self.stride * unit, self.step * unit, other)
-        heads = rows.as_strided(size, steps, rows.storage_offset() + self.start * unit)
-        return (second, heads.mT) if self.projection == "output" else (heads, first)
+        if self.projection == "output":
+            return second, self._spread(first, COLUMNS)
+        return self._spread(second, ROWS), first
 
     def orient(self, product: Tensor) -> Tensor:
         """Return heads of B A as the views of the weight have them, and back: Conv1D stores [d_in, d_out]."""
         return product.mT if self.transposed is (self.projection != "output") else product
 
-    @property
-    def vanished(self) -> str:
-        """The refusal of a parameter that was there when its heads were found."""
-        reason = find_flattening(self.owner, None)
-        if reason is not None:
-            return f"{self.name} {reason}."
-        return (
-            f"{self.name} is no longer a parameter of {type(self.owner).__name__}: it was replaced after its "
-            "heads were found (a parametrization, pruning, sharding). Undo that, or call find_heads again, which "
-            "tells what can still be done."
-        )
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """Return the heads of `tensor` (the parameter, its gradient, or anything shaped like it) without a copy.
-
-        Args:
-            tensor: A tensor with the shape of the parameter, any strides.
-
-        Returns:
-            A view [M, e, d], with the inputs d first where they come first in the parameter: [M, d, e] when heads are
-            columns. Writing to it writes to `tensor`.
-
-        Raises:
-            LayoutError: `tensor` does not have the parameter's shape.
-        """
-        if tensor.shape != self.parameter.shape:
-            raise LayoutError(
-                f"{self.name}: a tensor of shape {tuple(tensor.shape)} was given to be read as heads; "
-                f"the parameter has shape {tuple(self.parameter.shape)}."
-            )
-        if is_sharded(tensor):
-            raise LayoutError(
-                f"{self.name} is sharded over processes (DTensor) and its heads are spread over them; read them in "
-                "its full_tensor()."
-            )
-        return self.part(tensor)
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return the heads of some inputs of the parameter: as `view`, of what there is."""
-        strides, axes = tensor.stride(), self.axes
-        heads, feature, across = self.stride * strides[axes.heads], self.step * strides[axes.features], axes.inputs
-        start = tensor.storage_offset() + self.start * strides[axes.start]
-        if self.transposed:
-            size, steps = (self.heads, tensor.shape[across], self.head_size), (heads, strides[across], feature)
-        else:
-            size, steps = (self.heads, self.head_size, tensor.shape[across]), (heads, feature, strides[across])
-        return tensor.as_strided(size, steps, start)
-
-    def with_parts(self, parts: Sequence[HeadSlice]) -> HeadSlice:
-        """Return what `parts` of the same shapes make up together."""
-        (part,) = parts
-        return part
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the heads of tensors shaped like the parameters of `parts`: a view where there is one."""
-        (tensor,) = tensors
-        return self.view(tensor)
-
-    def read(self) -> Tensor:
-        """Return the heads as they are now, without gradients: [M, e, d], or [M, d, e] where they are `transposed`.
-
-        They are those of the weight that the model computes with: under LoRA, in a copy, of W + sum_a s_a B_a A_a.
-        """
-        return self.compute(torch.Tensor.detach)
-
-    def compute(self, get: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the heads as `read` does, from what `get` makes of each parameter, with its gradients."""
-        if self.parts != (self,):
-            return torch.cat([part.compute(get) for part in self.parts])
-        heads = self.view(get(self.parameter))
-        for adapter in self.adapters:
-            second, first = self.divide(get(adapter.first), get(adapter.second))
-            heads = heads + adapter.scaling * self.orient(second @ first)
-        return heads
-
-    def turn(self, view: Tensor) -> Tensor:
-        """Return a view of heads with its inputs first, [M, d, e], and such a view as it is in the parameter."""
-        return view if self.transposed else view.mT
-
     def features(self, tensor: Tensor) -> Tensor:
-        """Return the heads among the features of a call of the module that holds this head slice, without a copy.
+        """Return the heads among the features of a call of the module that holds this view, without a copy.
 
         For query, key and value these are features of the module's output: a fused projection returns all three in
         one tensor, and this is the part of one of them, so values can be read where they are projected in every
         layout. For "output" they are features of the module's input, the concatenated heads.
 
         Args:
-            tensor: Output (input, for "output") of the module, [..., F], any strides; F is the number of rows of the
-                weight, or of columns when `axis` is 1. Or an output with the axes of `returned`.
+            tensor: Output (input, for "output") of the module, [..., F], any strides; F is `along`. Or an output with
+                the axes of `returned`.
 
         Returns:
-            A view [..., M, e]. Writing to it writes to `tensor`; gradients flow through it.
+            A view [..., M, e]. Writing to it writes to `tensor`; gradients flow through it. A copy of heads in runs.
 
         Raises:
             LayoutError: The last axis does not have F features.
 
         Example:
             >>> owner = nn.Linear(4, 18)  # [query; key; value] of 2 heads of 3
-            >>> value = HeadSlice("value", "qkv.weight", owner, "weight", heads=2, head_size=3, start=12)
+            >>> value = HeadView("value", "qkv.weight", owner, "weight", heads=2, head_size=3, start=12)
             >>> value.features(owner(torch.randn(5, 7, 4))).shape
             torch.Size([5, 7, 2, 3])
         """
+        if self.pieces and not self.stacked:
+            return torch.cat([run.features(tensor) for run in self.pieces], -2)
         if self.returned and tensor.dim() == len(self.returned):
             return self._select(tensor.permute(self.returned))
         if tensor.dim() < 1 or tensor.shape[-1] != self.along:
@@ -372,8 +433,7 @@ class HeadSlice:
         """Return the heads of a bias, [rows] or of the axes of the weight without its inputs, as a view [M, e]."""
         flat = tensor.view(-1)
         (unit,) = flat.stride()
-        apart = self.axes.features != self.axis
-        stride = self.bias_stride or (self.head_size if apart else self.stride)
+        stride = self.bias_stride or (self.head_size if self.apart else self.stride)
         size, strides = (self.heads, self.head_size), (stride * unit, self.step * unit)
         return flat.as_strided(size, strides, flat.storage_offset() + self.bias_start * unit)
 
@@ -573,172 +633,11 @@ def _read_sizes(module: nn.Module) -> tuple[int, int, int] | None:
     return outputs, inputs, 0
 
 
-@dataclass(frozen=True, eq=False)
-class HeadRuns(HeadSlice):
-    """Heads in runs that are evenly spaced inside, as the queries of Falcon's groups and all heads of CodeGen.
-
-    Attributes:
-        runs: The slice of each run, in the order of the heads; all of one parameter and one head size.
-    """
-
-    runs: tuple[HeadSlice, ...] = ()
-
-    @staticmethod
-    def build(whole: HeadSlice, run: int, jump: int) -> HeadSlice:
-        """Return the heads of a slice as runs of `run` heads that start `jump` rows apart; itself where it is one."""
-        if run == whole.heads:
-            return whole
-        if run == 1:
-            return replace(whole, stride=jump)
-        starts = [whole.start + index * jump for index in range(whole.heads // run)]
-        runs = [
-            replace(whole, heads=run, start=start, bias_start=start, run=index) for index, start in enumerate(starts)
-        ]
-        fields = {name: getattr(whole, name) for name in HeadSlice.__dataclass_fields__}
-        return HeadRuns(**fields, runs=tuple(runs))
-
-    @property
-    def parts(self) -> tuple[HeadSlice, ...]:
-        """The slice of each run."""
-        return self.runs
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows of its heads, head by head."""
-        return [row for run in self.runs for row in run.rows]
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """Refused: heads with other rows between them have no view.
-
-        Raises:
-            LayoutError: Always.
-        """
-        raise LayoutError(
-            f"{self.name}: its {self.projection} heads lie in {len(self.runs)} runs, so a tensor of shape "
-            f"{tuple(tensor.shape)} has no view of them; use gather(), or view() of each of parts."
-        )
-
-    def with_parts(self, parts: Sequence[HeadSlice]) -> HeadRuns:
-        """Return the runs of another parameter of the same shape."""
-        first = parts[0]
-        fields = {name: getattr(first, name) for name in ("owner", "attribute", "module", "lora")}
-        return replace(self, **fields, runs=tuple(parts))
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the heads of tensors shaped like the parameter, one for each run, in a copy."""
-        return torch.cat([part.view(tensor) for part, tensor in zip(self.runs, tensors, strict=True)])
-
-    def features(self, tensor: Tensor) -> Tensor:
-        """Return the heads [..., M, e] among the features of a call of the module, in a copy."""
-        return torch.cat([run.features(tensor) for run in self.runs], -2)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadStack(HeadSlice):
-    """The heads of one projection of one site where each head is a parameter of its own, as in a list of heads.
-
-    Attributes:
-        members: The slice of each head, in the order of the heads; all of one shape.
-    """
-
-    members: tuple[HeadSlice, ...] = ()
-
-    @staticmethod
-    def build(projection: str, name: str, owner: nn.Module, members: Sequence[HeadSlice]) -> HeadStack:
-        """Return the stack of some slices, which `name` stands for; `owner` is the module that holds them all."""
-        first = members[0]
-        return HeadStack(
-            projection,
-            name,
-            owner,
-            first.attribute,
-            len(members),
-            first.head_size,
-            axis=first.axis,
-            feature_axis=first.feature_axis,
-            input_axis=first.input_axis,
-            start_axis=first.start_axis,
-            along=len(members) * first.head_size,
-            across=first.across,
-            obstacle=next((member.obstacle for member in members if member.obstacle is not None), None),
-            called=False,
-            members=tuple(members),
-        )
-
-    @property
-    def parts(self) -> tuple[HeadSlice, ...]:
-        """The slice of each head."""
-        return self.members
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """Refused: there are several.
-
-        Raises:
-            LayoutError: Always.
-        """
-        raise LayoutError(
-            f"{self.name} are {len(self.parts)} parameters, one for each head; read them with read(), or one by one "
-            "in parts."
-        )
-
-    def with_parts(self, parts: Sequence[HeadSlice]) -> HeadStack:
-        """Return the stack of other slices of the same shapes."""
-        return replace(self, members=tuple(parts))
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the heads of tensors shaped like the parameters of `parts`, in a copy."""
-        return torch.cat([part.view(tensor) for part, tensor in zip(self.parts, tensors, strict=True)])
-
-
-def check_head_slice(head_slice: HeadSlice) -> None:
-    """Raise `LayoutError` unless the head slice is inside a floating-point parameter and its heads do not overlap."""
-    if head_slice.parts != (head_slice,):
-        for part in head_slice.parts:
-            check_head_slice(part)
-        return
-    if head_slice.obstacle is None:
-        tensor = head_slice.owner._parameters.get(head_slice.attribute)
-        axes = len(set(head_slice.axes))
-        if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != axes:
-            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            expected = "matrix" if axes == 2 else f"tensor of {axes} axes"
-            raise LayoutError(
-                f"{head_slice.name} of {type(head_slice.owner).__name__} is not a plain floating-point {expected} "
-                f"(found {found}); a layout row that reads it must say so in the head slice's obstacle."
-            )
-        if axes > 2:
-            _require_inside(head_slice, tuple(tensor.shape))
-            return
-    rows = head_slice.rows
-    if not rows or len(set(rows)) < len(rows) or max(rows) >= head_slice.along:
-        every = f"every {head_slice.stride}" + ("" if head_slice.step == 1 else f" in steps of {head_slice.step}")
-        raise LayoutError(
-            f"{head_slice.name}: {head_slice.heads} heads of {head_slice.head_size} "
-            f"{'rows' if head_slice.axis == 0 else 'columns'} from {head_slice.start} {every} do "
-            f"not fit the {head_slice.along} of the weight."
-        )
-
-
-def _require_inside(head_slice: HeadSlice, shape: tuple[int, ...]) -> None:
-    """Raise `LayoutError` unless the heads of a parameter of several axes are inside its shape."""
-    last, axes = [0] * len(shape), head_slice.axes
-    moves = (head_slice.stride * (head_slice.heads - 1), head_slice.step * (head_slice.head_size - 1), 0)
-    for axis, move in zip(axes, (*moves, head_slice.start), strict=True):
-        last[axis] += move
-    if head_slice.heads < 1 or head_slice.head_size < 1 or any(a >= b for a, b in zip(last, shape, strict=True)):
-        raise LayoutError(
-            f"{head_slice.name}: {head_slice.heads} heads along axis {axes.heads}, of {head_slice.head_size} features "
-            f"along axis {axes.features}, from {head_slice.start} along axis {axes.start}, do not fit its shape "
-            f"{shape}."
-        )
-
-
-def check_head_slices(slices: Sequence[HeadSlice], place: str = "...") -> None:
+def check_head_views(views: Sequence[HeadView], place: str = "...") -> None:
     """Raise `LayoutError` unless each is sound, and no row of a parameter is in two of them; `place` has them."""
-    owned: dict[tuple[int, str], dict[int, HeadSlice]] = defaultdict(dict)
-    for part in (part for head_slice in slices for part in head_slice.parts):
-        check_head_slice(part)
+    owned: dict[tuple[int, str], dict[int, HeadView]] = defaultdict(dict)
+    for part in (part for view in views for part in view.parts):
+        _require_inside(part)
         own = owned[id(part.owner), part.attribute]
         row = next((row for row in part.rows if row in own), None)
         if row is not None:
@@ -753,3 +652,31 @@ def check_head_slices(slices: Sequence[HeadSlice], place: str = "...") -> None:
                 f"{part.projection} heads; the layout row does not describe this module."
             )
         own.update(dict.fromkeys(part.rows, part))
+
+
+def _require_inside(part: HeadView) -> None:
+    """Raise `LayoutError` unless the heads are inside a floating-point parameter and do not overlap."""
+    axes, count = part.axes, len(set(part.axes))
+    sizes = {axes.heads: part.along}
+    if part.obstacle is None:
+        tensor = part.owner._parameters.get(part.attribute)
+        if tensor is None or not torch.is_floating_point(tensor) or tensor.dim() != count:
+            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            expected = "matrix" if count == 2 else f"tensor of {count} axes"
+            raise LayoutError(
+                f"{part.name} of {type(part.owner).__name__} is not a plain floating-point {expected} "
+                f"(found {found}); a layout row that reads it must say so in the view's obstacle."
+            )
+        sizes |= dict(enumerate(tensor.shape)) if count > 2 else {}
+    moves = (part.stride * (part.heads - 1), part.step * (part.head_size - 1), 0, part.start)
+    last = Counter[int]()
+    for axis, move in zip(axes, moves, strict=True):
+        last[axis] += move
+    rows = part.rows
+    if not rows or len({*rows}) < len(rows) or any(last[axis] >= size for axis, size in sizes.items()):
+        every = f"every {part.stride}" + (f" in steps of {part.step}" if part.step > 1 else "")
+        where = f"the {part.along} of the weight" if count == 2 else f"axes {tuple(axes)} of {tuple(sizes.values())}"
+        raise LayoutError(
+            f"{part.name}: {part.heads} heads of {part.head_size} {part._counted} from {part.start} {every} do not fit "
+            f"{where}."
+        )
