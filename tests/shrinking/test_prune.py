@@ -176,6 +176,7 @@ def test_code_that_counts_on_its_heads_is_told_and_the_model_put_back():
             hw.prune(heads, {0: [1]}, inputs=(x,))
         assert module.q_proj.weight is weight
         assert torch.equal(weight, data)
+        assert all(part.training for part in module.modules())
         assert (module.num_heads, module.q_proj.out_features, module.o_proj.in_features) == (4, 20, 20)
         torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
 

@@ -141,7 +141,10 @@ def _find_form(site: Site, *, moves: bool) -> str | None:
             f"grouped queries, such as those of Llama, Mistral, Qwen and Gemma; {_LEAVE}, or call hw.prune."
         )
     if site.tiled:
-        return "gives query head h the keys and values of head h mod G, so that merged heads would be other heads'."
+        return (
+            "gives query head h the keys and values of head h mod G, so that merged heads would be other heads'; "
+            f"{_LEAVE}."
+        )
     query, key, value = site.slices
     if query.head_size != key.head_size or any(part.module is None for part in site.parts):
         return f"makes queries and keys in several parts (latent attention), of which only some are heads; {_LEAVE}."

@@ -543,7 +543,7 @@ class Disagreement(Handle):
 
     def check(self) -> None:
         """Raise `NotFired` unless the penalty was computed, by a call or `loss`."""
-        if self.taps is not None:
+        if self.taps is not None and (self.heads.model.training or not self.training_only):
             self.taps.check()
         if not self._acted:
             raise NotFired(
