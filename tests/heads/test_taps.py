@@ -192,6 +192,16 @@ def test_half_a_forward_that_failed_is_not_read_with_a_part_that_is_called_alone
         assert [capture.outputs.shape[1] for capture in taps.read()] == [7]
 
 
+def test_a_forward_that_failed_while_nothing_is_read_takes_no_capture_of_an_earlier_one_with_it():
+    model = Split(encoder(1))
+    with hw.Taps(hw.find_heads(model), outputs=True) as taps:
+        model(torch.randn(2, 7, 8))
+        model.fails = True
+        with taps.paused(), pytest.raises(ZeroDivisionError):
+            model(torch.randn(3, 5, 8))
+        assert [capture.outputs.shape[1] for capture in taps.read()] == [7]
+
+
 def test_training_that_never_reads_is_stopped():
     model = encoder(1)
     x = torch.randn(1, 2, 8)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import headwise as hw
-from headwise.report.removal_cost import measure_removal, record
+from headwise.report.removal_cost import measure_removal, record_forward
 from report.stack import SMALL, Stack, ids, spread, tensors
 
 
@@ -131,7 +131,7 @@ def test_what_ran_before_a_head_does_not_run_again():
     for name, module in model.named_modules():
         if name.endswith(("query", "intermediate.dense")):
             module.forward = counting(module.forward, calls, name)
-    with torch.no_grad(), record(heads) as recording:
+    with torch.no_grad(), record_forward(heads) as recording:
         model(**batch)
     calls.clear()
     with torch.no_grad(), recording.before(heads.sites[1]) as spared:
@@ -156,9 +156,9 @@ def counting(forward, calls: list[str], name: str):
 def test_an_output_that_was_changed_in_place_is_never_given_back():
     torch.manual_seed(0)
     model = Stack("in place").eval()
-    with torch.no_grad(), record(hw.find_heads(model)) as recording:
+    with torch.no_grad(), record_forward(hw.find_heads(model)) as recording:
         model(tensors()[0])
-    assert set(recording.changed) == {"layers.0", "layers.1", "layers.2"}
+    assert {call.module for call in recording.calls if call.output.stale} == {*model.layers}
     # what was not changed is given back still
     assert measure_removal(hw.find_heads(model), tensors(), run, spread).replayed
 

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BartConfig, BartModel
 
 import headwise as hw
 from headwise.shrinking.alignment import KeyFreedom
-from headwise.shrinking.merge_heads import Way, find_freedoms, make_alike, measure_inputs
+from headwise.shrinking.merge_heads import Way, find_freedoms, make_alike, measure_inputs, record_wanted
 from shrinking.cutting import apart, float64
 from shrinking.drawn_heads import draw
 from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, plant, tokens
 
 __all__ = ["float64"]
 
+SIZES = {"layers": 1, "attention_heads": 3, "ffn_dim": 8}
 FREE = {kind: KeyFreedom(SIZE, kind="signs" if kind == "Qwen3" else "general") for kind in KINDS}
 
 
@@ -267,3 +269,15 @@ def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
     adapted = peft.get_peft_model(build("Llama", HEADS), peft.LoraConfig(target_modules=["q_proj"], r=2))
     with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them into the weight first"):
         hw.merge(hw.find_heads(adapted), 2, batches=[tokens(0)])
+
+
+def test_what_cross_attention_gives_is_read_without_the_padding_of_its_queries_and_not_that_of_its_keys():
+    config = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in SIZES.items()}
+    model = BartModel(BartConfig(vocab_size=20, d_model=12, **config)).eval()
+    source, target = torch.ones(2, 2, 5, dtype=torch.long)
+    source[0, 3:], target[1, 4:] = 0, 0
+    ids = torch.randint(4, 20, (2, 5))
+    batch = {"input_ids": ids, "attention_mask": source, "decoder_input_ids": ids, "decoder_attention_mask": target}
+    wanted = record_wanted(hw.find_heads(model), [batch])
+    counts = {site.kind: [len(rows) for rows in own.calls] for site, own in wanted.items()}
+    assert counts == {"self": [8], "decoder": [9], "cross": [9]}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from headwise.errors import LayoutError, NotFired, SettingError, ShapeError
 from headwise.gating.gates import Gates, GateSetting, MixtureOfHeads, balance, build_gates, require_gate
 from headwise.heads.adapters import has_peft
-from headwise.heads.capture import Padding, list_parameters, name_arguments, read_padding
+from headwise.heads.capture import ForwardScope, Padding, find_askers, list_parameters, note_padding
+from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, Undo, require_heads
 from headwise.heads.layouts.functional import hands_output, is_handing
 from headwise.heads.method import Method, Stage
@@ -32,6 +33,7 @@ from headwise.nn.hooks import (
     run_uncompiled,
     unwrap_compiled,
 )
+from headwise.nn.scores import always
 
 # The attribute of an attention that holds its gates.
 NAME = "head_gates"
@@ -72,7 +74,6 @@ class Link:
         self.owner, self.attribute = output_projection.owner, output_projection.attribute
         self.projection = output_projection.module
         self.label, self.num_heads, self.head_size = site.label, site.num_heads, site.head_size
-        self.stack, self.layer, self.crosses = site.stack, site.layer, site.kind == "cross"
         self.queries = next(iter(list_parameters(site.module)), "")
         self.here, self.acted = PerThread(Call), False
 
@@ -85,6 +86,10 @@ class Link:
         # before what reads outputs, however early that was attached: it sees what W_O gets
         handles.append(self.projection.register_forward_pre_hook(self.gate, prepend=True, with_kwargs=True))
         return [*(handle.remove for handle in handles), lambda: self.attention._modules.pop(NAME, None)]
+
+    def note_padding(self, padding: Padding) -> None:
+        """Note the padding of the queries of the running call."""
+        self.here.own.padding = padding
 
     def take_balances(self) -> list[Tensor]:
         """Return the balance of each call since the last time, and forget them."""
@@ -190,13 +195,6 @@ run_uncompiled(Link.take_input)
 run_uncompiled(Link.gate)
 
 
-class _Running:
-    """Whether a forward of the model runs."""
-
-    def __init__(self) -> None:
-        self.value = False
-
-
 class Gating(Handle):
     """Gates on the heads of a model until `remove()` or the end of a `with` block; returned by `gate_heads`.
 
@@ -208,7 +206,6 @@ class Gating(Handle):
     def __init__(self, heads: Heads, setting: GateSetting) -> None:
         super().__init__()
         self.heads, self.setting = heads, setting
-        self._running = PerThread(_Running)
         balanced = isinstance(setting, MixtureOfHeads) and setting.balance > 0.0
         with self._attaching():
             # all are found and built before the first is attached
@@ -217,8 +214,7 @@ class Gating(Handle):
             for link, gates in self._links:
                 self._removers += link.attach(gates)
             if balanced:
-                self.hook_before(heads.model, self._on_model_call)
-                self.hook_after(heads.model, self._on_model_return)
+                self._removers.append(ForwardScope(heads.model, always, self._end_forward).remove)
                 self._watch_padding()
 
     @property
@@ -271,35 +267,18 @@ class Gating(Handle):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_links": []}
 
-    def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if is_recomputing():
-            return
-        if self._running.own.value:
-            # the previous forward failed: what it counted must not enter the next loss
+    def _end_forward(self, failed: bool) -> None:
+        if failed:
+            # what it counted must not enter the next loss
             for link, _ in self._links:
                 link.take_balances()
-        self._running.own.value = True
-
-    def _on_model_return(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        self._running.own.value = False
 
     def _watch_padding(self) -> None:
         """Have each link told the padding of its queries: in cross-attention that of the decoder's self-attention."""
-        crossed = {(link.stack, link.layer): link for link, _ in self._links if link.crosses}
-        for link, _ in self._links:
-            if not link.crosses:
-                self._tell_padding(link.attention, link)
-        for site in self.heads.found:
-            if site.kind != "cross" and (site.stack, site.layer) in crossed:
-                self._tell_padding(site.module, crossed[site.stack, site.layer])
-
-    def _tell_padding(self, attention: nn.Module, link: Link) -> None:
-        names = list_parameters(attention)
-
-        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            link.here.own.padding = read_padding(module, name_arguments(names, args, kwargs))
-
-        self.hook_before(attention, called, prepend=True)
+        links = {site: link for site, (link, _) in zip(self.heads.sites, self._links, strict=True)}
+        own = [(site, site) for site in links if site.kind != "cross"]
+        for site, asked in (*own, *find_askers(self.heads)):
+            self.hook_before(asked.module, note_padding(asked.module, links[site].note_padding), prepend=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Which calls of attention modules belong to one forward pass of the model.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import NotFired, ShapeError
-from headwise.heads.heads import Site
+from headwise.heads.heads import Heads, Site
 from headwise.heads.layouts.functional import explain_uncalled
 from headwise.nn.checkpointing import is_recomputing
 from headwise.nn.hooks import Hook, PerThread
@@ -105,6 +106,29 @@ def read_padding(module: nn.Module, arguments: Mapping[str, object]) -> Padding:
     """Return the padding of a call, from its arguments by name."""
     first = count_cached(module, arguments)
     return Padding(read_key_padding(module, arguments), first or 0, first is not None)
+
+
+def note_padding(module: nn.Module, tell: Callable[[Padding], object]) -> Callable[[nn.Module, tuple, dict], None]:
+    """Return a hook before a module that tells the padding of each of its calls."""
+    names = list_parameters(module)
+
+    def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        tell(read_padding(module, name_arguments(names, args, kwargs)))
+
+    return called
+
+
+def find_askers(heads: Heads) -> list[tuple[Site, Site]]:
+    """Return the cross-attentions among heads, each with the self-attention of its layer.
+
+    That runs on the same queries just before, and receives their padding.
+    """
+    return [
+        (asking, asked)
+        for asked in heads.found
+        for asking in heads.sites
+        if asking.kind == "cross" != asked.kind and (asking.stack, asking.layer) == (asked.stack, asked.layer)
+    ]
 
 
 class ForwardToken:
@@ -363,10 +387,11 @@ def is_partial() -> bool:
 
 
 class _Forward:
-    """Whether a forward runs, and whether the last one was given a cache."""
+    """Whether a forward runs, which, and whether the last one was given a cache."""
 
     def __init__(self) -> None:
         self.inside = self.generating = False
+        self.token = ForwardToken()
 
 
 class ForwardScope:
@@ -374,27 +399,31 @@ class ForwardScope:
 
     Args:
         model: The model.
-        at_edge: Called when a forward starts and when it ends.
-        failed: Called after a forward that raised, or returned None.
+        begun: Called when a forward begins.
+        ended: Called when it ends, with whether it raised.
 
     Both are called in the thread of the forward.
     """
 
-    def __init__(self, model: nn.Module, at_edge: Callable[[], object], failed: Callable[[], object]) -> None:
+    def __init__(self, model: nn.Module, begun: Callable[[], object], ended: Callable[[bool], object]) -> None:
         self._here = PerThread(_Forward)
-        self._at_edge, self._failed = at_edge, failed
+        self._begun, self._ended = begun, ended
         entered, left = Hook(model, self._on_call), Hook(model, self._on_return)
         # after a forward that raised, too
-        handles = (
+        self._handles = (
             model.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
             model.register_forward_hook(left, always_call=True),
         )
-        self._stops: list[Callable[[], None]] = [handle.remove for handle in handles]
 
     @property
     def inside(self) -> bool:
         """Whether a forward of this thread is running; False while a part of the model is called alone."""
         return self._here.own.inside
+
+    @property
+    def token(self) -> ForwardToken:
+        """What tells the forward that runs, or ran last, from others."""
+        return self._here.own.token
 
     @property
     def generating(self) -> bool:
@@ -403,20 +432,18 @@ class ForwardScope:
 
     def remove(self) -> None:
         """Stop watching."""
-        for stop in self._stops:
-            stop()
-        self._stops = []
+        for handle in self._handles:
+            handle.remove()
 
     def _on_call(self, _module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
-            self._here.own.inside = True
-            self._here.own.generating = any(kwargs.get(name) is not None for name in CACHES)
-            self._at_edge()
+            here = self._here.own
+            here.inside, here.token = True, ForwardToken()
+            here.generating = any(kwargs.get(name) is not None for name in CACHES)
+            self._begun()
 
     def _on_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
         if not is_recomputing():
             self._here.own.inside = False
-            self._at_edge()
             # torch passes None to this hook after an error
-            if output is None:
-                self._failed()
+            self._ended(output is None and sys.exc_info()[1] is not None)

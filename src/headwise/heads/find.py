@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
 from headwise.heads.experiments.arrangement import is_known, require_arranged
-from headwise.heads.experiments.replay import copy_deeply, draw_noise
+from headwise.heads.experiments.replay import draw_noise
+from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slice, check_head_slices, is_sharded
 from headwise.heads.heads import Heads, Site, require_told
 from headwise.heads.layouts.functional import call_projections, hands_weights
 from headwise.heads.layouts.known import LAYOUTS
@@ -37,6 +38,7 @@ from headwise.heads.layouts.steps import (
     projects,
 )
 from headwise.heads.layouts.suggestion import list_parameters, list_projections, suggest_rows
+from headwise.heads.record import copy_deeply
 from headwise.heads.scores.sdpa import connect_called_scores
 from headwise.heads.view import HeadView, check_head_views, is_sharded
 from headwise.nn.hooks import unwrap_compiled, without_wrappers

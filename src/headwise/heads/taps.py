@@ -8,10 +8,10 @@ The effective number of heads of an attention, from what it computed in a step.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -23,20 +23,22 @@ from headwise.functional.alignment import FEWEST_TOKENS, effective_number, form_
 from headwise.functional.tokens import select_tokens
 from headwise.heads.capture import (
     Capture,
-    ForwardToken,
+    ForwardScope,
     OpenCapture,
     Padding,
     ValueParts,
+    find_askers,
     list_parameters,
     name_arguments,
+    note_padding,
     read_padding,
     split_heads,
 )
-from headwise.heads.heads import Heads, Site, require_heads
+from headwise.heads.heads import Heads, Site, Undo, require_heads
 from headwise.heads.layouts.functional import is_handing
 from headwise.heads.method import Method
 from headwise.nn.checkpointing import is_recomputing
-from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, unwrap_compiled
+from headwise.nn.hooks import Handle, PerThread, read_first_argument, unwrap_compiled
 from headwise.nn.multihead import walk_once
 from headwise.nn.scores import Attended, Observer
 from headwise.strength import Target
@@ -47,39 +49,161 @@ UNREAD_CALLS = 64
 READS = ("outputs", "values", "weights", "mean_weights")
 
 
-class _Calls:
-    """The calls of one site since the last read."""
+class _Here:
+    """What a thread knows of a site: its calls since the last read, and the padding of the queries of the next."""
 
     def __init__(self) -> None:
         self.calls: list[OpenCapture] = []
+        self.asked = Padding()
 
 
-@dataclass(eq=False)
-class _SiteCalls:
-    """A site, its calls, and whether there was one.
+class _SiteTap:
+    """The hooks of one site, and its calls since the last read.
 
     Each site has an object of its own, and nothing is looked up by name: layers that torch.compile compiles one by one
     then differ in nothing it guards on, and share a graph.
     """
 
-    site: Site
-    here: PerThread[_Calls] = field(default_factory=lambda: PerThread(_Calls))
-    reached: bool = False
+    def __init__(self, taps: Taps, site: Site) -> None:
+        self.taps, self.site, self.crosses = taps, site, site.kind == "cross"
+        self.here, self.reached = PerThread(_Here), False
+        self.names, self.parts = list_parameters(site.module), ValueParts(site)
+        self.within = self._list_within()
+        self.places = _list_places(site) if taps.values else []
+
+    def attach(self, undo: Undo) -> None:
+        """Put the hooks in place; `undo` is given what removes them."""
+        taps, site, within = self.taps, self.site, self.within
+        needed = taps.outputs and "outputs" not in within
+        projection = site.expose(undo) if needed or site.prepare is not None else None
+        taps.hook_before(site.module, self.begin)
+        if taps.outputs and projection is not None:
+            taps.hook_before(projection.module, self.take_outputs)
+        if taps.mean_weights and site.divided:
+            raise LayoutError(
+                f"{site.label}: under tensor parallel no process computes the weights of all heads, "
+                "so their mean is not available; read weights=True, or use Position() without recompute."
+            )
+        if taps.weights or taps.mean_weights or within:
+            # values that a module may return are read here where it did not, and need no call here
+            needs = taps.weights or taps.mean_weights or {*within} - {"values"} or not site.value_modules
+            active = taps._is_active if needs else _never
+            listener = Observer(self.see, taps.weights, taps.mean_weights, taps.beside, active)
+            undo(site.reach_scores(undo).listen(listener))
+        if taps.values:
+            if not site.value_modules and "values" not in within:
+                raise LayoutError(
+                    f"{site.label} ({type(site.module).__name__}): no module computes values of its "
+                    "heads; read their outputs or weights."
+                )
+            for index, module in enumerate(site.value_modules):
+                taps.hook_after(module, partial(self.take_values, index))
+
+    def _list_within(self) -> tuple[str, ...]:
+        """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
+        site = self.site
+        called = bool(site.value_modules) and not is_handing(site)
+        apart = {
+            "values": called or all(part.projection != "value" for part in site.parts),
+            "outputs": site.output_projection is not None,
+        }
+        return tuple(what for what in apart if getattr(self.taps, what) and not apart[what] and site.gives(what))
+
+    def note_asked(self, padding: Padding) -> None:
+        """Note the padding that the self-attention on the same queries received."""
+        if not self.taps._is_silent():
+            self.here.own.asked = padding
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Open a capture; the hook before the site."""
+        taps = self.taps
+        if taps._is_silent():
+            return
+        self._require_values()
+        accumulates, running, scope, here = taps._accumulates(), taps._running.own, taps._forward, self.here.own
+        if accumulates and running.transient:
+            # what an evaluation left unread must not enter the next penalty
+            taps._forget()
+        if not accumulates:
+            here.calls = [call for call in here.calls if scope.inside and call.forward is not None]
+        running.transient, self.reached = not accumulates, True
+        own = read_padding(module, name_arguments(self.names, args, kwargs))
+        # the decoder's own self-attention ran just before, on the queries of this call
+        asked = here.asked if self.crosses else own
+        capture = Capture(self.site, key_keep=own.keep)
+        here.calls.append(OpenCapture(capture, own, asked, scope.token if scope.inside else None))
+        if taps.newest is not None:
+            del here.calls[: -taps.newest]
+        elif len(here.calls) > UNREAD_CALLS:
+            raise NotFired(
+                f"{len(here.calls)} captures of {self.site.label} were kept and never read; call the penalty "
+                "(or read the taps) after each forward, or remove() it."
+            )
+
+    def take_outputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Take the outputs of the heads; the hook before W_O."""
+        projection = self.site.output_projection
+        if projection is None or module is not projection.module:
+            return
+        capture = self._find_newest()
+        # once a call: another attention may call the same module later
+        if capture is not None and capture.outputs is None:
+            capture.outputs = split_heads(read_first_argument(module, args, kwargs), self.site)
+
+    def take_values(self, index: int, _module: nn.Module, _args: tuple, output: Tensor) -> None:
+        """Take values; the hook after one of the modules that project them."""
+        capture = self._find_newest()
+        if capture is not None and capture.values is None:
+            capture.values = self.parts.take(index, output)
+
+    def see(self, attended: Attended) -> None:
+        """Take what is read where the scores are computed."""
+        capture = self._find_newest()
+        if capture is None:
+            return
+        if attended.key_keep is not None:
+            capture.key_keep = attended.key_keep
+        if "values" in self.within and capture.values is None:
+            capture.values = attended.values
+        if "outputs" in self.within:
+            capture.outputs = attended.outputs
+        if self.taps.weights and attended.weights is not None:
+            capture.weights = self.site.gather_heads(attended.weights, 1, self.site.num_heads)
+        if self.taps.mean_weights:
+            capture.mean_weights = attended.mean_weights
+
+    def _find_newest(self) -> Capture | None:
+        calls = self.here.own.calls
+        return calls[-1].capture if calls and not self.taps._is_silent() else None
+
+    def _require_values(self) -> None:
+        """Raise `NotFired` where another module has taken the place of one that projects values."""
+        for owner, name, part in self.places:
+            held = getattr(owner, name, None)
+            if held is not part and (held is None or unwrap_compiled(held) is not part):
+                raise NotFired(
+                    f"{self.site.label}: what projects its values is now a {type(held).__name__}, set after this was "
+                    "attached, and the values of another module would be read; call remove(), find heads again, and "
+                    "attach again."
+                )
 
 
-class _QueryPadding:
-    """The padding of the queries of a layer's cross-attention, as its self-attention received it."""
+def _list_places(site: Site) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return where the modules that project values are held, each with its name there."""
+    read = {id(module) for module in site.value_modules}
+    return [
+        (owner, name, part)
+        for owner in site.module.modules()
+        for name, part in owner._modules.items()
+        if part is not None and id(part) in read
+    ]
+
+
+class _Running:
+    """Whether a thread's captures are kept until they are read or the next forward, and whether none are made."""
 
     def __init__(self) -> None:
-        self.padding = Padding()
-
-
-class _Forward:
-    """The forward of the model that runs, or ran last, and whether captures are kept until they are read."""
-
-    def __init__(self) -> None:
-        self.running = self.transient = self.paused = False
-        self.token = ForwardToken()
+        self.transient = self.paused = False
 
 
 class Taps(Handle):
@@ -143,11 +267,17 @@ class Taps(Handle):
         self.heads = heads
         self.outputs, self.values, self.weights, self.mean_weights = outputs, values, weights, mean_weights
         self.beside, self.training_only, self.newest = beside, training_only, newest
-        self._records = [_SiteCalls(site) for site in heads.sites]
-        self._queries: list[PerThread[_QueryPadding]] = []
-        self._forward = PerThread(_Forward)
+        self._records: list[_SiteTap] = []
+        self._running = PerThread(_Running)
+        self._forward = ForwardScope(heads.model, self._begin_forward, self._end_forward)
+        self._removers.append(self._forward.remove)
         with self._attaching(), walk_once(heads.model):
-            self._attach()
+            self._records = [_SiteTap(self, site) for site in heads.sites]
+            taps = {record.site: record for record in self._records}
+            for asking, asked in find_askers(heads):
+                self.hook_before(asked.module, note_padding(asked.module, taps[asking].note_asked))
+            for record in self._records:
+                record.attach(self._removers.append)
 
     def read(self) -> list[Capture]:
         """Return the captures since the last read, and forget them.
@@ -186,11 +316,11 @@ class Taps(Handle):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Capture nothing of this thread inside the block; the model computes what it would without taps."""
-        before, self._forward.own.paused = self._forward.own.paused, True
+        before, self._running.own.paused = self._running.own.paused, True
         try:
             yield
         finally:
-            self._forward.own.paused = before
+            self._running.own.paused = before
 
     def check(self) -> None:
         """Raise `NotFired` unless a tapped site was called."""
@@ -204,10 +334,10 @@ class Taps(Handle):
         """Detach from the model."""
         super().remove()
         for record in self._records:
-            record.here = PerThread(_Calls)
+            record.here = PerThread(_Here)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_records": [], "_queries": []}
+        return {**super().__getstate__(), "_records": [], "_forward": None}
 
     def _describe(self) -> str:
         read = [name for name in READS if getattr(self, name)]
@@ -223,62 +353,8 @@ class Taps(Handle):
     def _finish(self, call: OpenCapture) -> Capture:
         return call.finish(**{name: getattr(self, name) for name in READS})
 
-    def _attach(self) -> None:
-        model = self.heads.model
-        self.hook_before(model, self._on_model_call)
-        # after a forward that raised, too
-        left = model.register_forward_hook(Hook(model, self._on_model_return), always_call=True)
-        self._removers.append(left.remove)
-        crossed = {
-            (site.stack, site.layer): PerThread(_QueryPadding) for site in self.heads.sites if site.kind == "cross"
-        }
-        self._queries = list(crossed.values())
-        for site in self.heads.found:
-            if site.kind != "cross" and (site.stack, site.layer) in crossed:
-                self.hook_before(site.module, self._make_queries_hook(site, crossed[site.stack, site.layer]))
-        for site, record in zip(self.heads.sites, self._records, strict=True):
-            queries = crossed[site.stack, site.layer] if site.kind == "cross" else None
-            within = self._list_within(site)
-            needed = self.outputs and "outputs" not in within
-            expose = needed or site.prepare is not None
-            projection = site.expose(self._removers.append) if expose else None
-            self.hook_before(site.module, self._make_site_hook(record, queries))
-            if self.outputs and projection is not None:
-                self.hook_before(projection.module, self._make_outputs_hook(record))
-            if self.mean_weights and site.divided:
-                raise LayoutError(
-                    f"{site.label}: under tensor parallel no process computes the weights of all heads, "
-                    "so their mean is not available; read weights=True, or use Position() without recompute."
-                )
-            if self.weights or self.mean_weights or within:
-                observe = self._make_observer(record, within)
-                # values that a module may return are read here where it did not, and need no call here
-                needs = self.weights or self.mean_weights or {*within} - {"values"} or not site.value_modules
-                active = self._is_active if needs else _never
-                listener = Observer(observe, self.weights, self.mean_weights, self.beside, active)
-                self._removers.append(site.reach_scores(self._removers.append).listen(listener))
-            if self.values:
-                modules = site.value_modules
-                if not modules and "values" not in within:
-                    raise LayoutError(
-                        f"{site.label} ({type(site.module).__name__}): no module computes values of its "
-                        "heads; read their outputs or weights."
-                    )
-                parts = ValueParts(site)
-                for index, module in enumerate(modules):
-                    self.hook_after(module, self._make_values_hook(record, index, parts))
-
-    def _list_within(self, site: Site) -> tuple[str, ...]:
-        """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
-        called = bool(site.value_modules) and not is_handing(site)
-        apart = {
-            "values": called or all(part.projection != "value" for part in site.parts),
-            "outputs": site.output_projection is not None,
-        }
-        return tuple(what for what in apart if getattr(self, what) and not apart[what] and site.gives(what))
-
     def _is_active(self) -> bool:
-        return not self._forward.own.paused and (not self.training_only or self._accumulates())
+        return not self._running.own.paused and (not self.training_only or self._accumulates())
 
     def _is_silent(self) -> bool:
         # the first run of a checkpoint was captured
@@ -289,143 +365,20 @@ class Taps(Handle):
 
     def _forget(self) -> None:
         for record in self._records:
-            record.here.own.calls = []
-        for queries in self._queries:
-            queries.own.padding = Padding()
+            record.here.own.calls, record.here.own.asked = [], Padding()
 
-    def _on_model_call(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if self._is_silent():
+    def _begin_forward(self) -> None:
+        if not self._is_active() or self._accumulates():
             return
-        if not self._accumulates():
-            for record in self._records:
-                record.here.own.calls = [call for call in record.here.own.calls if call.forward is None]
-            for queries in self._queries:
-                queries.own.padding = Padding()
-        self._forward.own.token, self._forward.own.running = ForwardToken(), True
+        for record in self._records:
+            here = record.here.own
+            here.calls, here.asked = [call for call in here.calls if call.forward is None], Padding()
 
-    def _on_model_return(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        self._forward.own.running = False
-        if output is None and sys.exc_info()[1] is not None:
-            # the forward failed: what it captured must not enter the next penalty
-            failed = self._forward.own.token
-            for record in self._records:
-                record.here.own.calls = [call for call in record.here.own.calls if call.forward is not failed]
-
-    def _make_site_hook(
-        self, record: _SiteCalls, queries: PerThread[_QueryPadding] | None
-    ) -> Callable[[nn.Module, tuple, dict], None]:
-        names = list_parameters(record.site.module)
-        require_values = _make_value_check(record.site) if self.values else _never
-
-        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._is_silent():
-                return
-            require_values()
-            accumulates, forward, here = self._accumulates(), self._forward.own, record.here.own
-            if accumulates and forward.transient:
-                # what an evaluation left unread must not enter the next penalty
-                self._forget()
-            if not accumulates:
-                here.calls = [call for call in here.calls if forward.running and call.forward is not None]
-            forward.transient, record.reached = not accumulates, True
-            own = read_padding(module, name_arguments(names, args, kwargs))
-            # the decoder's own self-attention ran just before, on the queries of this call
-            asked = own if queries is None else queries.own.padding
-            capture = Capture(record.site, key_keep=own.keep)
-            here.calls.append(OpenCapture(capture, own, asked, forward.token if forward.running else None))
-            if self.newest is not None:
-                del here.calls[: -self.newest]
-            elif len(here.calls) > UNREAD_CALLS:
-                raise NotFired(
-                    f"{len(here.calls)} captures of {record.site.label} were kept and never read; call the penalty "
-                    "(or read the taps) after each forward, or remove() it."
-                )
-
-        return called
-
-    def _make_queries_hook(
-        self, site: Site, queries: PerThread[_QueryPadding]
-    ) -> Callable[[nn.Module, tuple, dict], None]:
-        names = list_parameters(site.module)
-
-        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not self._is_silent():
-                queries.own.padding = read_padding(module, name_arguments(names, args, kwargs))
-
-        return called
-
-    def _find_newest(self, record: _SiteCalls) -> Capture | None:
-        calls = record.here.own.calls
-        return calls[-1].capture if calls and not self._is_silent() else None
-
-    def _make_outputs_hook(self, record: _SiteCalls) -> Callable[[nn.Module, tuple, dict], None]:
-        site = record.site
-
-        def called(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            projection = site.output_projection
-            if projection is None or module is not projection.module:
-                return
-            capture = self._find_newest(record)
-            # once a call: another attention may call the same module later
-            if capture is not None and capture.outputs is None:
-                capture.outputs = split_heads(read_first_argument(module, args, kwargs), site)
-
-        return called
-
-    def _make_values_hook(
-        self, record: _SiteCalls, index: int, parts: ValueParts
-    ) -> Callable[[nn.Module, tuple, Tensor], None]:
-        """Return a hook on one of the modules that project values."""
-
-        def called(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            capture = self._find_newest(record)
-            if capture is not None and capture.values is None:
-                capture.values = parts.take(index, output)
-
-        return called
-
-    def _make_observer(self, record: _SiteCalls, within: tuple[str, ...]) -> Callable[[Attended], None]:
-        site = record.site
-
-        def see(attended: Attended) -> None:
-            capture = self._find_newest(record)
-            if capture is None:
-                return
-            if attended.key_keep is not None:
-                capture.key_keep = attended.key_keep
-            if "values" in within and capture.values is None:
-                capture.values = attended.values
-            if "outputs" in within:
-                capture.outputs = attended.outputs
-            if self.weights and attended.weights is not None:
-                capture.weights = site.gather_heads(attended.weights, 1, site.num_heads)
-            if self.mean_weights:
-                capture.mean_weights = attended.mean_weights
-
-        return see
-
-
-def _make_value_check(site: Site) -> Callable[[], object]:
-    """Return what raises `NotFired` where another module has taken the place of one that projects values."""
-    read = {id(module) for module in site.value_modules}
-    places = [
-        (owner, name, part)
-        for owner in site.module.modules()
-        for name, part in owner._modules.items()
-        if part is not None and id(part) in read
-    ]
-
-    def require() -> None:
-        for owner, name, part in places:
-            held = getattr(owner, name, None)
-            if held is not part and (held is None or unwrap_compiled(held) is not part):
-                raise NotFired(
-                    f"{site.label}: what projects its values is now a {type(held).__name__}, set after this was "
-                    "attached, and the values of another module would be read; call remove(), find heads again, and "
-                    "attach again."
-                )
-
-    return require
+    def _end_forward(self, failed: bool) -> None:
+        # what a forward that failed captured must not enter the next penalty
+        for record in self._records if failed else ():
+            here = record.here.own
+            here.calls = [call for call in here.calls if call.forward is not self._forward.token]
 
 
 @dataclass(frozen=True)

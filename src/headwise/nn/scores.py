@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +102,27 @@ class ScoreCall:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     causal: bool = False
 
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, cached: int | None, causal: bool = False) -> Self:
+        """Return the call with queries [B, H, Q, e] and keys [B, G, K, e].
+
+        Args:
+            query: The queries.
+            key: The keys.
+            cached: How many tokens are in its cache; None without one.
+            causal: As in the attributes.
+        """
+        return cls(
+            max(query.shape[0], key.shape[0]),
+            *query.shape[1:3],
+            key.shape[2],
+            first=cached or 0,
+            cached=cached is not None,
+            dtype=query.dtype,
+            device=query.device,
+            causal=causal,
+        )
+
     @property
     def query_positions(self) -> Tensor:
         """Positions of the queries, [Q]; padding on the left counts."""
@@ -149,10 +169,11 @@ class Scores(Protocol):
 
 
 class RunningCall:
-    """How many tokens are in the cache of the running call, whether it has one, and whether it has attended."""
+    """How many tokens are in the cache of the running call, None without one, and whether it has attended."""
 
     def __init__(self) -> None:
-        self.first, self.cached, self.attended = 0, False, False
+        self.cached: int | None = None
+        self.attended = False
 
 
 class Listeners:
@@ -172,20 +193,24 @@ class Listeners:
         return Listeners, ()
 
 
-def add_listener(owner: Any, listener: Observer | Bias) -> None:
-    """Add a listener to what has `observers` and `biases`."""
+def add_listener(owner: Any, listener: Observer | Bias, *then: Callable[[], object]) -> Callable[[], None]:
+    """Add a listener to what has `observers` and `biases`; return what removes it, and calls functions afterwards.
+
+    Without listeners, these are the empty ones of the owner's class again.
+    """
     name = "observers" if isinstance(listener, Observer) else "biases"
     setattr(owner, name, (*getattr(owner, name), listener))
 
-
-def discard_listener(owner: Any, listener: Observer | Bias) -> None:
-    """Remove a listener from what has `observers` and `biases`, which are the empty ones of its class at the end."""
-    for name in ("observers", "biases"):
+    def stop() -> None:
         left = tuple(other for other in getattr(owner, name) if other is not listener)
         if left:
             setattr(owner, name, left)
         else:
             vars(owner).pop(name, None)
+        for end in then:
+            end()
+
+    return stop
 
 
 class TorchScores:
@@ -202,8 +227,7 @@ class TorchScores:
         module = self.module
         if not hasattr(module, "observers"):
             raise LayoutError(f"{type(module).__name__} computes its scores internally; adopt() it first.")
-        add_listener(module, listener)
-        return partial(discard_listener, module, listener)
+        return add_listener(module, listener)
 
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return what ends the mixing, and a check: nothing, as the module itself attends with its mixer."""

@@ -20,6 +20,7 @@ from headwise.functional.alignment import FEWEST_TOKENS
 from headwise.functional.subspaces import span_similarity
 from headwise.heads.capture import Capture
 from headwise.heads.heads import Heads, Site, heads_first, require_heads
+from headwise.heads.record import evaluating
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval
@@ -261,18 +262,6 @@ def measure(
         roles=names,
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of every module at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def group_readable(

@@ -8,11 +8,10 @@ then, and the query, key and value projections of the module itself, return thei
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,33 +20,41 @@ from headwise.errors import HeadwiseError, NotFired, ShapeError
 from headwise.heads.ablation import ablate
 from headwise.heads.capture import partial_forwards
 from headwise.heads.heads import Heads, Site
-from headwise.nn.hooks import Hook
+from headwise.heads.record import Call, list_tensors, record, returning
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call of a module: when it began and ended, and what it returned."""
+class Returned(NamedTuple):
+    """What a call returned, and the versions of its tensors then."""
 
-    module: nn.Module = field(repr=False)
-    start: int
-    end: int = -1
-    output: Any = field(default=None, repr=False)
-    versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
+    output: Any
+    versions: tuple[tuple[Tensor, int], ...]
+
+    @property
+    def stale(self) -> bool:
+        """Whether it was modified in place since: it is never replayed then."""
+        return any(tensor._version != version for tensor, version in self.versions)
 
 
-@dataclass(eq=False)
+def _note_versions(output: Any) -> Returned:
+    tensors = (tensor for tensor in list_tensors(output) if not tensor.is_inference())
+    return Returned(output, tuple((tensor, tensor._version) for tensor in tensors))
+
+
+@dataclass(frozen=True, eq=False)
 class Recording:
-    """One forward pass: the calls of some modules, and when each output projection was first called.
+    """One forward pass of a model.
 
     Attributes:
-        changed: Names of modules whose output was later modified in place; these are never replayed.
+        heads: The heads.
+        projections: The output projection of each site, by its name.
+        projected: Calls of these.
+        calls: Calls of the modules that can be replayed, whose outputs are `Returned`.
     """
 
     heads: Heads
-    changed: tuple[str, ...] = ()
-    _calls: list[_Call] = field(default_factory=list)
-    _reached: dict[str, int] = field(default_factory=dict)
-    _clock: int = 0
+    projections: dict[str, nn.Module]
+    projected: list[Call]
+    calls: list[Call]
 
     @contextmanager
     def before(self, site: Site) -> Iterator[int]:
@@ -58,88 +65,43 @@ class Recording:
         Raises:
             NotFired: The recorded forward pass did not reach the site.
         """
-        if site.name not in self._reached:
+        reached = self.reached(site)
+        if reached < 0:
             raise NotFired(
                 f"the forward pass did not use {site.label}; select other heads, or give batches that use it."
             )
-        done = [call for call in self._calls if 0 <= call.end < self._reached[site.name] and not _is_stale(call)]
+        done = [call for call in self.calls if 0 <= call.end < reached and not call.output.stale]
         outermost = [call for call in done if not any(_is_inside(call, other) for other in done)]
-        by_module: dict[nn.Module, list[_Call]] = {}
-        for call in outermost:
-            by_module.setdefault(call.module, []).append(call)
-        replayed = {module: calls for module, calls in by_module.items() if self._in_order(module, calls, outermost)}
-        restore: list[Callable[[], None]] = []
-        begin: Counter[nn.Module] = Counter()
-        reset = self.heads.model.register_forward_pre_hook(lambda *_: begin.clear())
-        try:
-            for module, calls in replayed.items():
-                restore.append(_patch(module, calls, begin))
-            with partial_forwards():
-                yield sum(map(len, replayed.values()))
-        finally:
-            reset.remove()
-            for undo in restore:
-                undo()
+        # a module is replayed where the calls saved are the first that it will get
+        left = [call for call in self.calls if not any(_is_inside(call, other) for other in outermost)]
+        saved: dict[nn.Module, list[Any]] = {}
+        for module in dict.fromkeys(call.module for call in outermost):
+            calls = [call for call in outermost if call.module is module]
+            if [call for call in left if call.module is module][: len(calls)] == calls:
+                saved[module] = [call.output.output for call in calls]
+        with returning(self.heads.model, saved), partial_forwards():
+            yield sum(map(len, saved.values()))
 
     def reached(self, site: Site) -> int:
         """Return when the output projection of a site was first called, as an increasing number; -1 for never."""
-        return self._reached.get(site.name, -1)
-
-    def _in_order(self, module: nn.Module, calls: list[_Call], outermost: list[_Call]) -> bool:
-        """Return whether the replayed calls are the first calls that the module will get."""
-        own = [call for call in self._calls if call.module is module]
-        left = [call for call in own if not any(_is_inside(call, other) for other in outermost)]
-        return left[: len(calls)] == calls
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+        own = self.projections.get(site.name)
+        return next((call.start for call in self.projected if call.module is own), -1)
 
 
 @contextmanager
-def record(heads: Heads) -> Iterator[Recording]:
+def record_forward(heads: Heads) -> Iterator[Recording]:
     """Record a forward pass of the model: exactly one must run inside the block.
 
     Args:
         heads: Heads of the modules before which `Recording.before` can replay.
     """
-    recording = Recording(heads)
-    handles = []
-    open_calls: dict[nn.Module, list[_Call]] = {}
-
-    def begun(module: nn.Module, _args: tuple) -> None:
-        call = _Call(module, recording._tick())
-        recording._calls.append(call)
-        open_calls.setdefault(module, []).append(call)
-
-    def ended(module: nn.Module, _args: tuple, output: object) -> None:
-        call = open_calls[module].pop()
-        call.end, call.output = recording._tick(), output
-        call.versions = tuple(
-            (tensor, tensor._version) for tensor in iterate_tensors(output) if not tensor.is_inference()
-        )
-
-    def reached(site: Site) -> Callable[[nn.Module, tuple], None]:
-        def at(_module: nn.Module, _args: tuple) -> None:
-            recording._reached.setdefault(site.name, recording._tick())
-
-        return at
-
-    exposed = ExitStack()
-    try:
-        for site in heads.sites:
-            output_projection = site.expose(exposed.callback).module
-            handles.append(output_projection.register_forward_pre_hook(Hook(output_projection, reached(site))))
-        for module in find_replayable(heads):
-            handles.append(module.register_forward_pre_hook(Hook(module, begun)))
-            handles.append(module.register_forward_hook(Hook(module, ended)))
-        yield recording
-    finally:
-        for handle in handles:
-            handle.remove()
-        exposed.close()
-    names = {module: name for name, module in heads.model.named_modules()}
-    recording.changed = tuple(dict.fromkeys(names[call.module] for call in recording._calls if _is_stale(call)))
+    with ExitStack() as exposed:
+        projections = {site.name: site.expose(exposed.callback).module for site in heads.sites}
+        with (
+            record(projections.values()) as projected,
+            record(find_replayable(heads), outputs=_note_versions) as calls,
+        ):
+            yield Recording(heads, projections, projected, calls)
 
 
 def find_replayable(heads: Heads) -> list[nn.Module]:
@@ -162,48 +124,8 @@ def find_replayable(heads: Heads) -> list[nn.Module]:
     return [module for module in found if module is not heads.model]
 
 
-def _patch(module: nn.Module, calls: list[_Call], begin: Counter[nn.Module]) -> Callable[[], None]:
-    """Replay the first calls of a module in each forward pass; returns a function that undoes the patch."""
-    own = module.__dict__.get("forward")
-    forward = module.forward
-
-    def replay(*args: Any, **kwargs: Any) -> Any:
-        number = begin[module]
-        begin[module] += 1
-        return calls[number].output if number < len(calls) else forward(*args, **kwargs)
-
-    def undo() -> None:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
-
-    module.__dict__["forward"] = replay
-    return undo
-
-
-def _is_inside(call: _Call, other: _Call) -> bool:
+def _is_inside(call: Call, other: Call) -> bool:
     return other.start < call.start and call.end < other.end
-
-
-def _is_stale(call: _Call) -> bool:
-    return any(tensor._version != version for tensor, version in call.versions)
-
-
-def iterate_tensors(output: object) -> Iterator[Tensor]:
-    """Yield the tensors in the output of a module, also inside tuples, lists and mappings.
-
-    >>> [len(one) for one in iterate_tensors({"a": torch.zeros(2), "b": [torch.zeros(3), None]})]
-    [2, 3]
-    """
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from iterate_tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from iterate_tensors(value)
 
 
 Score = Callable[[Any, Any], Tensor]
@@ -268,7 +190,7 @@ def measure_removal(
 
     with torch.no_grad():
         for batch in batches:
-            with record(heads) as recording, around(batch):
+            with record_forward(heads) as recording, around(batch):
                 output = run(heads.model, batch)
             values = _compute_score(score, output, batch)
             tell(1)
@@ -348,7 +270,7 @@ class _Removal:
                 again = self.run(self.heads.model, self.batch)
         except Exception as error:
             return f"the model failed when resumed at {name} ({_describe(error)})"
-        before, after = list(iterate_tensors(whole)), list(iterate_tensors(again))
+        before, after = list(list_tensors(whole)), list(list_tensors(again))
         if not before:
             return f"the model returns a {type(whole).__name__}, which holds no tensor to compare"
         if [one.shape for one in before] != [other.shape for other in after]:

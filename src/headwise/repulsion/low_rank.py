@@ -33,8 +33,10 @@ from torch.optim import Optimizer
 
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
-from headwise.heads.view import HeadView
-from headwise.kernels import (
+from headwise.heads.head_slice import HeadSlice
+from headwise.nn.hooks import Handle, PerThread, read_first_argument, replace_first_argument
+from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
+from headwise.repulsion.kernels import (
     Geometry,
     add_up,
     find_collapsed,
@@ -220,10 +222,8 @@ class DriveRoutes(Handle):
         for route in self.routes:
             route.refresh()
             self.hook_before(route.adapter.down, route.before_down)
-            self._removers.append(
-                route.adapter.down.register_forward_hook(Hook(route.adapter.down, route.after_down)).remove
-            )
-            self._removers.append(route.adapter.up.register_forward_hook(Hook(route.adapter.up, route.after_up)).remove)
+            self.hook_after(route.adapter.down, route.after_down)
+            self.hook_after(route.adapter.up, route.after_up)
 
     def refresh_after(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Mix B as the parameters are after a step: a compiled forward pass cannot ask what changed."""

@@ -261,7 +261,7 @@ class Guidance(Handle):
         for guidance in earlier:
             guidance.remove()
         self._copied = False
-        self._forward = ForwardScope(heads.model, self._end_use, self._forget_failed)
+        self._forward = ForwardScope(heads.model, self._end_use, self._end_forward)
         with self._attaching():
             self._attach()
             if mask is not None:
@@ -416,6 +416,11 @@ class Guidance(Handle):
     def _end_use(self) -> None:
         """Note at the start and the end of a forward that the mask of what ran before is over."""
         self._use.own.over = self._use.own.used
+
+    def _end_forward(self, failed: bool) -> None:
+        self._end_use()
+        if failed:
+            self._forget_failed()
 
     def _take_mask(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if ROLE_MASK not in kwargs:

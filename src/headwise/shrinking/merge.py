@@ -412,7 +412,7 @@ def _merge(
 ) -> Merging:
     sites = list(heads)
     shown = _find_shown(heads.model) if batches is None else batches[0]
-    merger = _Merger(sites, groups, find_freedoms(sites, shown), batches)
+    merger = _Merger(heads, groups, find_freedoms(sites, shown), batches)
     require_unread(heads, shown)
     cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=True)
     # sinks and other parameters of query heads, which move with them
@@ -456,23 +456,23 @@ class _Merger:
     """Writes weights of merged heads into sites, one way or another.
 
     Args:
-        sites: The attentions, in the order in which the model runs them.
+        heads: The attentions, in the order in which the model runs them.
         groups: Key/value heads of each afterwards.
         freedoms: What is free in each.
         batches: Calibration inputs, or None.
     """
 
     def __init__(
-        self, sites: Sequence[Site], groups: int, freedoms: Mapping[Site, Freedom], batches: Sequence[Batch] | None
+        self, heads: Heads, groups: int, freedoms: Mapping[Site, Freedom], batches: Sequence[Batch] | None
     ) -> None:
-        self.sites, self.groups, self.freedoms, self.batches = sites, groups, freedoms, batches
-        self._wanted: dict[Site, Wanted] = {} if batches is None else record_wanted(sites, batches)
+        self.heads, self.groups, self.freedoms, self.batches = heads, groups, freedoms, batches
+        self._wanted: dict[Site, Wanted] = {} if batches is None else record_wanted(heads, batches)
 
     def write(self, way: Way) -> tuple[dict[Site, Groups], float | None]:
         """Make the heads of each group alike, site by site, and return the groups and the mean error of outputs."""
         chosen: dict[Site, Groups] = {}
         errors = []
-        for site in self.sites:
+        for site in self.heads:
             moments = assume_inputs(site) if self.batches is None else measure_inputs(site, self.batches)
             chosen[site] = make_alike(site, self.groups, way, self.freedoms[site], moments)
             if self.batches is not None:
@@ -480,7 +480,8 @@ class _Merger:
         return chosen, sum(errors) / len(errors) if errors else None
 
     def _fit(self, site: Site, batches: Sequence[Batch], *, refit: bool) -> float:
-        fit = measure_outputs(site, self._wanted[site], batches)
+        alone = replace(self.heads, sites=(site,))
+        fit = measure_outputs(alone, self._wanted[site], batches)
         weight = join_output(site)
         if refit:
             weight = refit_output(fit.moments, fit.products, weight)

@@ -8,7 +8,7 @@ What is free in the heads of an attention, found out by experiment: changes that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, NotFired, SettingError
-from headwise.heads.capture import list_parameters, name_arguments, read_padding, split_heads
-from headwise.heads.experiments.replay import RecordedCall, Replay, record_calls
-from headwise.heads.heads import Site
-from headwise.heads.view import HeadView
-from headwise.nn.hooks import Handle, read_first_argument
+from headwise.heads.capture import Padding, note_padding
+from headwise.heads.experiments.replay import Replay
+from headwise.heads.head_slice import HeadSlice
+from headwise.heads.heads import Heads, Site
+from headwise.heads.record import Call, evaluating, record_sites, restored, watching
+from headwise.heads.taps import Taps
+from headwise.nn.hooks import guard_hooks, read_first_argument
 from headwise.shrinking.alignment import (
     Alignment,
     Groups,
@@ -36,39 +38,6 @@ from headwise.shrinking.proof import run
 
 # Inputs of a model: positional arguments, or arguments by name.
 Batch = Any
-
-
-class Reading(Handle):
-    """Inside the block, functions get what modules of sites were called with, real tokens only.
-
-    Args:
-        sites: The sites; their padding is read from their own calls.
-        receive: For each site, the modules inside it to listen to and the function that gets (module, [T, F]).
-    """
-
-    def __init__(self, sites: dict[Site, tuple[Sequence[nn.Module], Callable[[nn.Module, Tensor], None]]]) -> None:
-        super().__init__()
-        for site, (modules, receive) in sites.items():
-            keeps: list[Tensor | None] = [None]
-            names = list_parameters(site.module)
-
-            def begin(
-                module: nn.Module, args: tuple, kwargs: dict, keeps: list[Tensor | None] = keeps, names: Any = names
-            ) -> None:
-                keeps[0] = read_padding(module, name_arguments(names, args, kwargs)).keep
-
-            def listen(
-                module: nn.Module,
-                args: tuple,
-                kwargs: dict,
-                keeps: list[Tensor | None] = keeps,
-                receive: Callable[[nn.Module, Tensor], None] = receive,
-            ) -> None:
-                receive(module, _select_real(read_first_argument(module, args, kwargs).detach(), keeps[0]))
-
-            self.hook_before(site.module, begin)
-            for module in {id(module): module for module in modules}.values():
-                self.hook_before(module, listen)
 
 
 def _select_real(given: Tensor, keep: Tensor | None) -> Tensor:
@@ -91,16 +60,22 @@ def measure_inputs(site: Site, batches: Sequence[Batch]) -> dict[int, Tensor]:
         HeadwiseError: An input is not finite.
     """
     moments: dict[int, Tensor] = {}
+    newest = [Padding()]
 
-    def add(module: nn.Module, rows: Tensor) -> None:
-        rows = rows.double()
+    def begin(padding: Padding) -> None:
+        newest[0] = padding
+
+    def add(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        rows = _select_real(read_first_argument(module, args, kwargs).detach(), newest[0].keep).double()
         rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
         moments[id(module)] = moments.get(id(module), 0.0) + rows.mT @ rows
 
-    with Reading({site: (list_projections(site), add)}):
+    guard_hooks()
+    modules = list_projections(site)
+    with watching([(site.module, note_padding(site.module, begin)), *((module, add) for module in modules)]):
         for batch in batches:
             run(site.model, batch)
-    for module in list_projections(site):
+    for module in modules:
         _require(site, moments.get(id(module)), type(module).__name__)
     return moments
 
@@ -125,16 +100,24 @@ class Wanted:
     calls: list[Tensor] = field(default_factory=list)
 
 
-def record_wanted(sites: Sequence[Site], batches: Sequence[Batch]) -> dict[Site, Wanted]:
-    """Run the model once, and keep what every site gives its output projection."""
-    wanted = {site: Wanted(join_output(site)) for site in sites}
-
-    def keep(site: Site) -> Callable[[nn.Module, Tensor], None]:
-        return lambda _module, rows: wanted[site].calls.append(split_heads(rows, site).flatten(-2))
-
-    with ExitStack() as undo, Reading({site: ([site.expose(undo.callback).module], keep(site)) for site in sites}):
+def _read_outputs(heads: Heads, batches: Sequence[Batch]) -> Iterator[tuple[Site, Tensor]]:
+    """Run a model, and yield what each call of a site gives its output projection, [T, H * e], of real tokens only."""
+    taps = Taps(heads, outputs=True)
+    try:
         for batch in batches:
-            run(sites[0].model, batch)
+            run(heads.model, batch)
+            for capture in taps.read_called():
+                assert capture.outputs is not None  # asked for
+                yield capture.site, _select_real(capture.outputs.flatten(-2), capture.query_keep)
+    finally:
+        taps.remove()
+
+
+def record_wanted(heads: Heads, batches: Sequence[Batch]) -> dict[Site, Wanted]:
+    """Run the model once, and keep what every site gives its output projection."""
+    wanted = {site: Wanted(join_output(site)) for site in heads}
+    for site, rows in _read_outputs(heads, batches):
+        wanted[site].calls.append(rows)
     return wanted
 
 
@@ -158,21 +141,17 @@ class Fit:
         return max(float(lost) + self.energy, 0.0) / self.energy if self.energy > 0 else 0.0
 
 
-def measure_outputs(site: Site, wanted: Wanted, batches: Sequence[Batch]) -> Fit:
-    """Run the model, and return moments of what the site gives W_O now with what W_O gave before."""
+def measure_outputs(heads: Heads, wanted: Wanted, batches: Sequence[Batch]) -> Fit:
+    """Run the model, and return moments of what one site gives W_O now with what W_O gave before."""
+    (site,) = heads
     calls = iter(wanted.calls)
     sums: dict[str, Any] = {"moments": 0.0, "products": 0.0, "energy": 0.0}
-
-    def add(_module: nn.Module, rows: Tensor) -> None:
-        rows = split_heads(rows, site).flatten(-2).double()
+    for _, given in _read_outputs(heads, batches):
+        rows = given.double()
         outputs = next(calls).double() @ wanted.weight.mT
         sums["moments"] += rows.mT @ rows
         sums["products"] += rows.mT @ outputs
         sums["energy"] += float(outputs.square().sum())
-
-    with ExitStack() as undo, Reading({site: ([site.expose(undo.callback).module], add)}):
-        for batch in batches:
-            run(site.model, batch)
     _require(site, sums["moments"] if isinstance(sums["moments"], Tensor) else None, "output projection")
     return Fit(**sums)
 
@@ -257,16 +236,15 @@ def find_freedoms(sites: Sequence[Site], batch: Batch) -> dict[Site, Freedom]:
         SettingError: The sequences are too short to tell.
         HeadwiseError: An attention could not be called again.
     """
-    calls = record_calls(sites[0].model, sites, lambda: run(sites[0].model, batch))
+    calls = record_sites(sites[0].model, sites, lambda: run(sites[0].model, batch))
     return {site: _find_freedom(site, call) for site, call in zip(sites, calls, strict=True)}
 
 
 @torch.no_grad()
-def _find_freedom(site: Site, call: RecordedCall) -> Freedom:
+def _find_freedom(site: Site, call: Call) -> Freedom:
     failed = "it computed NaN or infinity"
     for dtype in (torch.float64, torch.float32):
         # some code has float32 written into it
-        call.dtype = dtype
         with _converted(call.module, dtype):
             try:
                 heads = Replay(site, call).outputs()
@@ -295,7 +273,7 @@ def _find_freedom(site: Site, call: RecordedCall) -> Freedom:
 @dataclass(frozen=True, eq=False)
 class _Experiment:
     site: Site
-    call: RecordedCall
+    call: Call
     heads: Tensor
     tolerance: float
 
@@ -310,7 +288,7 @@ class _Experiment:
     def _keeps_scores(self, freedom: KeyFreedom) -> bool:
         query, key, _ = self.site.slices
         matrices, inverses = self._draw(freedom, key.head_size)
-        with _restored(query.parts, key.parts):
+        with restored(_list_data(query, key)):
             write_rows(key, matrices.mT @ read_rows(key))
             write_rows(query, inverses.repeat_interleave(self._members, 0).mT @ read_rows(query))
             return self._agrees(self.heads)
@@ -320,7 +298,7 @@ class _Experiment:
         matrices, _ = self._draw(freedom, value.head_size)
         if value.head_size != self.heads.shape[-1]:
             return False
-        with _restored(value.parts):
+        with restored(_list_data(value)):
             write_rows(value, matrices.mT @ read_rows(value))
             turned = matrices.repeat_interleave(self._members, 0).to(self.heads)
             return self._agrees((self.heads[..., None, :] @ turned)[..., 0, :])
@@ -366,21 +344,11 @@ def _read_rotary(site: Site, size: int) -> Iterator[int]:
             yield int(share * size)
 
 
-@contextmanager
-def _restored(*parts: Sequence) -> Iterator[None]:
-    """Put the weights and biases of head slices back at the end."""
-    own = [
-        parameter.data
-        for part in (part for group in parts for part in group)
-        for parameter in (part.owner._parameters.get(part.attribute), part.bias_parameter)
-        if parameter is not None
-    ]
-    before = [data.clone() for data in own]
-    try:
-        yield
-    finally:
-        for data, saved in zip(own, before, strict=True):
-            data.copy_(saved)
+def _list_data(*slices: HeadSlice) -> list[Tensor]:
+    """Return the weights and biases of head slices."""
+    parts = [part for head_slice in slices for part in head_slice.parts]
+    held = [one for part in parts for one in (part.owner._parameters.get(part.attribute), part.bias_parameter)]
+    return [parameter.data for parameter in held if parameter is not None]
 
 
 @contextmanager
@@ -388,20 +356,18 @@ def _converted(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Have a module compute in a precision, in evaluation mode, and put all of it back at the end."""
     parameters = [(one, one.data, one.grad) for one in module.parameters()]
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    modes = [(part, part.training) for part in module.modules()]
     for one, _, _ in parameters:
         one.grad = None
-    module.to(dtype).eval()
+    module.to(dtype)
     try:
-        yield
+        with evaluating(module):
+            yield
     finally:
         for one, data, gradient in parameters:
             one.data = data
             one.grad = gradient
         for part, held in buffers:
             part._buffers.update(held)
-        for part, training in modes:
-            part.training = training
 
 
 Grouping = Literal["similarity", "order"]

@@ -17,6 +17,7 @@ from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.heads.ablation import ablate
 from headwise.heads.experiments.arrangement import KNOWN
 from headwise.heads.heads import Heads, Site
+from headwise.heads.record import evaluating, list_tensors, record, restored
 
 # Largest difference, relative to the largest output: matrix products of another width round apart.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -233,8 +234,8 @@ def run(model: nn.Module, inputs: Sequence | Mapping) -> list[Tensor]:
     """Return the outputs of a model in evaluation mode: all tensors of floating-point numbers among them."""
     args = () if isinstance(inputs, Mapping) else tuple(inputs)
     named: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
-    with _evaluating(model):
-        return list(_list_tensors(model(*args, **named)))
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        return [tensor for tensor in list_tensors(model(*args, **named)) if tensor.is_floating_point()]
 
 
 def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
@@ -277,41 +278,11 @@ def _shorten(error: Exception) -> str:
 def _zero_columns(site: Site, gone: Sequence[int]) -> Iterator[None]:
     """Have the columns of heads be zero in a W_O that is a parameter, whose input no hook can reach."""
     assert site.output is not None  # heads are removed where W_O was found
-    parameter = site.output.parameter
-    before, parameter.data = parameter.data, parameter.data.clone()
-    site.output.of(parameter.data)[list(gone)] = 0.0
-    called: list[nn.Module] = []
-    handle = site.module.register_forward_pre_hook(lambda module, _args: called.append(module))
-    try:
+    data = site.output.parameter.data
+    with restored([data]), record([site.module]) as called:
+        site.output.view(data)[list(gone)] = 0.0
         yield
-    finally:
-        handle.remove()
-        parameter.data = before
     if not called:
         raise NotFired(
             f"{site.label} was not reached by a forward pass on the given inputs; give inputs that reach it."
         )
-
-
-def _list_tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _list_tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _list_tensors(value)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headwise.errors import SettingError
 from headwise.heads.heads import Heads
+from headwise.heads.record import keep, record
 from headwise.texts.batching import Encoded, read_sentences
 from headwise.texts.tables import USUAL, Columns
 
@@ -112,19 +113,7 @@ class Frozen:
 
 def read_states(layers: Iterable[nn.Module], call: Callable[[], Tensor]) -> list[Tensor]:
     """Return the input of the first layer, the outputs of all but the last, and what the call returns."""
-    seen: list[Tensor] = []
     stack = list(layers)
-
-    def after(_layer: nn.Module, _given: tuple[Any, ...], output: Tensor) -> None:
-        seen.append(output)
-
-    def before(_layer: nn.Module, given: tuple[Any, ...]) -> None:
-        seen.append(given[0])
-
-    handles = [layer.register_forward_hook(after) for layer in stack] + [stack[0].register_forward_pre_hook(before)]
-    try:
+    with record(stack, inputs=keep, outputs=keep) as calls:
         final = call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [*seen[:-1], final]
+    return [calls[0].args[0], *(one.output for one in calls[:-1]), final]

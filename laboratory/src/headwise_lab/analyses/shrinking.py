@@ -14,6 +14,7 @@ from torch import nn
 from headwise.errors import LayoutError
 from headwise.heads.ablation import importance
 from headwise.heads.find import find_heads
+from headwise.heads.record import keep, record
 from headwise.shrinking.merge import merge, require_mergeable
 from headwise.shrinking.prune import choose_heads, prune
 from headwise_lab.experiment import run_folder
@@ -120,16 +121,7 @@ def _count_groups(trained: Trained, share: float) -> int:
 
 def _record_inputs(trained: Trained) -> list[dict[str, Any]]:
     """Return what the part of the model that has the heads is called with on dev."""
-    calls: list[dict[str, Any]] = []
-
-    def record(_module: nn.Module, _args: tuple, named: dict[str, Any]) -> None:
-        calls.append(named)
-
-    hook = trained.heads.model.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            for _ in trained.task.probe(trained.model, trained.data):
-                pass
-    finally:
-        hook.remove()
-    return calls
+    with torch.no_grad(), record([trained.heads.model], inputs=keep) as calls:
+        for _ in trained.task.probe(trained.model, trained.data):
+            pass
+    return [call.kwargs for call in calls]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
-from headwise.heads.experiments.replay import RecordedCall, Replay, copy_deeply, draw_noise
+from headwise.heads.experiments.replay import Replay, draw_noise
+from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Site, note_proved
-from headwise.heads.view import is_sharded
+from headwise.heads.record import Call, copy_deeply, copy_site
 
 TOKENS = 4
 # The most tokens, and numbers of them, that a module is called with because of a table it holds.
@@ -57,7 +58,7 @@ def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[
             called, found = _find_misread(model, site)
         if found is not None:
             try:
-                Replay(site, RecordedCall(site.module, (), {})).refuse(found)
+                Replay(site, Call(site.module)).refuse(found)
             except LayoutError as error:
                 raise LayoutError(f"{error}{advise(site.name, site.module)}") from None
         if called:
@@ -98,7 +99,7 @@ def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
         return False, None
     widths = [head_slice.across for head_slice in twin.slices]
     for args in (args for shape in _list_shapes(twin) for args in list_arguments(twin.module, widths, shape)):
-        replay = Replay(twin, RecordedCall(twin.module, args, {}, next(twin.module.parameters()).dtype))
+        replay = Replay(twin, Call(twin.module, args))
         try:
             before, again = replay.heads({}), replay.heads({})
             if not torch.equal(before, again) or not before.isfinite().all():
@@ -218,24 +219,8 @@ def _copy_site(model: nn.Module, site: Site) -> Site | None:
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for part in site.module.modules():
         memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
-    module = copy_deeply(site.module, memo).eval()
-
-    def find(part: nn.Module | None) -> nn.Module | None:
-        found = None if part is None else memo.get(id(part))
-        return found if isinstance(found, nn.Module) else None
-
-    projection = site.output_projection
-    owner = None if projection is None else find(projection.owner)
-    if projection is None or owner is None:
-        return None
-    slices = []
-    for head_slice in site.slices:
-        if any(find(part.owner) is None for part in head_slice.parts):
-            return None
-        slices.append(head_slice.map(lambda part: replace(part, owner=find(part.owner), module=find(part.module))))
-    return replace(
-        site, model=module, module=module, slices=tuple(slices), output_projection=replace(projection, owner=owner)
-    )
+    twin = copy_site(site, copy_deeply(site.module, memo).eval(), memo)
+    return None if twin is None or twin.output_projection is None else twin
 
 
 def list_arguments(module: nn.Module, widths: Sequence[int], shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:

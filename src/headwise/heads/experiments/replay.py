@@ -1,168 +1,25 @@
-"""Repeated calls of one attention module with chosen queries, keys and values, and copies to make them on.
-
-Copies replace what Python does not copy: tensors with a graph, locks, generators, open files.
-"""
+"""Repeated calls of one attention module with chosen queries, keys and values."""
 
 from __future__ import annotations
 
-import copy
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from types import MethodType, ModuleType
-from typing import Any, NoReturn, TypeVar
-from weakref import ProxyTypes
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from headwise.errors import HeadwiseError, LayoutError, NotFired
+from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
 from headwise.heads.heads import Site
-from headwise.heads.view import HeadView
-from headwise.nn.hooks import read_first_argument
-
-T = TypeVar("T")
-# What is not looked into: it would lead to all that Python has loaded, or to the model around a module.
-SHARED = (ModuleType, *ProxyTypes)
-
-
-def copy_deeply(value: T, memo: dict[int, Any] | None = None) -> T:
-    """Return a deep copy, in which a tensor with a graph is a detached copy and what cannot be copied is shared.
-
-    Args:
-        value: A module, or anything else.
-        memo: As in `copy.deepcopy`: copies by the ids of what they are copies of.
-
-    Raises:
-        HeadwiseError: It refuses to be copied even so.
-
-    Example:
-        >>> import threading
-        >>> layer = nn.Linear(2, 2)
-        >>> layer.lock, layer.cache = threading.Lock(), layer.weight * 2.0
-        >>> twin = copy_deeply(layer)
-        >>> twin.lock is layer.lock, twin.cache is layer.cache
-        (True, False)
-    """
-    memo = {} if memo is None else memo
-    given = dict(memo)
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:
-        memo.clear()
-        memo |= given
-    _share_uncopied(value, memo, set())
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        raise HeadwiseError(
-            f"{_name_uncopied(value)} refuses to be copied ({type(error).__name__}: {error}), and the experiments of "
-            "headwise run on a copy; take it off the model meanwhile, or give its class a __deepcopy__ that works."
-        ) from error
-
-
-def _share_uncopied(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Enter a copy of what cannot be copied in `value`, or the thing itself, in `memo`."""
-    if id(value) in memo or id(value) in seen:
-        return
-    seen.add(id(value))
-    if type(value) in SHARED:
-        memo[id(value)] = value
-        return
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            memo[id(value)] = value.detach().clone()
-        return
-    for held in _list_held(value):
-        _share_uncopied(held, memo, seen)
-    if isinstance(value, nn.Module | Mapping | list | tuple | set | frozenset | deque):
-        return
-    try:
-        copy.deepcopy(value, dict(memo))
-    except Exception:
-        memo[id(value)] = value
-
-
-def _list_held(value: Any) -> Iterator[Any]:
-    """Yield what a container or an object holds, where a deep copy would go on."""
-    if isinstance(value, type):
-        return
-    if isinstance(value, Mapping):
-        yield from [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from [*value]
-    elif isinstance(value, MethodType):
-        yield value.__self__
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    yield from [*getattr(value, "__dict__", {}).values()]
-    for name in (name for kind in type(value).__mro__ for name in _list_slots(kind)):
-        if hasattr(value, name):
-            yield getattr(value, name)
-
-
-def _list_slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _name_uncopied(value: object) -> str:
-    """Return the name of what cannot be copied: a module's attribute, or a module."""
-    if not isinstance(value, nn.Module):
-        return f"a {type(value).__name__}"
-    memo: dict[int, Any] = {id(part): part for part in value.modules()}
-    for name, part in value.named_modules():
-        for attribute, held in vars(part).items():
-            # a module is copied by its own class, below
-            items = held.items() if attribute in ("_parameters", "_buffers") else [(attribute, held)]
-            for own, thing in items:
-                try:
-                    copy.deepcopy(thing, dict(memo))
-                except Exception:
-                    return f"{name}.{own}" if name else own
-    return next(
-        (f"{name or 'the model'} ({type(part).__name__})" for name, part in value.named_modules() if _refuses(part)),
-        type(value).__name__,
-    )
-
-
-def _refuses(module: nn.Module) -> bool:
-    memo: dict[int, Any] = {id(part): part for part in module.modules() if part is not module}
-    try:
-        copy.deepcopy(module, memo)
-    except Exception:
-        return True
-    return False
-
+from headwise.heads.record import Call, clone, record, watching
 
 Edit = Callable[[Tensor], None]
 
 
 class Uncalled(NotFired):
     """A projection of an attention that ran was not called."""
-
-
-@dataclass(repr=False)
-class RecordedCall:
-    """The first call that a module got during a forward pass, to be made again in a precision of one's own."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    dtype: torch.dtype = torch.float64
-
-    def __post_init__(self) -> None:
-        # the forward continues, and may write into what it passed
-        self.args, self.kwargs = copy_deeply((self.args, self.kwargs))
-
-    def again(self) -> None:
-        """Make the call once more, with copies of what it got: a cache must not grow."""
-        args, kwargs = copy_deeply(tree_map(partial(_convert, dtype=self.dtype), (self.args, self.kwargs)))
-        self.module(*args, **kwargs)
 
 
 class Replay:
@@ -176,7 +33,7 @@ class Replay:
         draws: What queries, keys and values are replaced by, [..., M, e] each; known after the first call.
     """
 
-    def __init__(self, site: Site, call: RecordedCall) -> None:
+    def __init__(self, site: Site, call: Call) -> None:
         self.site, self.call = site, call
         self.draws: dict[str, Tensor] = {}
         self._inputs: dict[int | None, tuple[Any, Any]] = {}
@@ -206,44 +63,28 @@ class Replay:
         return split_heads(seen[0], self.site)
 
     def _record_outputs(self) -> list[Tensor]:
-        seen: list[Tensor] = []
-
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.append(read_first_argument(module, args, kwargs).detach().clone())
-
-        def see_returned(_module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
-            if isinstance(output, Tensor):
-                seen.append(output.detach().clone())
-
+        """Return what W_O gets in each of its calls; where heads of a list are concatenated, what the site returns."""
         if self.site.output_projection is None:
-            # heads of a list that are concatenated, and nothing more
-            handle = self.site.module.register_forward_hook(see_returned)
-        else:
-            handle = self.site.expose().module.register_forward_pre_hook(see, with_kwargs=True)
-        try:
+            with record([self.site.module], outputs=clone) as calls:
+                self.call.again()
+            return [call.output for call in calls if isinstance(call.output, Tensor)]
+        with record([self.site.expose().module], inputs=clone) as calls:
             self.call.again()
-        finally:
-            handle.remove()
-        return seen
+        return [call.given for call in calls]
 
     @contextmanager
     def _take_over(self, edits: Mapping[str, Edit]) -> Iterator[None]:
         """Inside the block, the first projection of each call of the site returns drawn and edited features."""
         done: set[int | None] = set()
         module: Any = self.site.module
-        handles = []
-        for projecting in {id(part.module): part.module for part in self.site.parts}.values():
-            if projecting is None:
-                module._project = self._make_project(edits)
-            else:
-                hook = self._make_hook(projecting, edits, done)
-                handles.append(projecting.register_forward_hook(hook, with_kwargs=True))
+        projecting = {id(part.module): part.module for part in self.site.parts}.values()
+        if None in projecting:
+            module._project = self._make_project(edits)
         try:
-            yield
+            with watching(after=[(one, self._make_hook(one, edits, done)) for one in projecting if one is not None]):
+                yield
         finally:
             module.__dict__.pop("_project", None)
-            for handle in handles:
-                handle.remove()
 
     def _make_hook(self, projecting: nn.Module, edits: Mapping[str, Edit], done: set[int | None]):
         places = [
@@ -318,57 +159,6 @@ class Replay:
         )
 
 
-def record_calls(twin: nn.Module, sites: Sequence[Site], forward: Callable[[], object]) -> list[RecordedCall]:
-    """Run the model once and return, for each site, the smallest call that runs it and its output projection."""
-    names = {id(module): name for name, module in twin.named_modules()}
-    seen: dict[str, RecordedCall] = {}
-
-    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in seen:
-                seen[name] = RecordedCall(module, args, kwargs)
-
-        return called
-
-    wanted: dict[str, list[str]] = {}
-    for site in sites:
-        projection = site.output_projection
-        wanted[site.name] = (
-            [site.name] if projection is None else _list_common_parents(site.name, names[id(projection.owner)])
-        )
-    around = {*(place for places in wanted.values() for place in places), *wanted}
-    handles = [twin.get_submodule(name).register_forward_pre_hook(remember(name), with_kwargs=True) for name in around]
-    try:
-        forward()
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        raise HeadwiseError(
-            f"{type(twin).__name__} could not be run on the given inputs ({type(error).__name__}: {error}); "
-            "give what the model itself takes: a mapping of names, or a sequence of positional arguments."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    silent = [site.label for site in sites if site.name not in seen]
-    if silent:
-        raise NotFired(
-            f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs; give inputs that reach "
-            "it, or select the heads that they reach: heads.where(...)."
-        )
-    return [next(seen[place] for place in wanted[site.name] if place in seen) for site in sites]
-
-
-def _list_common_parents(first: str, second: str) -> list[str]:
-    """Return the names of the modules that hold both modules, innermost first; the model, "", is last."""
-    both = []
-    for a, b in zip(first.split("."), second.split("."), strict=False):
-        if a != b:
-            break
-        both.append(a)
-    return [".".join(both[:depth]) for depth in range(len(both), -1, -1)]
-
-
 def draw_noise(like: Tensor, seed: int = 50) -> Tensor:
     """Return standard normal numbers of the same shape, the same at each call."""
     generator = torch.Generator().manual_seed(seed)
@@ -379,10 +169,11 @@ def _draw_like(value: object) -> object:
     return draw_noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _convert(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, UserDict):
-        # keys and values that layers of transformers hand on
-        converted = copy.copy(value)
-        converted.update(tree_map(partial(_convert, dtype=dtype), dict(value)))
-        return converted
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def clear(features: Tensor) -> None:
+    """Set features to zero."""
+    features.zero_()
+
+
+def redraw(features: Tensor, seed: int = 60) -> None:
+    """Draw features anew."""
+    features.copy_(draw_noise(features, seed))

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from headwise.errors import LayoutError
-from headwise.heads.experiments.replay import Edit, Replay, draw_noise
+from headwise.heads.experiments.replay import Edit, Replay, clear, draw_noise, redraw
+from headwise.heads.record import restored
 
 # Where nothing may change, what is left is rounding; a change of the kind sought is far above it.
 UNCHANGED = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -55,10 +56,6 @@ def _check_every_feature_reaches(replay: Replay) -> None:
 
 def _check_values_are_keys(replay: Replay) -> None:
     """With keys at zero, all tokens have one value, and heads give the same at each."""
-
-    def clear(features: Tensor) -> None:
-        features.zero_()
-
     found = replay.heads({"key": clear})
     if list_changes(found[:1].expand_as(found), found, (0,), UNCHANGED[replay.call.dtype]):
         replay.refuse("with keys at zero, tokens have different values, so that values are not the keys")
@@ -82,10 +79,9 @@ def _are_given(replay: Replay, groups: int) -> bool:
     for heads in _list_given(replay, groups):
         for group in range(groups):
             view = heads.narrow(-2, group, 1)
-            saved = view.clone()
-            view.copy_(draw_noise(saved))
-            changed = list_changes(before, replay.heads({}), (-2,), UNCHANGED[replay.call.dtype])
-            view.copy_(saved)
+            with restored([view]):
+                view.copy_(draw_noise(view))
+                changed = list_changes(before, replay.heads({}), (-2,), UNCHANGED[replay.call.dtype])
             if changed != own[group]:
                 break
         else:
@@ -157,10 +153,9 @@ class Experiments:
             ]
             for what, views in (("rows", rows), ("biases", biases)):
                 for head, view in enumerate(views):
-                    saved = view.clone()
-                    view.add_(draw_noise(saved))
-                    changed = self._find_changes(before, self.replay.project(head_slice), (-2,))
-                    view.copy_(saved)
+                    with restored([view]):
+                        view.add_(draw_noise(view))
+                        changed = self._find_changes(before, self.replay.project(head_slice), (-2,))
                     self._require(
                         f"changing the {head_slice.projection} {what} of head {head}", changed, [head], "features"
                     )
@@ -170,10 +165,9 @@ class Experiments:
         before = self.replay.heads({})
         for projection, head_slice in self.slices.items():
             for head, view in enumerate(() if head_slice.added_bias is None else head_slice.added_bias):
-                saved = view.clone()
-                view.add_(draw_noise(saved))
-                changed = self._find_changes(before, self.replay.heads({}), (-2,))
-                view.copy_(saved)
+                with restored([view]):
+                    view.add_(draw_noise(view))
+                    changed = self._find_changes(before, self.replay.heads({}), (-2,))
                 if projection == "key" and not changed:
                     # what it adds to the scores of a query is one number for all keys
                     continue
@@ -256,7 +250,7 @@ class Experiments:
     def _weigh(self, edits: dict[str, Edit]) -> tuple[Tensor, Tensor]:
         """Return what two drawings of the values add to the output of heads without values, [T, H, e] each."""
         drawn = self.replay.heads(edits)
-        without, other = (self.replay.heads({**edits, "value": edit}) for edit in (_clear, _redraw))
+        without, other = (self.replay.heads({**edits, "value": edit}) for edit in (clear, redraw))
         return drawn - without, other - without
 
     def _list_own(self, projection: str, head: int) -> list[int]:
@@ -280,14 +274,6 @@ def _shift(features: Tensor) -> Tensor:
     return features.roll(1, -1) if features.shape[-1] > 1 else -features
 
 
-def _clear(features: Tensor) -> None:
-    features.zero_()
-
-
-def _redraw(features: Tensor) -> None:
-    features.copy_(draw_noise(features, seed=60))
-
-
 def _format_heads(heads: list[int]) -> str:
     return ", ".join(map(str, heads[:6])) + (", ..." if len(heads) > 6 else "")
 
@@ -297,10 +283,9 @@ def check_learned_queries(replay: Replay) -> None:
     (head_slice,) = replay.site.slices
     before = replay.outputs()
     for head in range(head_slice.heads):
-        own = head_slice.of(head_slice.parameter.data)[head]
-        kept = own.clone()
-        own += 1.0
-        changed = (replay.outputs() != before).flatten(0, -3).any(-1).any(0).nonzero().flatten().tolist()
-        own.copy_(kept)
+        own = head_slice.view(head_slice.parameter.data)[head]
+        with restored([own]):
+            own += 1.0
+            changed = (replay.outputs() != before).flatten(0, -3).any(-1).any(0).nonzero().flatten().tolist()
         if changed != [head]:
             replay.refuse(f"changing the query of head {head} changes the outputs of heads {changed}")

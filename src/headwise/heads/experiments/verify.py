@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError
-from headwise.heads.experiments.replay import RecordedCall, Replay, Uncalled, copy_deeply, draw_noise, record_calls
+from headwise.heads.experiments.replay import Replay, Uncalled, draw_noise
 from headwise.heads.experiments.separation import Experiments, check_learned_queries
 from headwise.heads.experiments.weights import WeightExperiments, WeightReplay, weighs_positions
+from headwise.heads.head_slice import HeadStack, check_head_slices
 from headwise.heads.heads import Heads, Site, note_proved, require_heads
 from headwise.heads.layouts.functional import is_handing
-from headwise.heads.view import HeadView, check_head_views
+from headwise.heads.record import Call, copy_deeply, copy_site, record_sites
 from headwise.nn.hooks import without_wrappers
 
 
@@ -106,7 +107,11 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
     for site in heads.sites:
         _require_values(site)
     with without_wrappers(heads.model):
-        twin, copies = _copy_model(heads.model, tuple(heads.sites))
+        memo: dict[int, Any] = {}
+        twin = copy_deeply(heads.model, memo)
+        copied = [copy_site(site, twin, memo) for site in heads.sites]
+    copies = [site for site in copied if site is not None]
+    assert len(copies) == len(copied)  # the heads are those of the model as it is
     _disable_flash(twin.eval())
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
@@ -124,7 +129,7 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
         if site.output_projection is not None:
             site.expose()
     with torch.no_grad():
-        calls = record_calls(twin, sites, lambda: twin(*positional, **given))
+        calls = record_sites(twin, sites, lambda: twin(*positional, **given))
         attending = [verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
     for site in heads.sites:
         if all(site.shown != name for name in skipped):
@@ -142,7 +147,7 @@ def _require_values(site: Site) -> None:
         )
 
 
-def verify_site(site: Site, call: RecordedCall) -> bool:
+def verify_site(site: Site, call: Call) -> bool:
     """Return whether heads that were proved to be apart were seen to attend; raise where they are not apart."""
     if all(part.called for part in site.parts):
         try:
@@ -153,7 +158,7 @@ def verify_site(site: Site, call: RecordedCall) -> bool:
     return _run_experiments(site, call, by_weights=True)
 
 
-def _run_experiments(site: Site, call: RecordedCall, *, by_weights: bool) -> bool:
+def _run_experiments(site: Site, call: Call, *, by_weights: bool) -> bool:
     learned = site.kind == "pooling" and len(site.slices) == 1
     read = (
         WeightReplay(site, call).heads
@@ -198,9 +203,8 @@ def _is_list(site: Site) -> bool:
     return any(head_slice.stacked for head_slice in site.slices)
 
 
-def _call_in(dtype: torch.dtype, call: RecordedCall, read: Callable[[], Tensor]) -> bool:
+def _call_in(dtype: torch.dtype, call: Call, read: Callable[[], Tensor]) -> bool:
     """Convert a call to a precision, and return whether it can be made: some code has float32 written into it."""
-    call.dtype = dtype
     if dtype == torch.float64:
         call.module.double()
     else:
@@ -222,41 +226,3 @@ def _disable_flash(twin: nn.Module) -> None:
         if "flash" in str(getattr(config, "_attn_implementation", "")):
             # flash kernels do not take float64
             config._attn_implementation = "sdpa"
-
-
-def _copy_model(model: nn.Module, sites: Sequence[Site]) -> tuple[nn.Module, list[Site]]:
-    """Return a copy of the model and the same sites read in the copy."""
-    memo: dict[int, object] = {}
-    twin = copy_deeply(model, memo)
-
-    def find_copy(module: nn.Module | None) -> nn.Module | None:
-        found = None if module is None else memo.get(id(module))
-        return found if isinstance(found, nn.Module) else None
-
-    def copy_part(part: HeadView) -> HeadView:
-        owner = find_copy(part.owner)
-        assert owner is not None  # the heads are those of the model as it is
-        modules = {name: find_copy(getattr(part, name)) for name in ("module", "bias_owner", "lora")}
-        return replace(part, owner=owner, **modules)
-
-    copies = []
-    for site in sites:
-        module = find_copy(site.module)
-        assert module is not None
-        output_projection = site.output_projection
-        output_owner = None if output_projection is None else find_copy(output_projection.owner)
-        copies.append(
-            replace(
-                site,
-                model=twin,
-                module=module,
-                slices=tuple(head_slice.map(copy_part) for head_slice in site.slices),
-                # an aggregator may have replaced W_O since the heads were found
-                output=None if site.output is None or find_copy(site.output.owner) is None else copy_part(site.output),
-                output_projection=None
-                if output_projection is None or output_owner is None
-                else replace(output_projection, owner=output_owner),
-                value_module=find_copy(site.value_module),
-            )
-        )
-    return twin, copies

@@ -12,19 +12,19 @@ apart too, and their weights are of any sign or sum to anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from headwise.errors import HeadwiseError, NotFired
-from headwise.heads.experiments.replay import Edit, RecordedCall, Replay, Uncalled, draw_noise
+from headwise.heads.experiments.replay import Edit, Replay, Uncalled, clear, draw_noise, redraw
 from headwise.heads.experiments.separation import UNCHANGED, list_changes
 from headwise.heads.heads import Site
-from headwise.heads.view import HeadView
+from headwise.heads.record import Call, clone, record, restored
 from headwise.nn.scores import Attended, Observer
 
 # Tokens that are moved: some that others attend to, and some that attend to others.
@@ -42,10 +42,10 @@ class WeightReplay:
         call: A call that runs the site and its output projection.
     """
 
-    def __init__(self, site: Site, call: RecordedCall) -> None:
+    def __init__(self, site: Site, call: Call) -> None:
         self.site, self.call = site, call
 
-    def heads(self, call: RecordedCall | None = None) -> Tensor:
+    def heads(self, call: Call | None = None) -> Tensor:
         """Return the outputs of the heads [T, H, e], in the recorded call or another one."""
         call = self.call if call is None else call
         sizes = self.site.num_heads, self.site.head_size
@@ -56,7 +56,8 @@ class WeightReplay:
                 if self.site.output is None or self.site.output.obstacle is not None:
                     raise
         assert self.site.output is not None
-        with restored(list_views(self.site.output)) as views:
+        views = list_views(self.site.output)
+        with restored(views):
             without, heads = self._copy_through(call, views, range(0), 1.0), []
             width = without.shape[-1]
             features = range(sizes[0] * sizes[1])
@@ -71,7 +72,7 @@ class WeightReplay:
                 heads.append(once[..., : len(chunk)])
         return torch.cat(heads, -1).unflatten(-1, sizes).flatten(0, -3)
 
-    def _copy_through(self, call: RecordedCall, views: Sequence[Tensor], features: range, factor: float) -> Tensor:
+    def _copy_through(self, call: Call, views: Sequence[Tensor], features: range, factor: float) -> Tensor:
         """Return the module's output where W_O copies some features of all heads into its first entries."""
         size = self.site.head_size
         for view in views:
@@ -80,7 +81,7 @@ class WeightReplay:
             views[feature // size][feature % size, place] = factor
         return _read_output(self.site, call)
 
-    def move(self, token: int, distance: float) -> RecordedCall:
+    def move(self, token: int, distance: float) -> Call:
         """Return the call with input 0 of one token of everything that may be projected moved."""
 
         def shift(rows: Tensor) -> None:
@@ -88,7 +89,7 @@ class WeightReplay:
 
         return self._change(shift)
 
-    def fill(self, pattern: Callable[[int], Tensor]) -> RecordedCall:
+    def fill(self, pattern: Callable[[int], Tensor]) -> Call:
         """Return the call with input 0 of all tokens of everything that may be projected set: [T] by their number."""
 
         def write(rows: Tensor) -> None:
@@ -96,7 +97,7 @@ class WeightReplay:
 
         return self._change(write)
 
-    def _change(self, change: Callable[[Tensor], None]) -> RecordedCall:
+    def _change(self, change: Callable[[Tensor], None]) -> Call:
         widths = {part.across for part in self.site.parts}
         changed = 0
 
@@ -143,7 +144,7 @@ class WeightExperiments:
             (id(part.owner), part.attribute): part.parameter.data.select(part.axes.inputs, 0)
             for part in self.site.parts
         }
-        with restored(list(columns.values()), value=0.0):
+        with restored(columns.values(), value=0.0):
             tokens = first.shape[0]
             probes = sorted({round(i * (tokens - 1) / (PROBES - 1)) for i in range(PROBES)})
             if self._find_moved(probes):
@@ -165,10 +166,9 @@ class WeightExperiments:
         before = self.replay.heads()
         for projection, views in self.views.items():
             for head, view in enumerate(views):
-                saved = view.clone()
-                view.add_(draw_noise(saved))
-                changed = list_changes(before, self.replay.heads(), (-2,), self.unchanged)
-                view.copy_(saved)
+                with restored([view]):
+                    view.add_(draw_noise(view))
+                    changed = list_changes(before, self.replay.heads(), (-2,), self.unchanged)
                 own = [head] if projection == "query" else list(self.site.list_members(head))
                 if changed != own:
                     self._refuse(
@@ -224,34 +224,15 @@ def list_views(head_slice: HeadView) -> list[Tensor]:
     return [view.mT for view in views] if head_slice.transposed else views
 
 
-@contextmanager
-def restored(views: Sequence[Tensor], value: float | None = None) -> Iterator[Sequence[Tensor]]:
-    """Give views of weights a value inside the block, and what they were at its end."""
-    saved = [view.clone() for view in views]
-    if value is not None:
-        for view in views:
-            view.fill_(value)
-    try:
-        yield views
-    finally:
-        for view, before in zip(views, saved, strict=True):
-            view.copy_(before)
-
-
-def _read_output(site: Site, call: RecordedCall) -> Tensor:
+def _read_output(site: Site, call: Call) -> Tensor:
     """Return the first floating-point tensor that the site's module returns."""
-    seen: list[object] = []
-    handle = site.module.register_forward_hook(lambda _module, _args, output: seen.append(output))
-    try:
+    with record([site.module], outputs=clone) as calls:
         call.again()
-    finally:
-        handle.remove()
-    found = next(
-        (leaf for leaf in tree_leaves(seen[:1]) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
-    )
+    leaves = tree_leaves([one.output for one in calls[:1]])
+    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
     if found is None:
         raise NotFired(f"{site.label} was not called in a forward pass on the given inputs, or returned no tensor.")
-    return found.detach().clone()
+    return found
 
 
 # Patterns of tokens whose values are 1 while those of the others are 0.
@@ -262,7 +243,7 @@ TOLERANCE = 1e-3
 MOST_TOKENS = 256
 
 
-def weighs_positions(site: Site, call: RecordedCall, *, by_weights: bool) -> bool:
+def weighs_positions(site: Site, call: Call, *, by_weights: bool) -> bool:
     """Return whether heads are seen to attend by weights of at least 0 that sum to 1 over the positions.
 
     With values of 1 everywhere the output is sum_j A_tj = 1, whatever the queries and keys; with values of 1 at some
@@ -332,32 +313,26 @@ def _ones(tokens: int) -> Tensor:
     return torch.ones(tokens, device="cpu")
 
 
-def _read_replaced(site: Site, call: RecordedCall) -> Read:
+def _read_replaced(site: Site, call: Call) -> Read:
     replay = Replay(site, call)
-
-    def redraw(features: Tensor) -> None:
-        features.copy_(draw_noise(features, seed=61))
-
-    def clear(features: Tensor) -> None:
-        features.zero_()
 
     def read(pattern: Callable[[int], Tensor], other: bool) -> Tensor:
         def fill(features: Tensor) -> None:
             rows = features.shape[:-2]
             features.copy_(pattern(rows.numel()).to(features).view(*rows, 1, 1).expand_as(features))
 
-        edits: dict[str, Edit] = {"query": redraw, "key": redraw} if other else {}
+        edits: dict[str, Edit] = dict.fromkeys(("query", "key"), partial(redraw, seed=61)) if other else {}
         return replay.heads({**edits, "value": fill}) - replay.heads({**edits, "value": clear})
 
     return read
 
 
-def _read_by_weights(site: Site, call: RecordedCall) -> Read:
+def _read_by_weights(site: Site, call: Call) -> Read:
     replay = WeightReplay(site, call)
     views = {head_slice.projection: list_views(head_slice) for head_slice in site.slices}
 
     def read(pattern: Callable[[int], Tensor], other: bool) -> Tensor:
-        with restored([view for each in views.values() for view in each]):
+        with restored(view for each in views.values() for view in each):
             # of all that is projected, values alone see the first input
             for projection, each in views.items():
                 for view in each:
@@ -369,7 +344,7 @@ def _read_by_weights(site: Site, call: RecordedCall) -> Read:
     return read
 
 
-def _see_weights(site: Site, call: RecordedCall) -> bool:
+def _see_weights(site: Site, call: Call) -> bool:
     """Return whether the scores of a site are reached, and their weights are at least 0 and sum to at most 1."""
     found: list[Tensor] = []
 

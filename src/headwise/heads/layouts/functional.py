@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from headwise.heads.heads import Site
 from headwise.heads.layouts.steps import FUSED_BIASES, list_functions
 from headwise.nn.checkpointing import find_frame
-from headwise.nn.hooks import Hook, PerThread
+from headwise.nn.hooks import Hook, PerThread, hold
 
 BIASES = ("q_bias", "k_bias", "v_bias", *FUSED_BIASES)
 WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
@@ -152,19 +152,13 @@ def call_projections(_model: nn.Module, module: nn.Module) -> Callable[[], None]
     prepared = _prepared.get(module)
     if prepared is None:
         prepared = _prepared[module] = _Prepared(_hook(module))
-    prepared.holders += 1
-    held = [prepared]
 
-    def release() -> None:
-        while held:
-            one = held.pop()
-            one.holders -= 1
-            if one.holders == 0:
-                _prepared.pop(module, None)
-                for hook in one.hooks:
-                    hook.remove()
+    def undo() -> None:
+        _prepared.pop(module, None)
+        for hook in prepared.hooks:
+            hook.remove()
 
-    return release
+    return hold(prepared, undo)
 
 
 def _hook(module: nn.Module) -> list[RemovableHandle]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise, permutations, product, takewhile
 from typing import Any
@@ -20,14 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from headwise.errors import HeadwiseError
 from headwise.heads.experiments.arrangement import TOKENS, is_known, list_arguments, require_arranged
-from headwise.heads.experiments.replay import RecordedCall
 from headwise.heads.experiments.verify import draw_zeros, verify_site
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters, list_patterns
 from headwise.heads.layouts.rows import FusedLinear, HeadList, Layout, SeparateLinears
 from headwise.heads.layouts.steps import CONFIGS, HEAD_SIZE, NUM_HEADS, find_letters, read_attribute, read_integer
-from headwise.heads.view import Projection, check_head_views, is_sharded, read_projection
-from headwise.nn.hooks import read_first_argument
+from headwise.heads.record import Call, clone, record, watching
 
 # Sequences and tokens of a call, so that whichever axis is the tokens has three or more.
 SEQUENCES = 3
@@ -197,34 +195,24 @@ class _Trial:
 
     def run(self, edited: str = "", token: int = 0, feature: int = 0) -> dict[str, Tensor]:
         """Return what each projection gets, and what is returned, when a feature of the output of one is moved."""
-        seen: dict[str, Tensor] = {}
 
-        def remember(path: str, value: object) -> None:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-                seen.setdefault(path, value.detach().clone().flatten(0, -2))
-
-        def make_see(path: str) -> Callable[..., None]:
-            return lambda part, args, kwargs: remember(path, read_first_argument(part, args, kwargs))
-
-        def move(_module: nn.Module, _args: object, output: Any) -> Any:
+        def move(_module: nn.Module, _args: object, _kwargs: object, output: Any) -> Any:
             moved = output.clone()
             rows = self.projections[edited].rows
             flat = moved.view(-1, rows) if moved.is_contiguous() and moved.shape[-1] != rows else moved.flatten(0, -2)
             flat[token, feature] += 1.0
             return flat.view(moved.shape)
 
-        handles = [
-            one.module.register_forward_pre_hook(make_see(path), with_kwargs=True)
-            for path, one in self.projections.items()
-        ]
-        if edited:
-            handles.append(self.projections[edited].module.register_forward_hook(move))
-        try:
+        paths = {one.module: path for path, one in self.projections.items()}
+        moving = [(self.projections[edited].module, move)] if edited else []
+        with record(paths, inputs=clone) as calls, watching(after=moving):
             returned = self.module(*copy.deepcopy(self.args))
-        finally:
-            for handle in handles:
-                handle.remove()
-        remember("", returned[0] if isinstance(returned, tuple) and returned else returned)
+        last = clone(returned[0] if isinstance(returned, tuple) and returned else returned)
+        given: list[tuple[str, object]] = [*((paths[call.module], call.given) for call in calls), ("", last)]
+        seen: dict[str, Tensor] = {}
+        for path, value in given:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+                seen.setdefault(path, value.flatten(0, -2))
         return seen
 
     def measure(self, path: str, feature: int) -> dict[str, tuple[int, list[int]]]:
@@ -359,7 +347,7 @@ class _Trial:
         """Return whether the heads of a site were seen to attend; raise where they are not apart."""
         held = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         try:
-            return verify_site(site, RecordedCall(self.module, self.args, {}))
+            return verify_site(site, Call(self.module, self.args))
         finally:
             self.module.double().load_state_dict(held)
 

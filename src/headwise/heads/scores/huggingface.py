@@ -36,7 +36,6 @@ from headwise.nn.scores import (
     ScoreCall,
     add_listener,
     clear_empty_rows,
-    discard_listener,
     normalize_scores,
     sum_masks,
 )
@@ -75,13 +74,7 @@ class InterfaceScores:
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it; flash and flex are refused."""
         listeners, release = _reach(self.module)
-        add_listener(listeners, listener)
-
-        def stop() -> None:
-            discard_listener(listeners, listener)
-            release()
-
-        return stop
+        return add_listener(listeners, listener, release)
 
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Have the module attend with its mixer, and return what ends that and what raises where it is passed by."""
@@ -151,9 +144,9 @@ def _require_reached(module: nn.Module, named: str) -> None:
 def _record_position(module: nn.Module, args: tuple, kwargs: dict) -> None:
     require_reached(module)
     listeners: _Reached = module.__dict__[LISTENERS]
-    first = count_cached(module, name_arguments(list_parameters(module), args, kwargs))
     running = listeners.running.own
-    running.first, running.cached, running.attended = first or 0, first is not None, False
+    running.attended = False
+    running.cached = count_cached(module, name_arguments(list_parameters(module), args, kwargs))
 
 
 def _require_attended(module: nn.Module, _args: tuple, _output: object) -> None:
@@ -272,16 +265,7 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
             return Request()
         # only its checkpoint knows
         listeners = Listeners()
-    call = ScoreCall(
-        max(query.shape[0], key.shape[0]),
-        query.shape[1],
-        query.shape[2],
-        key.shape[2],
-        first=listeners.running.own.first,
-        cached=listeners.running.own.cached,
-        dtype=query.dtype,
-        device=query.device,
-    )
+    call = ScoreCall.of(query, key, listeners.running.own.cached)
     return resolve_request(module, listeners.observers, listeners.biases, call)
 
 

@@ -49,7 +49,6 @@ from headwise.nn.scores import (
     add_listener,
     always,
     clear_empty_rows,
-    discard_listener,
     normalize_scores,
     sum_masks,
 )
@@ -147,16 +146,9 @@ class CalledScores:
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it."""
         forward, release = _intercept(self.module, self.site, self.writes)
-        add_listener(forward.listeners, listener)
         # refuses replicas of the module, whose forward would be that of the original
         handle = self.module.register_forward_pre_hook(Hook(self.module, _see_nothing))
-
-        def stop() -> None:
-            discard_listener(forward.listeners, listener)
-            handle.remove()
-            release()
-
-        return stop
+        return add_listener(forward.listeners, listener, handle.remove, release)
 
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Have the module attend with its mixer, and return what ends that and a check that does nothing."""
@@ -423,14 +415,8 @@ def _normalize(
     causal = forward.causal
     if forward.listeners.biases and not torch.compiler.is_compiling():
         causal = forward.causal = hides_later_keys(arranged)
-    call = ScoreCall(
-        *arranged.shape,
-        first=running.cached or 0,
-        cached=running.cached is not None,
-        dtype=scores.dtype,
-        device=scores.device,
-        causal=causal,
-    )
+    # [B, H, Q, K] and its transpose, of the sizes of queries and keys
+    call = ScoreCall.of(arranged, arranged.mT, running.cached, causal)
     answer = _resolve_request(forward, call)
     mixer: Any = find_mixer(forward.module)
     if getattr(mixer, "logits", None) is not None or any(one.edit is not None for one in forward.listeners.observers):
@@ -469,17 +455,7 @@ def _attend(
     """Attend as torch's function does, [B, H, Q, e], with biases, and tell observers what they asked for."""
     settings: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     listeners = forward.listeners
-    call = ScoreCall(
-        max(query.shape[0], key.shape[0]),
-        query.shape[1],
-        query.shape[2],
-        key.shape[2],
-        first=cached or 0,
-        cached=cached is not None,
-        dtype=query.dtype,
-        device=query.device,
-        causal=is_causal,
-    )
+    call = ScoreCall.of(query, key, cached, is_causal)
     answer = _resolve_request(forward, call)
     mask, causal = attn_mask, is_causal
     empty = None

@@ -7,7 +7,6 @@ until every axis has shown that it is read rightly.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from headwise.errors import LayoutError
 from headwise.heads.capture import ValueParts, split_heads
 from headwise.heads.heads import Site
-from headwise.nn.hooks import read_first_argument
+from headwise.heads.record import keep, record
 from headwise.nn.multihead import VERY_NEGATIVE
 from headwise.nn.scores import normalize_scores
 
@@ -150,30 +149,16 @@ class Witness:
 @contextmanager
 def watch(site: Site) -> Iterator[Witness]:
     """Yield what the forward of a site's module that runs inside the block computes."""
-    witness, thread, parts = Witness(), threading.get_ident(), ValueParts(site)
-
-    def take_values(index: int, output: Any) -> None:
-        if threading.get_ident() == thread and witness.values is None:
-            witness.values = parts.take(index, output)
-
-    def take_outputs(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
-        # to another thread, while this one comes or goes, torch gives no keywords
-        if threading.get_ident() == thread and witness.outputs is None:
-            witness.outputs = split_heads(read_first_argument(module, args, kwargs or {}), site)
-
-    handles = [
-        module.register_forward_hook(lambda _module, _args, output, index=index: take_values(index, output))
-        for index, module in enumerate(site.value_modules)
-    ]
-    if _holds_output(site) and site.output_projection is not None:
-        # before an ablation
-        hook = site.output_projection.module.register_forward_pre_hook(take_outputs, prepend=True, with_kwargs=True)
-        handles.append(hook)
-    try:
+    witness, parts, modules = Witness(), ValueParts(site), site.value_modules
+    held = [site.output_projection.module] if _holds_output(site) and site.output_projection is not None else []
+    # what W_O gets is kept before an ablation
+    with record(modules, outputs=keep) as projected, record(held, inputs=keep, prepend=True) as joined:
         yield witness
-    finally:
-        for handle in handles:
-            handle.remove()
+    for call in projected:
+        if witness.values is None:
+            witness.values = parts.take(modules.index(call.module), call.output)
+    if joined:
+        witness.outputs = split_heads(joined[0].given, site)
 
 
 def _holds_output(site: Site) -> bool:
