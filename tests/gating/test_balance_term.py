@@ -138,7 +138,7 @@ def test_a_forward_that_failed_is_not_counted():
     with pytest.raises(MemoryError):
         model(2.0 * x)
     failing.remove()
-    with pytest.raises(hw.NotFired, match="no gated attention ran in training mode with gradients"):
+    with pytest.raises(hw.errors.NotFired, match="no gated attention ran in training mode with gradients"):
         gating.balance()
     model(x)
     assert torch.equal(gating.balance(), expected)

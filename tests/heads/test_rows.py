@@ -182,5 +182,5 @@ def test_heads_that_would_group_otherwise_are_neither_removed_nor_merged():
     heads = find(TILED, TILED.build())
     with pytest.raises(hw.errors.LayoutError, match=r"in another order; .*\(group g has heads g, g \+ 2 and so on\)"):
         hw.prune(heads, {0: [0, 3]}, inputs=TILED.inputs())
-    with pytest.raises(hw.LayoutError, match=r"head h mod G.*; leave its heads as they are"):
+    with pytest.raises(hw.errors.LayoutError, match=r"head h mod G.*; leave its heads as they are"):
         hw.merge(heads, 1, batches=[TILED.inputs()])

@@ -269,12 +269,12 @@ def test_weights_and_keep_of_another_type_are_refused():
 
 def test_a_penalty_of_a_model_that_ran_in_evaluation_alone_says_so():
     model = SeparateAttention().eval()
-    run = hw.attach(hw.find_heads(model), hw.Penalize(hw.Output()))
-    with pytest.raises(hw.NotFired, match="after the forward pass, in training mode and with gradients"), run:
+    run = hw.attach(hw.find_heads(model), hw.Penalize(hw.similarity.Output()))
+    with pytest.raises(hw.errors.NotFired, match="after the forward pass, in training mode and with gradients"), run:
         run.loss(model(torch.randn(2, 3, 12)).sum())
 
 
-@pytest.mark.parametrize("term", [hw.Output(), hw.Position(), hw.MapCosine()], ids=str)
+@pytest.mark.parametrize("term", [hw.similarity.Output(), hw.similarity.Position(), hw.similarity.MapCosine()], ids=str)
 def test_a_penalty_for_training_alone_is_0_in_evaluation_and_the_same_in_training(term):
     model, x = SeparateAttention(), torch.randn(3, 5, 12)
     heads = hw.find_heads(model)

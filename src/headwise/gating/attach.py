@@ -16,7 +16,6 @@ from headwise.errors import LayoutError, NotFired, SettingError, ShapeError
 from headwise.gating.gates import Gates, GateSetting, MixtureOfHeads, balance, build_gates, require_gate
 from headwise.heads.adapters import has_peft
 from headwise.heads.capture import ForwardScope, Padding, find_askers, list_parameters, note_padding
-from headwise.heads.head_slice import OutputProjection, is_sharded
 from headwise.heads.heads import Heads, Site, Undo, require_heads
 from headwise.heads.layouts.functional import hands_output, is_handing
 from headwise.heads.method import Method, Stage

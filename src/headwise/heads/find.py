@@ -23,7 +23,6 @@ from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
 from headwise.heads.experiments.arrangement import is_known, require_arranged
 from headwise.heads.experiments.replay import draw_noise
-from headwise.heads.head_slice import HeadSlice, HeadStack, check_head_slice, check_head_slices, is_sharded
 from headwise.heads.heads import Heads, Site, require_told
 from headwise.heads.layouts.functional import call_projections, hands_weights
 from headwise.heads.layouts.known import LAYOUTS

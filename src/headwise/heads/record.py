@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from headwise.errors import HeadwiseError, NotFired
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
+from headwise.heads.view import HeadView
 from headwise.nn.hooks import read_first_argument
 
 T = TypeVar("T")
@@ -289,24 +289,23 @@ def copy_site(site: Site, model: nn.Module, memo: Mapping[int, Any]) -> Site | N
         found = None if module is None else memo.get(id(module))
         return found if isinstance(found, nn.Module) else None
 
-    def copy_part(part: HeadSlice) -> HeadSlice | None:
+    def copy_part(part: HeadView) -> HeadView:
         modules = {name: find(getattr(part, name)) for name in ("module", "bias_owner", "lora")}
         owner = find(part.owner)
-        return None if owner is None else replace(part, owner=owner, **modules)
+        return replace(part, owner=owner, **modules)
 
     module, projection = find(site.module), site.output_projection
     owner = None if projection is None else find(projection.owner)
-    copied = [[copy_part(part) for part in head_slice.parts] for head_slice in site.slices]
-    slices = [[part for part in parts if part is not None] for parts in copied]
-    if module is None or slices != copied:
+    parts = [part for head_slice in site.slices for part in head_slice.parts]
+    if module is None or any(find(part.owner) is None for part in parts):
         return None
     return replace(
         site,
         model=model,
         module=module,
-        slices=tuple(own.with_parts(parts) for own, parts in zip(site.slices, slices, strict=True)),
+        slices=tuple(head_slice.map(copy_part) for head_slice in site.slices),
         # an aggregator may have replaced W_O since the heads were found
-        output=None if site.output is None else copy_part(site.output),
+        output=None if site.output is None or find(site.output.owner) is None else copy_part(site.output),
         output_projection=None if projection is None or owner is None else replace(projection, owner=owner),
         value_module=find(site.value_module),
     )

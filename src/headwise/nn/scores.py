@@ -114,7 +114,8 @@ class ScoreCall:
         """
         return cls(
             max(query.shape[0], key.shape[0]),
-            *query.shape[1:3],
+            query.shape[1],
+            query.shape[2],
             key.shape[2],
             first=cached or 0,
             cached=cached is not None,

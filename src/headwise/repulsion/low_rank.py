@@ -33,10 +33,8 @@ from torch.optim import Optimizer
 
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
-from headwise.heads.head_slice import HeadSlice
-from headwise.nn.hooks import Handle, PerThread, read_first_argument, replace_first_argument
-from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
-from headwise.repulsion.kernels import (
+from headwise.heads.view import HeadView
+from headwise.kernels import (
     Geometry,
     add_up,
     find_collapsed,
@@ -45,7 +43,7 @@ from headwise.repulsion.kernels import (
     shifted_gram,
     squared_norms,
 )
-from headwise.nn.hooks import Handle, Hook, PerThread, read_first_argument, replace_first_argument
+from headwise.nn.hooks import Handle, PerThread, read_first_argument, replace_first_argument
 from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
 from headwise.repulsion.rules import (
     Mixing,

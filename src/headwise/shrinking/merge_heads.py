@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from headwise.errors import HeadwiseError, NotFired, SettingError
 from headwise.heads.capture import Padding, note_padding
 from headwise.heads.experiments.replay import Replay
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Heads, Site
 from headwise.heads.record import Call, evaluating, record_sites, restored, watching
 from headwise.heads.taps import Taps
+from headwise.heads.view import HeadView
 from headwise.nn.hooks import guard_hooks, read_first_argument
 from headwise.shrinking.alignment import (
     Alignment,
@@ -344,7 +344,7 @@ def _read_rotary(site: Site, size: int) -> Iterator[int]:
             yield int(share * size)
 
 
-def _list_data(*slices: HeadSlice) -> list[Tensor]:
+def _list_data(*slices: HeadView) -> list[Tensor]:
     """Return the weights and biases of head slices."""
     parts = [part for head_slice in slices for part in head_slice.parts]
     held = [one for part in parts for one in (part.owner._parameters.get(part.attribute), part.bias_parameter)]

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError
 from headwise.heads.experiments.replay import Replay, draw_noise
-from headwise.heads.head_slice import is_sharded
 from headwise.heads.heads import Site, note_proved
 from headwise.heads.record import Call, copy_deeply, copy_site
+from headwise.heads.view import is_sharded
 
 TOKENS = 4
 # The most tokens, and numbers of them, that a module is called with because of a table it holds.

@@ -14,6 +14,7 @@ from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
 from headwise.heads.heads import Site
 from headwise.heads.record import Call, clone, record, watching
+from headwise.heads.view import HeadView
 
 Edit = Callable[[Tensor], None]
 

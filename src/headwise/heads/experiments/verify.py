@@ -14,10 +14,10 @@ from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.experiments.replay import Replay, Uncalled, draw_noise
 from headwise.heads.experiments.separation import Experiments, check_learned_queries
 from headwise.heads.experiments.weights import WeightExperiments, WeightReplay, weighs_positions
-from headwise.heads.head_slice import HeadStack, check_head_slices
 from headwise.heads.heads import Heads, Site, note_proved, require_heads
 from headwise.heads.layouts.functional import is_handing
 from headwise.heads.record import Call, copy_deeply, copy_site, record_sites
+from headwise.heads.view import check_head_views
 from headwise.nn.hooks import without_wrappers
 
 

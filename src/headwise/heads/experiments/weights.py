@@ -25,6 +25,7 @@ from headwise.heads.experiments.replay import Edit, Replay, Uncalled, clear, dra
 from headwise.heads.experiments.separation import UNCHANGED, list_changes
 from headwise.heads.heads import Site
 from headwise.heads.record import Call, clone, record, restored
+from headwise.heads.view import HeadView
 from headwise.nn.scores import Attended, Observer
 
 # Tokens that are moved: some that others attend to, and some that attend to others.

@@ -26,6 +26,7 @@ from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters
 from headwise.heads.layouts.rows import FusedLinear, HeadList, Layout, SeparateLinears
 from headwise.heads.layouts.steps import CONFIGS, HEAD_SIZE, NUM_HEADS, find_letters, read_attribute, read_integer
 from headwise.heads.record import Call, clone, record, watching
+from headwise.heads.view import Projection, check_head_views, is_sharded, read_projection
 
 # Sequences and tokens of a call, so that whichever axis is the tokens has three or more.
 SEQUENCES = 3
