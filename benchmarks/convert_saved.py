@@ -79,5 +79,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("target", type=Path)
     given = parser.parse_args()
-    convert(given.folder, given.target)
+    try:
+        convert(given.folder, given.target)
+    except DataError as error:
+        parser.error(str(error))
     print(given.target)

@@ -40,7 +40,7 @@ else:
         return sorted({*globals(), *import_module("headwise.api").__all__})
 
 
-AUTO = "transformers.models.auto.configuration_auto"
+_AUTO = "transformers.models.auto.configuration_auto"
 
 
 class _OnceImported:
@@ -48,7 +48,7 @@ class _OnceImported:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != AUTO:
+        if name != _AUTO:
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
         spec = next((spec for spec in found if spec is not None), None)
@@ -69,7 +69,7 @@ def _register() -> None:
         import_module("headwise.integrations.auto").register()
 
 
-if AUTO in sys.modules:
+if _AUTO in sys.modules:
     _register()
 else:
     sys.meta_path.insert(0, _OnceImported)

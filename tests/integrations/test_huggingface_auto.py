@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -115,6 +116,24 @@ def test_options_of_from_pretrained_act_or_are_refused(tmp_path: Path):
         transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+
+
+def test_a_repository_of_the_hub_is_fetched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = build("BertModel")
+    model.save_pretrained(tmp_path)
+    asked: list[Any] = []
+
+    def fetch(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    opener = transformers.AutoModel._model_mapping[type(config)]
+    again = opener.from_pretrained("someone/bert", config=config, revision="1a2b", local_files_only=True)
+    assert asked == [("someone/bert", {"revision": "1a2b", "local_files_only": True})]
+    assert torch.equal(compute(again), compute(model))
+    assert again.name_or_path == "someone/bert"
 
 
 def test_a_changed_file_is_refused_there_too(tmp_path: Path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -398,3 +399,50 @@ def test_a_folder_of_another_making_is_refused(tmp_path: Path):
     record.write_text("[]")
     with pytest.raises(hw.DataError, match="is not a record of headwise"):
         hw.load(tmp_path)
+
+
+def flatten(setting: Any) -> Any:
+    """A setting as format 1 had it: its fields beside the name of its class."""
+    if isinstance(setting, dict):
+        return {"setting": setting["setting"], **{name: flatten(value) for name, value in setting["fields"].items()}}
+    return setting
+
+
+def test_a_folder_of_format_1_is_converted_to_the_bit(tmp_path: Path):
+    model, _ = swapped(BY_NAME["GPT-2"])
+    model.save_pretrained(tmp_path / "now")
+    record, config = (json.loads((tmp_path / "now" / name).read_text()) for name in ("headwise.json", "config.json"))
+    tensors = safetensors.torch.load_file(tmp_path / "now" / record["weights"])
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(tensors, old / "headwise-1a2b-00001-of-00001.pt")
+    (old / "config.json").write_text("{}")
+    aggregators = {surgery["module"]: surgery for surgery in record["surgeries"]}
+    written = {
+        "format": 1,
+        "model": {name: config[name] for name in ("class", "config", "attention", "generation")},
+        "aggregators": {
+            name: {**{key: one[key] for key in ("num_heads", "head_size", "width")}, "setting": flatten(one["setting"])}
+            for name, one in aggregators.items()
+        },
+        "adopted": [],
+        "sizes": {},
+        "tied": record["tied"],
+        "files": {"headwise-1a2b-00001-of-00001.pt": [*tensors]},
+    }
+    (old / "headwise.json").write_text(json.dumps(seal(written, old, ["config.json", *written["files"]])))
+    with pytest.raises(hw.DataError, match=r"has format 1; expected 2: benchmarks/convert_saved\.py"):
+        hw.load(old)
+    script = Path(__file__).parents[2] / "benchmarks" / "convert_saved.py"
+    subprocess.run([sys.executable, script, old, tmp_path / "new"], check=True, capture_output=True)
+    assert json.loads((tmp_path / "new" / "headwise.json").read_text())["surgeries"] == record["surgeries"]
+    assert same(
+        results(model, BY_NAME["GPT-2"].inputs()), results(hw.load(tmp_path / "new"), BY_NAME["GPT-2"].inputs())
+    )
+    # a changed file is not converted
+    (old / "config.json").write_text("{ }")
+    done = subprocess.run(
+        [sys.executable, script, old, tmp_path / "other"], check=False, capture_output=True, text=True
+    )
+    assert "config.json was changed since it was written" in done.stderr
+    assert not (tmp_path / "other").exists()
