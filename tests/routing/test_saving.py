@@ -21,6 +21,7 @@ from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from heads.forwards import results, same
 from headwise.atomic import seal
+from headwise.errors import HeadwiseError
 
 # the test model of Chameleon lacks the tokenizer of images, which its config builds
 OTHERS = ("timm", "torch", "Chameleon")
@@ -399,6 +400,14 @@ def test_a_folder_of_another_making_is_refused(tmp_path: Path):
     record.write_text("[]")
     with pytest.raises(hw.DataError, match="is not a record of headwise"):
         hw.load(tmp_path)
+
+
+def test_without_safetensors_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, _ = swapped(BY_NAME["BERT"])
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(HeadwiseError, match="pip install safetensors"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
 
 
 def flatten(setting: Any) -> Any:
