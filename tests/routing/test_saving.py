@@ -410,6 +410,18 @@ def test_without_safetensors_a_sentence_says_what_to_install(tmp_path: Path, mon
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_dtype_that_safetensors_does_not_have_is_named(tmp_path: Path):
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(hw.DataError, match=r"turns has dtype torch\.complex128, which safetensors does not store"):
+        hw.save(model, tmp_path / "saved")
+    model.turns = model.turns.to(torch.complex64)
+    hw.save(model, tmp_path / "saved")
+    assert torch.equal(hw.load(tmp_path / "saved", copy.deepcopy(model)).turns, model.turns)
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 def flatten(setting: Any) -> Any:
     """A setting as format 1 had it: its fields beside the name of its class."""
     if isinstance(setting, dict):
