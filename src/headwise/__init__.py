@@ -2,9 +2,13 @@
 
 The names are in `headwise.api`; they and torch are loaded when the first is used, so that a command's help need not
 wait for them.
+
+Where transformers is used too, before or after, its Auto classes open the folders of `headwise.save`.
 """
 
 import gc
+import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -40,3 +44,39 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *import_module("headwise.api").__all__})
+
+
+_AUTO = "transformers.models.auto.configuration_auto"
+
+
+class _OnceImported:
+    """Registers saved folders in transformers when it has imported its Auto classes: Python asks `sys.meta_path`."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _AUTO:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: Any) -> None:
+                run(module)
+                _register()
+
+            vars(spec.loader)["exec_module"] = run_and_register
+        return spec
+
+
+def _register() -> None:
+    # a version of transformers that headwise does not know is left alone
+    with suppress(ImportError):
+        import_module("headwise.integrations.auto").register()
+
+
+if _AUTO in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _OnceImported)

@@ -160,13 +160,10 @@ def read_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
         DataError: A file is missing or damaged, leads out of the folder, or would make something other than tensors.
     """
     named = config.get("transformers_weights")
-    if named is not None:
-        files = [find_inside(folder, named, "config.json", REMEDY)]
-    else:
-        files = sorted(path for path in folder.glob(PARTS) if is_file(path))
-        files = files or [folder / name for name in WEIGHTS if is_file(folder / name)][:1]
-    if files and files[0].name.endswith(".index.json"):
-        files = _read_index(files[0])
+    files = sorted(path for path in folder.glob(PARTS) if is_file(path))
+    found = [name for name in WEIGHTS if is_file(folder / name)][:1] if named is None else [named]
+    if named is not None or not files:
+        files = [path for name in found for path in list_named_weights(folder, name, CONFIG)]
     # each process saved its parts of the same tensors
     apart = not any(path.match(PARTS) for path in files)
     tensors: dict[str, Path] = {}
@@ -187,8 +184,20 @@ def read_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
     return Stored(count, sum(path.stat().st_size for path in files), frozenset(dimensions))
 
 
-def _read_index(path: Path) -> list[Path]:
-    """Return the files that an index names."""
+def list_named_weights(folder: Path, name: object, by: str) -> list[Path]:
+    """Return the files of tensors that a name stands for: that file, or those that it names if it is an index.
+
+    Args:
+        folder: The folder.
+        name: What was read.
+        by: Name of the file that it was read from.
+
+    Raises:
+        DataError: A file is missing or leads out of the folder, or the index is damaged.
+    """
+    path = find_inside(folder, name, by, REMEDY)
+    if not path.name.endswith(".index.json"):
+        return [path]
     try:
         index = parse_json(read_whole(path))
     except ValueError as error:
@@ -363,10 +372,12 @@ def require_local_kernels(path: Path, config: Any) -> None:
 
 
 def _require_local(path: Path, key: str, value: Any) -> None:
-    allowed = LOCAL.get(key.removeprefix("_").removesuffix("_internal"))
+    kind = key.removeprefix("_").removesuffix("_internal")
+    allowed = LOCAL.get(kind)
     if allowed is not None:
+        allowed = allowed | _list_registered() if kind == "attn_implementation" else allowed
         named = value.values() if isinstance(value, dict) else (value,)
-        strange = next((name for name in named if not is_local(name, allowed)), None)
+        strange = next((name for name in named if not _is_local(name, allowed)), None)
     else:
         strange = value if key in KERNELS and value else None
     if strange is not None:
@@ -376,7 +387,14 @@ def _require_local(path: Path, key: str, value: Any) -> None:
         )
 
 
-def is_local(name: Any, allowed: frozenset[str]) -> bool:
+def _list_registered() -> set[str]:
+    """Return the attentions that the user registered in transformers, which has its own kernels there too."""
+    from transformers import AttentionInterface
+
+    return {name for name in AttentionInterface().valid_keys() if not re.match(r"flash_|.*/", name)}
+
+
+def _is_local(name: Any, allowed: frozenset[str]) -> bool:
     """Return whether an implementation needs no code but that of installed packages."""
     if not isinstance(name, str):
         return name is None

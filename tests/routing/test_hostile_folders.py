@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 
 import headwise as hw
 from fuzz.mutate import BYTES, limit_memory, ran_out, read_in_time
-from routing.hostile import CANARY, FOLDERS, RECORD, edit, seal_again
+from routing.hostile import CANARY, FOLDERS, RECORD, edit, seal_again, set_value
 
 
 def make_bert() -> BertModel:
@@ -166,7 +166,7 @@ def test_a_failed_load_leaves_the_attentions_and_the_fast_path_of_torch(tmp_path
     encoder.norm = nn.LayerNorm(7)
     hw.save(encoder, tmp_path / "other norm")
     record = shutil.copytree(tmp_path / "other norm", tmp_path / "other attention")
-    edit(record, lambda written: written["adopted"].append("layers.1.linear1"))
+    edit(record, lambda written: written["surgeries"].append({"do": "adopt", "module": "layers.1.linear1"}))
     other = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), num_layers=2)
     other.norm = nn.LayerNorm(8)
     for name, message in (
@@ -195,7 +195,7 @@ def test_a_kernel_is_taken_from_the_hub_only_when_asked_for(folder: Path, monkey
 
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
-    FOLDERS["an attention kernel"](folder)
+    FOLDERS["attention is a kernel"](folder)
     with pytest.raises(hw.errors.DataError, match=r"kernels-community/flash-attn2.*trust_remote_code=True"):
         hw.load(folder)
     assert not asked
@@ -210,7 +210,7 @@ def test_an_attention_that_the_user_registered_is_kept(folder: Path, monkeypatch
     monkeypatch.setattr(
         AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping, "own": lambda *_: None}
     )
-    edit(folder, lambda record: record["model"].update(attention={"": "own"}))
+    set_value("config.json", "attention", to={"": "own"})(folder)
     assert hw.load(folder).config._attn_implementation == "own"
 
 
@@ -230,5 +230,5 @@ def test_a_failed_second_save_leaves_a_folder_that_loads(folder: Path, monkeypat
         make_bert().save_pretrained(folder)
     monkeypatch.undo()
     # config.json is the same in all, and the record is still the old one
-    assert len(list(folder.glob("headwise-*.pt"))) == 1
+    assert len(list(folder.glob("headwise-*.safetensors"))) == 1
     hw.load(folder)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +21,7 @@ from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from heads.forwards import results, same
 from headwise.atomic import seal
+from headwise.errors import HeadwiseError
 
 # the test model of Chameleon lacks the tokenizer of images, which its config builds
 OTHERS = ("timm", "torch", "Chameleon")
@@ -60,24 +65,36 @@ def test_a_saved_model_comes_back_with_the_same_outputs_to_the_bit(family: Famil
     assert again.state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
-def test_plain_transformers_refuses_the_folder_in_every_way_of_loading(name: str, tmp_path: Path):
-    import transformers
-
-    model, _ = swapped(BY_NAME[name])
-    model.save_pretrained(tmp_path)
-    ways = [
-        lambda: transformers.AutoModel.from_pretrained(tmp_path),
-        lambda: transformers.AutoConfig.from_pretrained(tmp_path),
-        lambda: type(model).from_pretrained(tmp_path),
-        lambda: type(model).from_pretrained(tmp_path, config=model.config),
-        lambda: type(model).from_pretrained(tmp_path, use_safetensors=False),
-        lambda: type(model).from_pretrained(tmp_path, config=model.config, ignore_mismatched_sizes=True),
-        lambda: transformers.pipeline("feature-extraction", model=str(tmp_path)),
-    ]
-    for way in ways:
-        with pytest.raises((OSError, ValueError)):
+REFUSED = """
+import sys, transformers
+for folder in sys.argv[1:]:
+    kind = getattr(transformers, folder.rpartition("/")[2])
+    config = kind.config_class()
+    for way in (
+        lambda: transformers.AutoModel.from_pretrained(folder),
+        lambda: transformers.AutoConfig.from_pretrained(folder),
+        lambda: transformers.pipeline("feature-extraction", model=folder),
+        lambda: kind.from_pretrained(folder),
+        lambda: kind.from_pretrained(folder, config=config),
+        lambda: kind.from_pretrained(folder, use_safetensors=False),
+        lambda: kind.from_pretrained(folder, config=config, ignore_mismatched_sizes=True),
+    ):
+        try:
             way()
+        except (OSError, ValueError) as error:
+            print("headwise" in str(error))
+assert "headwise" not in sys.modules
+"""
+
+
+def test_transformers_without_headwise_refuses_the_folder_in_every_way_of_loading(tmp_path: Path):
+    for name in ("BERT", "GPT-2", "T5"):
+        model, _ = swapped(BY_NAME[name])
+        model.save_pretrained(tmp_path / type(model).__name__)
+    folders = [str(folder) for folder in sorted(tmp_path.iterdir())]
+    done = subprocess.run([sys.executable, "-c", REFUSED, *folders], capture_output=True, text=True, check=True)
+    # the classes that look for a config of any name first do not get to read what the folder is
+    assert done.stdout.split() == [*["True"] * 3, *["False"] * 4] * 3
 
 
 def test_a_model_without_aggregators_is_saved_as_ever(tmp_path: Path):
@@ -148,7 +165,7 @@ def test_shards_hold_the_same_as_one_file(tmp_path: Path):
     family = BY_NAME["Llama"]
     model, _ = swapped(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    files = sorted(tmp_path.glob("headwise-*.pt"))
+    files = sorted(tmp_path.glob("headwise-*.safetensors"))
     assert len(files) > 3
     assert same(results(model, family.inputs()), results(hw.load(tmp_path), family.inputs()))
     files[1].unlink()
@@ -172,7 +189,7 @@ def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path):
     found = hw.find_heads(again).sites
     assert found[0].output_projection.module.beta_a is found[1].output_projection.module.beta_a
     assert same(results(model, family.inputs()), results(again, family.inputs()))
-    written = sum(path.stat().st_size for path in tmp_path.glob("headwise-*.pt"))
+    written = sum(path.stat().st_size for path in tmp_path.glob("headwise-*.safetensors"))
     assert written < sum(p.numel() * 4 for p in model.state_dict().values()) + 40_000
 
 
@@ -209,23 +226,23 @@ def test_a_second_save_replaces_the_first_and_a_broken_one_leaves_it(tmp_path: P
     first = results(model, family.inputs())
     with torch.no_grad():
         model.get_parameter("encoder.layer.0.output.dense.weight").mul_(2)
-    written = torch.save
+    written = safetensors.torch.save_file
     done = []
 
-    def full_disk(tensors: dict, path: Path) -> None:
+    def full_disk(tensors: dict, path: Path, **options: dict) -> None:
         if len(done) == 1:
             raise OSError("no space left")
         done.append(path)
-        written(tensors, path)
+        written(tensors, path, **options)
 
-    monkeypatch.setattr(torch, "save", full_disk)
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
     with pytest.raises(hw.errors.DataError, match="no space left"):
         model.save_pretrained(tmp_path, max_shard_size="30KB")
     monkeypatch.undo()
     assert same(first, results(hw.load(tmp_path), family.inputs()))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     model.save_pretrained(tmp_path)
-    assert len(list(tmp_path.glob("headwise-*.pt"))) == 1
+    assert len(list(tmp_path.glob("headwise-*.safetensors"))) == 1
     assert same(results(model, family.inputs()), results(hw.load(tmp_path), family.inputs()))
 
 
@@ -376,13 +393,82 @@ def test_a_folder_of_another_making_is_refused(tmp_path: Path):
     model.save_pretrained(tmp_path)
     record = tmp_path / "headwise.json"
     written = json.loads(record.read_text())
-    for change, message in (
-        ({"format": 2}, "has format 2; expected 1"),
-        ({"model": {**written["model"], "class": "os:system"}}, "not from transformers"),
+    for number, message in (
+        (1, r"has format 1; expected 2: benchmarks/convert_saved\.py"),
+        (3, "needs a newer headwise"),
     ):
-        record.write_text(json.dumps(seal({**written, **change}, tmp_path, written["file_digests"])))
+        record.write_text(json.dumps(seal({**written, "format": number}, tmp_path, written["file_digests"])))
         with pytest.raises(hw.errors.DataError, match=message):
             hw.load(tmp_path)
     record.write_text("[]")
     with pytest.raises(hw.errors.DataError, match="is not a record of headwise"):
         hw.load(tmp_path)
+
+
+def test_without_safetensors_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, _ = swapped(BY_NAME["BERT"])
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(HeadwiseError, match="pip install safetensors"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_dtype_that_safetensors_does_not_have_is_named(tmp_path: Path):
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(
+        hw.errors.DataError, match=r"turns has dtype torch\.complex128, which safetensors does not store"
+    ):
+        hw.save(model, tmp_path / "saved")
+    model.turns = model.turns.to(torch.complex64)
+    hw.save(model, tmp_path / "saved")
+    assert torch.equal(hw.load(tmp_path / "saved", copy.deepcopy(model)).turns, model.turns)
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def flatten(setting: Any) -> Any:
+    """A setting as format 1 had it: its fields beside the name of its class."""
+    if isinstance(setting, dict):
+        return {"setting": setting["setting"], **{name: flatten(value) for name, value in setting["fields"].items()}}
+    return setting
+
+
+def test_a_folder_of_format_1_is_converted_to_the_bit(tmp_path: Path):
+    model, _ = swapped(BY_NAME["GPT-2"])
+    model.save_pretrained(tmp_path / "now")
+    record, config = (json.loads((tmp_path / "now" / name).read_text()) for name in ("headwise.json", "config.json"))
+    tensors = safetensors.torch.load_file(tmp_path / "now" / record["weights"])
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(tensors, old / "headwise-1a2b-00001-of-00001.pt")
+    (old / "config.json").write_text("{}")
+    aggregators = {surgery["module"]: surgery for surgery in record["surgeries"]}
+    written = {
+        "format": 1,
+        "model": {name: config[name] for name in ("class", "config", "attention", "generation")},
+        "aggregators": {
+            name: {**{key: one[key] for key in ("num_heads", "head_size", "width")}, "setting": flatten(one["setting"])}
+            for name, one in aggregators.items()
+        },
+        "adopted": [],
+        "sizes": {},
+        "tied": record["tied"],
+        "files": {"headwise-1a2b-00001-of-00001.pt": [*tensors]},
+    }
+    (old / "headwise.json").write_text(json.dumps(seal(written, old, ["config.json", *written["files"]])))
+    with pytest.raises(hw.errors.DataError, match=r"has format 1; expected 2: benchmarks/convert_saved\.py"):
+        hw.load(old)
+    script = Path(__file__).parents[2] / "benchmarks" / "convert_saved.py"
+    subprocess.run([sys.executable, script, old, tmp_path / "new"], check=True, capture_output=True)
+    assert json.loads((tmp_path / "new" / "headwise.json").read_text())["surgeries"] == record["surgeries"]
+    assert same(
+        results(model, BY_NAME["GPT-2"].inputs()), results(hw.load(tmp_path / "new"), BY_NAME["GPT-2"].inputs())
+    )
+    # a changed file is not converted
+    (old / "config.json").write_text("{ }")
+    done = subprocess.run(
+        [sys.executable, script, old, tmp_path / "other"], check=False, capture_output=True, text=True
+    )
+    assert "config.json was changed since it was written" in done.stderr
+    assert not (tmp_path / "other").exists()

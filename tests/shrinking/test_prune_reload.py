@@ -21,6 +21,7 @@ from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
 from heads.family import Family
 from headwise.atomic import seal
+from headwise.routing import Gate, Residual, SimpleRouting
 from shrinking.cutting import apart, compute, evenly, named, unevenly
 
 STOCK = (
@@ -208,15 +209,19 @@ def test_a_model_of_ones_own_is_loaded_into_one_with_all_its_heads_or_with_those
         hw.load(tmp_path)
 
 
-def test_aggregators_stay_in_the_folder_of_a_model_with_fewer_heads(tmp_path: Path):
+@pytest.mark.parametrize("setting", [SimpleRouting(), Residual(SimpleRouting()), Gate()], ids=str)
+def test_aggregators_stay_in_the_folder_of_a_model_with_fewer_heads(setting, tmp_path: Path):
     family = named(FAMILIES, "BERT")[0]
     model: Any = family.build()
     inputs = family.inputs()
     heads = hw.find_heads(model)
     hw.prune(heads, unevenly(heads))
-    aggregation = hw.aggregate(hw.find_heads(model).layer(0), hw.routing.SimpleRouting())
+    aggregation = hw.aggregate(hw.find_heads(model).layer(0), setting)
     model.save_pretrained(tmp_path)
-    assert apart(compute(model, inputs), compute(hw.load(tmp_path), inputs)) == 0.0
+    again = hw.load(tmp_path)
+    assert apart(compute(model, inputs), compute(again, inputs)) == 0.0
+    # and into a model that is changed already
+    assert apart(compute(model, inputs), compute(hw.load(tmp_path, again), inputs)) == 0.0
     aggregation.remove()
     assert "save_pretrained" in vars(model)
     model.save_pretrained(tmp_path / "without")
@@ -241,9 +246,10 @@ def test_a_record_of_sizes_that_does_not_fit_is_refused_and_the_model_left_as_it
     hw.save(model, tmp_path)
     file = tmp_path / "headwise.json"
     written = json.loads(file.read_text())
-    edit(written["sizes"])
-    kept = [*written["files"], "config.json"]
-    file.write_text(json.dumps(seal({k: v for k, v in written.items() if k != "sha256"}, tmp_path, kept)))
+    sizes = {surgery["module"]: surgery["sizes"] for surgery in written["surgeries"]}
+    edit(sizes)
+    written["surgeries"] = [{"do": "resize", "module": name, "sizes": value} for name, value in sizes.items()]
+    file.write_text(json.dumps(seal(written, tmp_path, written["file_digests"])))
     whole: Any = build_own()
     expected = whole(x)
     with pytest.raises(hw.errors.DataError, match=message):

@@ -28,9 +28,9 @@ from lab.tasks.translation.translation_toy import write_toy_corpus
 ROOT = Path(__file__).parents[3]
 # What differs from one call to the next: what takes time, names a time or a drawn name, or holds the digest of such.
 DIFFERENT = re.compile(
-    rf"shrinking\.|report\.html|\.png|log\.txt|(results?|progress|tuned|tree_depth)\.json|headwise(-\d+.*\.pt|\.json)|{SEAL}"
+    rf"shrinking\.|report\.html|\.png|log\.txt|(results?|progress|tuned|tree_depth)\.json|headwise\.json|{SEAL}"
 )
-DRAWN = re.compile(r"(?<=headwise-)[0-9a-f]{8}-")
+DRAWN = re.compile(r"(?<=headwise)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired
-from headwise.heads.adapters import get_called, has_peft, is_peft_layer, is_peft_model
+from headwise.heads.adapters import get_called, has_peft, is_peft_layer
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import hands_output
 from headwise.heads.method import Method, Stage
 from headwise.heads.scores.mixing import RequireTrained, match_placement, require_unwrapped, was_called
 from headwise.heads.view import OutputProjection, is_sharded
 from headwise.nn.hooks import Handle
-from headwise.nn.resized import read_sizes
 from headwise.routing.modules import Aggregator, Gate, Residual, Setting, build, require_setting
-from headwise.routing.save import SavePretrained, find_aggregators
+from headwise.routing.save import SavePretrained, is_changed, set_saving
 
 
 def find_adapter(model: nn.Module) -> tuple[Any, str]:
@@ -167,12 +166,11 @@ class Aggregation(Handle):
             setattr(site.output_projection.owner, site.output_projection.attribute, site.old)
         if self._adapter is not None:
             remove_names(self._adapter, [site.path for site in self.replaced])
-        for module in _find_saving_models(self.model):
-            if not find_aggregators(module) and not read_sizes(module):
-                own = vars(module).get("save_pretrained")
-                if isinstance(own, SavePretrained):
-                    del vars(module)["save_pretrained"]
-                    vars(module).update({} if own.before is None else {"save_pretrained": own.before})
+        for module in self.model.modules():
+            own = vars(module).get("save_pretrained")
+            if isinstance(own, SavePretrained) and not is_changed(module):
+                del vars(module)["save_pretrained"]
+                vars(module).update({} if own.before is None else {"save_pretrained": own.before})
 
     def __str__(self) -> str:
         rows = [
@@ -276,10 +274,7 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
             setattr(place.output_projection.owner, place.output_projection.attribute, place.placed)
         if config is not None:
             add_names(config, [place.path for place in replaced])
-        for module in _find_saving_models(heads.model):
-            if find_aggregators(module):
-                # the original method would write a folder that loads without the aggregators, with only a warning
-                vars(module)["save_pretrained"] = SavePretrained(module)
+        set_saving(heads.model)
         return Aggregation(heads.model, setting, tuple(replaced), config, undo.pop_all().close)
 
 
@@ -320,15 +315,6 @@ def _require_unwrapped(heads: Heads, site: Site, old: nn.Module, *, keeps: bool)
             f"{site.label}: its output projection is divided by tensor parallelism, and this aggregator gives it all "
             "heads; leave it out of the plan of parallelize_module."
         )
-
-
-def _find_saving_models(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with a method `save_pretrained` that writes the whole model: those of transformers."""
-    return [
-        module
-        for module in model.modules()
-        if callable(getattr(type(module), "save_pretrained", None)) and not is_peft_model(module)
-    ]
 
 
 def _require_replaceable(site: Site, old: nn.Module, *, keeps: bool) -> None:

@@ -1,8 +1,6 @@
-"""The record of a saved model, `headwise.json`, read and checked value by value: what a folder says is not trusted.
+"""A saved folder as it is read: its record, its tensors and its stock model. What a folder says is not trusted.
 
-The tensors of a model in sharded files, where tied tensors are stored once and listed by name.
-
-A model of transformers built from what a folder says of it, no larger than its tensors and without foreign code.
+Values are checked one by one, a model is no larger than its tensors, and no foreign code runs.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import copy
 import importlib
 import inspect
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,75 +19,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.atomic import PARTIAL, require_folder_unchanged, require_unchanged
+from headwise.atomic import FILES, require_folder_unchanged, require_unchanged
 from headwise.errors import DataError, HeadwiseError, SettingError
-from headwise.input_files import find_inside, is_file, parse_json, read_whole
+from headwise.input_files import encode_json, find_inside, is_file, parse_json, read_whole
 from headwise.stock_folders import (
-    FLAG,
+    CONFIG,
     LARGEST,
-    LOCAL,
     RECORD,
+    REMEDY,
     Stored,
     TooLarge,
     build_within,
     describe_excess,
-    is_local,
+    list_named_weights,
+    read_config,
     refuse_foreign_code,
     require_countable,
     require_local_kernels,
-    require_tensors_alone,
 )
 
-FORMAT = 1
-CONFIG = "config.json"
-REMEDY = "copy the folder again, or save the model again."
-FILE = re.compile(r"headwise-[\w-]+\.pt")
+FORMAT = 2
 SIZES = ("num_heads", "head_size", "width")
+# What each kind of surgery has beside the name of its module.
+SURGERIES = {"resize": ("sizes",), "aggregate": ("setting", *SIZES), "adopt": ()}
+WEIGHTS = re.compile(r"headwise-[\w-]+\.safetensors(\.index\.json)?")
+MODULE = re.compile(r"transformers\.models(\.\w+)+")
 KINDS = {dict: "an object", list: "a list", str: "a text"}
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a model of transformers is rebuilt from.
-
-    Attributes:
-        path: The file that says so.
-        module: Name of the module of its class.
-        name: Name of its class.
-        config: Its configuration, as JSON data.
-        attention: Its attention implementations, by name of the part of the configuration.
-        generation: Its generation configuration, as JSON data, if it has one.
-    """
-
-    path: Path
-    module: str
-    name: str
-    config: dict[str, Any]
-    attention: dict[str, Any]
-    generation: dict[str, Any] | None
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of a `headwise.json`.
+    """The content of a folder but for its tensors.
 
     Attributes:
-        path: The file.
-        model: What the model is rebuilt from; None for a class that is not from transformers.
-        aggregators: Setting and sizes of each aggregator, as JSON data, by name of the module.
-        adopted: Names of the modules that are `headwise.nn.MultiheadAttention`.
-        sizes: Sizes of modules that the model's configuration does not give, by name of the module.
+        path: Its `headwise.json`.
+        stock: What the model is rebuilt from, as JSON data: its "class" as "module:class", its "config", the
+            "attention" implementation of each part of that, and its "generation" config. None for a class that is not
+            from transformers.
+        surgeries: What was changed, as JSON data, by kind of surgery and name of the module.
         tied: For each tied tensor, the name that it is stored under.
-        files: Names of the tensors of each file.
+        files: The files of tensors.
     """
 
     path: Path
-    model: Identity | None
-    aggregators: Mapping[str, Mapping[str, Any]]
-    adopted: tuple[str, ...]
-    sizes: Mapping[str, Mapping[str, int]]
+    stock: Mapping[str, Any] | None
+    surgeries: Mapping[str, Mapping[str, Any]]
     tied: Mapping[str, str]
-    files: Mapping[str, tuple[str, ...]]
+    files: tuple[Path, ...]
 
     @property
     def folder(self) -> Path:
@@ -97,10 +75,10 @@ class Saved:
 
 
 def read_saved(folder: Path) -> Saved:
-    """Return the record of a folder, after comparing its files with their digests.
+    """Return what a folder holds, after comparing its files with their digests.
 
     Raises:
-        DataError: There is none, it is damaged or of another version, or a file was changed since.
+        DataError: It is no saved folder, damaged or of another version, or a file was changed since.
     """
     path = folder / RECORD
     require_folder_unchanged(folder)
@@ -110,42 +88,61 @@ def read_saved(folder: Path) -> Saved:
             "prune(), or by headwise.save. Load a model that headwise did not change as it was saved (from_pretrained)."
         )
     try:
-        written = parse_json(read_whole(path))
+        written = parse_json(read_whole(find_inside(folder, RECORD, RECORD, REMEDY)))
         version = written["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a record of headwise ({error}); save the model again.") from None
     if version != FORMAT:
         raise DataError(
-            f"{path} has format {str(version)[:60]}; expected {FORMAT}, so use the version of headwise that wrote it."
+            f"{path} has format {str(version)[:60]}; expected {FORMAT}: benchmarks/convert_saved.py of the repository "
+            "of headwise converts format 1, and a newer format needs a newer headwise."
         )
-    files = _read_files(path, written)
-    require_unchanged(path, written, [*files, CONFIG], remedy=REMEDY)
-    _require_no_others(path, files)
-    saved = Saved(
-        path,
-        _read_identity(path, written),
-        {name: _read_aggregator(path, name, one) for name, one in _take(path, written, "aggregators", dict).items()},
-        tuple(_require_name(path, "adopted", name) for name in _take(path, written, "adopted", list)),
-        {name: _read_sizes(path, name, one) for name, one in _take(path, written, "sizes", dict).items()},
-        {name: _require_name(path, "tied", other) for name, other in _take(path, written, "tied", dict).items()},
-        files,
-    )
-    stored = {name for names in files.values() for name in names}
-    wrong = [name for name, other in saved.tied.items() if other not in stored or name in stored]
-    if wrong:
-        raise _fault(path, "tied", wrong[0], "tensors that are tied to stored ones, and not stored themselves")
-    return saved
+    require_unchanged(path, written, remedy=REMEDY)
+    weights = _take(path, written, "weights", str)
+    files = list_named_weights(folder, weights, RECORD)
+    for name in (CONFIG, weights, *(str(file.relative_to(folder)) for file in files)):
+        if name not in written[FILES] or (name != CONFIG and not WEIGHTS.fullmatch(name)):
+            raise _fault(path, "weights", name, "a file with a digest such as headwise-1a2b.safetensors")
+    tied = _take(path, written, "tied", dict)
+    stock = read_stock(folder / CONFIG, read_config(folder / CONFIG))
+    return Saved(path, stock, _read_surgeries(path, written), tied, tuple(files))
 
 
-def _require_no_others(path: Path, files: Mapping[str, Any]) -> None:
-    others = sorted(other.name for other in path.parent.glob("headwise-*.pt") if other.name not in files)
-    # a `save` into this folder that was killed has left both
-    if others and not path.parent.resolve().with_name(f".{path.parent.resolve().name}{PARTIAL}").exists():
-        raise DataError(f"{path.parent / others[0]} is no file of the model that was saved here; {REMEDY}")
+def read_stock(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what the `config.json` of a saved folder says of a model of transformers; None where it has no such.
+
+    Raises:
+        DataError: It says something else.
+    """
+    if "class" not in config:
+        return None
+    for name, kind in {"class": str, "config": dict, "attention": dict}.items():
+        _take(path, config, name, kind)
+    if config.get("generation") is not None:
+        _take(path, config, "generation", dict)
+    return config
+
+
+def _read_surgeries(path: Path, written: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in SURGERIES}
+    for surgery in _take(path, written, "surgeries", list):
+        kind, module = (surgery.get("do"), surgery.get("module")) if isinstance(surgery, dict) else (None, None)
+        named = SURGERIES.get(kind) if isinstance(kind, str) else None
+        if named is None or not isinstance(module, str) or surgery.keys() != {"do", "module", *named}:
+            kinds = "; ".join(f"{kind}: module, {', '.join(names)}" for kind, names in SURGERIES.items())
+            raise _fault(path, "a surgery", surgery, f"a kind with its names ({kinds})")
+        numbers = surgery["sizes"] if kind == "resize" else {name: surgery[name] for name in SIZES if name in named}
+        if not isinstance(numbers, dict):
+            raise _fault(path, f"sizes of {module}", numbers, "numbers by attribute")
+        for name, value in numbers.items():
+            if type(value) is not int or not 1 <= value <= LARGEST:
+                raise _fault(path, f"{name} of {module}", value, "a positive integer")
+        found[str(kind)][module] = {name: surgery[name] for name in named}
+    return found
 
 
 def _fault(path: Path, name: str, value: Any, expected: str) -> DataError:
-    return DataError(f"{path}: {name} is {str(value)[:60]!r}; expected {expected}; {REMEDY}")
+    return DataError(f"{path}: {name[:60]} is {str(value)[:60]!r}; expected {expected}; {REMEDY}")
 
 
 def _take(path: Path, record: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -153,64 +150,6 @@ def _take(path: Path, record: Mapping[str, Any], name: str, kind: type) -> Any:
     if type(value) is not kind:
         raise _fault(path, name, value, KINDS[kind])
     return value
-
-
-def _require_name(path: Path, key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _fault(path, key, value, "names of modules or tensors")
-    return value
-
-
-def _read_files(path: Path, written: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    files: dict[str, tuple[str, ...]] = {}
-    seen: set[str] = set()
-    for file, names in _take(path, written, "files", dict).items():
-        if not FILE.fullmatch(file) or not isinstance(names, list):
-            raise _fault(path, "files", file, "names of files beside it, such as headwise-1a2b-00001-of-00001.pt")
-        for name in names:
-            if _require_name(path, file, name) in seen:
-                raise _fault(path, "files", name, "each tensor in one file")
-            seen.add(name)
-        files[file] = tuple(names)
-    return files
-
-
-def _read_aggregator(path: Path, name: str, described: Any) -> dict[str, Any]:
-    if not isinstance(described, dict) or described.keys() != {"setting", *SIZES}:
-        raise _fault(path, name, described, f"a setting, {', '.join(SIZES)}")
-    for size in SIZES:
-        value = described[size]
-        if type(value) is not int or not 1 <= value <= LARGEST:
-            raise _fault(path, f"{size} of {name}", value, "a positive integer")
-    return described
-
-
-def _read_sizes(path: Path, name: str, sizes: Any) -> dict[str, int]:
-    if not isinstance(sizes, dict):
-        raise _fault(path, f"sizes of {name}", sizes, "numbers by attribute")
-    for attribute, value in sizes.items():
-        if type(value) is not int or not 1 <= value <= LARGEST:
-            raise _fault(path, f"{attribute} of {name}", value, "a positive integer")
-    return sizes
-
-
-def _read_identity(path: Path, written: Mapping[str, Any]) -> Identity | None:
-    if written.get("model", "") is None:
-        return None
-    model = _take(path, written, "model", dict)
-    module, _, name = _take(path, model, "class", str).partition(":")
-    generation = model.get("generation")
-    return Identity(
-        path,
-        module,
-        name,
-        _take(path, model, "config", dict),
-        _take(path, model, "attention", dict),
-        None if generation is None else _take(path, model, "generation", dict),
-    )
-
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def _find_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
@@ -222,6 +161,11 @@ def _find_tensors(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
         for name, tensor in tensors.items()
         if tensor is not None
     }
+
+
+def list_tensors(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters and buffers of a model by name, tied ones under all their names."""
+    return {name: tensor.shape for name, (_, _, tensor) in _find_tensors(model).items()}
 
 
 def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -239,22 +183,24 @@ def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tup
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     for name, (_, _, own) in _find_tensors(model).items():
-        if id(own) in first:
+        if first.setdefault(id(own), name) != name:
             tied[name] = first[id(own)]
-            continue
-        first[id(own)] = name
-        tensors[name] = own
+        else:
+            tensors[name] = own
     if given is not None:
         tensors = _choose_given(model, tensors, tied, given)
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             raise DataError(
                 f"{name} is a {type(tensor).__name__} on {tensor.device}; expected a full tensor: gather it and pass "
                 "state_dict=."
             )
-        # torch.save would write the whole storage of a view
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        tensors[name] = tensor.detach() if whole else tensor.detach().clone()
+        # safetensors takes no part of a storage that another tensor has too
+        storage = tensor.untyped_storage()
+        own = storage.nbytes() == tensor.nbytes and tensor.is_contiguous() and storage.data_ptr() not in storages
+        storages.add(storage.data_ptr())
+        tensors[name] = tensor.detach() if own else tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensors, tied
 
 
@@ -262,26 +208,21 @@ def _choose_given(
     model: nn.Module, own: Mapping[str, Tensor], tied: Mapping[str, str], given: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the tensors given for a model's own, whatever of its names a tied one is given under."""
-    aliases = {name: [name] for name in own}
-    for alias, name in tied.items():
-        aliases[name].append(alias)
+    slots = _find_tensors(model)
+    chosen = {tied.get(name, name): given[name] for name in slots if name in given}
     # a state dict lacks the buffers that are not persistent, and may hold extra states, which are not tensors
     unsaved = {
-        name
-        for name, (module, attribute, _) in _find_tensors(model).items()
-        if attribute in module._non_persistent_buffers_set
+        tied.get(name, name) for name, (module, key, _) in slots.items() if key in module._non_persistent_buffers_set
     }
-    missing = [name for name, names in aliases.items() if not given.keys() & {*names} and not {*names} <= unsaved]
-    unknown = [name for name in given if name not in own and name not in tied and not name.endswith("_extra_state")]
+    missing = [name for name in own if name not in chosen and name not in unsaved]
+    unknown = [name for name in given if name not in slots and not name.endswith("_extra_state")]
     if missing or unknown:
         raise DataError(
             f"state_dict does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
             f"{unknown[:4]} ({len(unknown)}) are not in the model; pass every tensor under the model's own name: strip "
             "a prefix such as 'module.' from the names."
         )
-    chosen = {}
-    for name, names in aliases.items():
-        tensor = next((given[alias] for alias in names if alias in given), own[name])
+    for name, tensor in chosen.items():
         # DeepSpeed keeps the shape of a divided parameter apart
         expected = getattr(own[name], "ds_shape", own[name].shape)
         if tensor.shape != expected:
@@ -289,47 +230,84 @@ def _choose_given(
                 f"{name} has shape {tuple(tensor.shape)} in state_dict and {tuple(expected)} in the model; pass a full "
                 "tensor of a model of the same structure."
             )
-        chosen[name] = tensor
-    return chosen
+    return {**own, **chosen}
 
 
-def split_into_shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Return the names of the tensors of each file, at most `limit` bytes unless one tensor alone is larger."""
-    shards, filled = [[]], 0
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes, given as a number or a string like "5GB"."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", str(size).upper())
+    if match is None or match[2] not in UNITS or int(match[1]) < 1:
+        raise SettingError(f"max_shard_size is {size!r}; expected a number of bytes, or a size like '500MB' or '5GB'.")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def _load_safetensors() -> Any:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ModuleNotFoundError as error:
+        raise HeadwiseError("saved folders hold their tensors as safetensors; pip install safetensors.") from error
+
+
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path, limit: int) -> list[str]:
+    """Write tensors as transformers does, in one file or in several and an index, under names of our own.
+
+    Args:
+        tensors: The tensors.
+        folder: Where they are written.
+        limit: Most bytes of a file, unless one tensor alone is larger.
+
+    Returns:
+        The names of the files, that of the one or of the index first.
+
+    Raises:
+        DataError: safetensors has no such dtype.
+    """
+    shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
+        if shards[-1] and tensor.nbytes + sum(other.nbytes for other in shards[-1].values()) > limit:
+            shards.append({})
+        shards[-1][name] = tensor
+    # an interrupted write beside other files leaves those of before
+    stem, count = f"headwise-{secrets.token_hex(4)}", len(shards)
+    files = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    files = files if count > 1 else [f"{stem}.safetensors"]
+    for file, shard in zip(files, shards, strict=True):
+        try:
+            _load_safetensors().save_file(shard, folder / file, metadata={"format": "pt"})
+        except KeyError as error:
+            name = next((name for name, tensor in shard.items() if tensor.dtype == error.args[0]), "a tensor")
+            raise DataError(
+                f"{name} has dtype {error.args[0]}, which safetensors does not store; change it, as with model.to()."
+            ) from None
+    if count == 1:
+        return files
+    places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
+    (folder / f"{stem}.safetensors.index.json").write_text(encode_json(index, indent=2), encoding="utf-8")
+    return [f"{stem}.safetensors.index.json", *files]
 
 
 def read_tensors(saved: Saved) -> dict[str, Tensor]:
     """Return the tensors of a folder by name.
 
     Raises:
-        DataError: A file is missing or damaged, or does not hold its tensors.
+        DataError: A file is damaged, two hold a tensor of one name, or the tied tensors are not tied to these.
     """
     found: dict[str, Tensor] = {}
-    for file, names in saved.files.items():
-        path = find_inside(saved.folder, file, saved.path.name, REMEDY)
-        require_tensors_alone(path)
+    read = _load_safetensors().load_file
+    for path in saved.files:
         try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = read(path)
         except Exception as error:
-            # whatever torch raises for a file that is damaged, or that holds more than tensors
+            # whatever safetensors raises for a damaged file
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-            raise DataError(
-                f"{path} cannot be read as tensors, and nothing in it was run ({reason}); {REMEDY}"
-            ) from None
-        if not isinstance(tensors, dict) or tensors.keys() != set(names):
-            raise DataError(f"{path} does not hold the {len(names)} tensors that {saved.path.name} names; {REMEDY}")
-        for name, tensor in tensors.items():
-            if not _is_plain(tensor):
-                raise DataError(f"{path}: {name} is no tensor with numbers; {REMEDY}")
+            raise DataError(f"{path} cannot be read as tensors ({reason}); {REMEDY}") from None
+        if twice := tensors.keys() & found.keys():
+            raise DataError(f"{path} and another file both hold the tensor {min(twice)[:60]!r}; {REMEDY}")
         found |= tensors
+    for name, other in saved.tied.items():
+        if not isinstance(other, str) or other not in found or name in found:
+            raise _fault(saved.path, "tied", name, "tensors that are tied to stored ones, and not stored themselves")
     return found
 
 
@@ -361,11 +339,6 @@ def load_tensors(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor]) 
         target[attribute] = filled[tied.get(name, name)]
 
 
-def _is_plain(tensor: Any) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return plain and not tensor.is_meta and not tensor.is_quantized
-
-
 def _require_fitting(source: Path, name: str, own: Tensor, tensor: Tensor) -> None:
     if own.shape != tensor.shape:
         raise DataError(f"{name} has shape {tuple(tensor.shape)} in {source} and {tuple(own.shape)} in the model.")
@@ -392,75 +365,74 @@ def _copy(own: Tensor, tensor: Tensor) -> Tensor:
     return nn.Parameter(placed, own.requires_grad and tensor.is_floating_point())
 
 
-def parse_size(size: int | str) -> int:
-    """Return a size in bytes, given as a number or a string like "5GB"."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", str(size).upper())
-    if match is None or match[2] not in UNITS or int(match[1]) < 1:
-        raise SettingError(f"max_shard_size is {size!r}; expected a number of bytes, or a size like '500MB' or '5GB'.")
-    return int(match[1]) * UNITS[match[2]]
+def count_stored(saved: Saved, tensors: Mapping[str, Tensor]) -> Stored:
+    """Return the number and sizes of the tensors of a folder."""
+    size = sum(path.stat().st_size for path in saved.files)
+    return Stored(len(tensors), size, frozenset(length for tensor in tensors.values() for length in tensor.shape))
 
 
-MODULE = re.compile(r"transformers\.models(\.\w+)+")
-
-
-def rebuild(identity: Identity, names: Collection[str], stored: Stored, *, trusted: bool) -> nn.Module:
+def rebuild(saved: Saved, tensors: Mapping[str, Tensor], *, trusted: bool) -> nn.Module:
     """Return a new model of the class and configuration that a folder names.
 
     Args:
-        identity: What the folder says of the model.
-        names: Names of its tensors, those that are tied to others too.
-        stored: Its tensors.
+        saved: The content of the folder, which has a stock model.
+        tensors: Its tensors.
         trusted: Whether Python files and kernels that the configuration names may run.
 
     Raises:
         DataError: The class is no model of transformers, the configuration does not fit it or names code, or the model
             would be much larger than its tensors.
     """
-    cls = _find_class(identity)
+    path, stored, stock = saved.folder / CONFIG, count_stored(saved, tensors), saved.stock or {}
+    cls, config = find_class(path, stock["class"]), stock["config"]
     if not trusted:
-        _require_local_attention(identity)
-    require_countable(identity.path, identity.config, stored)
+        require_local_kernels(path, {"attn_implementation": stock["attention"], **config})
+    require_countable(path, config, stored)
+
+    def build(arguments: Mapping[str, bool]) -> nn.Module:
+        return build_within(lambda: _build(cls, stock, arguments), tensors=stored.tensors, size=stored.size)
+
     try:
-        with refuse_foreign_code(identity.path.parent, trusted=trusted):
-
-            def build(given: Mapping[str, bool]) -> nn.Module:
-                return build_within(lambda: _build(cls, identity, given), tensors=stored.tensors, size=stored.size)
-
-            return build(find_arguments(cls, names, build))
+        with refuse_foreign_code(saved.folder, trusted=trusted):
+            return build(find_arguments(cls, {*tensors, *saved.tied}, build))
     except TooLarge as error:
-        raise DataError(describe_excess(identity.path, identity.config, stored, error)) from None
+        raise DataError(describe_excess(path, config, stored, error)) from None
     except HeadwiseError:
         raise
     except Exception as error:
         # whatever a class of transformers raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(
-            f"{identity.path}: no {identity.name} can be built from its configuration ({reason}); {REMEDY}"
-        ) from None
+        raise DataError(f"{path}: no {cls.__name__} can be built from its configuration ({reason}); {REMEDY}") from None
 
 
-def _find_class(identity: Identity) -> Any:
-    cls: Any = None
-    if MODULE.fullmatch(identity.module):
-        with contextlib.suppress(ImportError):
-            cls = getattr(importlib.import_module(identity.module), identity.name, None)
+def find_class(path: Path, named: str) -> Any:
+    """Return the class of transformers that a file names as "module:class".
+
+    Raises:
+        DataError: It is none.
+    """
     from transformers import PreTrainedModel
 
+    module, _, name = named.partition(":")
+    cls: Any = None
+    if MODULE.fullmatch(module):
+        with contextlib.suppress(ImportError):
+            cls = getattr(importlib.import_module(module), name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise DataError(
-            f"{identity.path}: the class is {f'{identity.module}:{identity.name}'[:60]!r}, which is not from "
-            "transformers, or no model of the installed version; build one like it, without aggregators, and pass it: "
-            "load(folder, model)."
+            f"{path}: the class is {named[:60]!r}, which is not from transformers, or no model of the installed "
+            "version; build one like it, without aggregators, and pass it: load(folder, model)."
         )
     return cls
 
 
-def _build(cls: Any, identity: Identity, arguments: Mapping[str, bool]) -> nn.Module:
-    config = cls.config_class.from_dict(copy.deepcopy(identity.config))
-    config._attn_implementation = dict(identity.attention)
+def _build(cls: Any, stock: Mapping[str, Any], arguments: Mapping[str, bool]) -> nn.Module:
+    config = cls.config_class.from_dict(copy.deepcopy(stock["config"]))
+    config._attn_implementation = dict(stock["attention"])
     model = cls(config, **arguments)
-    if identity.generation is not None and getattr(model, "generation_config", None) is not None:
-        model.generation_config = type(model.generation_config).from_dict(copy.deepcopy(identity.generation))
+    generation = stock.get("generation")
+    if generation is not None and getattr(model, "generation_config", None) is not None:
+        model.generation_config = type(model.generation_config).from_dict(copy.deepcopy(generation))
     return model
 
 
@@ -494,23 +466,3 @@ def find_arguments(
         # what cannot be built so is told where it is built
         return {}
     return found
-
-
-def list_tensors(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of the parameters and buffers of a model by name, tied ones under all their names."""
-    held = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor.shape for some in held for name, tensor in some}
-
-
-def _require_local_attention(identity: Identity) -> None:
-    require_local_kernels(identity.path, identity.config)
-    from transformers import AttentionInterface
-
-    registered = (name for name in AttentionInterface().valid_keys() if not re.match(r"flash_|.*/", name))
-    known = LOCAL["attn_implementation"].union(registered)
-    strange = next((name for name in identity.attention.values() if not is_local(name, known)), None)
-    if strange is not None:
-        raise DataError(
-            f"{identity.path} has the attention {str(strange)[:60]!r}, which is not installed: transformers may fetch "
-            f"it from the Hub and run it; {FLAG}."
-        )
