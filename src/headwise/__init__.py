@@ -50,7 +50,8 @@ class _OnceImported:
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _AUTO:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
+        others = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module

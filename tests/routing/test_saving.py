@@ -21,6 +21,7 @@ from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from heads.forwards import results, same
 from headwise.atomic import seal
+from headwise.errors import HeadwiseError
 
 # the test model of Chameleon lacks the tokenizer of images, which its config builds
 OTHERS = ("timm", "torch", "Chameleon")
@@ -399,6 +400,26 @@ def test_a_folder_of_another_making_is_refused(tmp_path: Path):
     record.write_text("[]")
     with pytest.raises(hw.DataError, match="is not a record of headwise"):
         hw.load(tmp_path)
+
+
+def test_without_safetensors_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, _ = swapped(BY_NAME["BERT"])
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(HeadwiseError, match="pip install safetensors"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_dtype_that_safetensors_does_not_have_is_named(tmp_path: Path):
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(hw.DataError, match=r"turns has dtype torch\.complex128, which safetensors does not store"):
+        hw.save(model, tmp_path / "saved")
+    model.turns = model.turns.to(torch.complex64)
+    hw.save(model, tmp_path / "saved")
+    assert torch.equal(hw.load(tmp_path / "saved", copy.deepcopy(model)).turns, model.turns)
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def flatten(setting: Any) -> Any:

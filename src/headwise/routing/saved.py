@@ -258,6 +258,9 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, limit: int) -> li
 
     Returns:
         The names of the files, that of the one or of the index first.
+
+    Raises:
+        DataError: safetensors has no such dtype.
     """
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
@@ -269,7 +272,13 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, limit: int) -> li
     files = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files = files if count > 1 else [f"{stem}.safetensors"]
     for file, shard in zip(files, shards, strict=True):
-        _load_safetensors().save_file(shard, folder / file, metadata={"format": "pt"})
+        try:
+            _load_safetensors().save_file(shard, folder / file, metadata={"format": "pt"})
+        except KeyError as error:
+            name = next((name for name, tensor in shard.items() if tensor.dtype == error.args[0]), "a tensor")
+            raise DataError(
+                f"{name} has dtype {error.args[0]}, which safetensors does not store; change it, as with model.to()."
+            ) from None
     if count == 1:
         return files
     places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}

@@ -97,9 +97,8 @@ def test_an_encoder_is_pruned_to_keep_its_states_and_loaded_by_headwise(folders:
     assert states["after"]["score"] < states["trained again"]["score"] < 1.0
     assert "bytes of cache per token" not in states["before"]
     assert "the cache is" not in (out / "shrinking.html").read_text()
-    with pytest.raises((OSError, ValueError)):
-        AutoModel.from_pretrained(out)
-    assert [site.num_heads for site in hw.find_heads(hw.load(out))] == [3, 3]
+    for loaded in (hw.load(out), AutoModel.from_pretrained(out)):
+        assert [site.num_heads for site in hw.find_heads(loaded)] == [3, 3]
 
 
 def test_a_decoder_is_merged_and_each_step_told(folders: Path, tmp_path: Path):
