@@ -11,13 +11,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.gating.attach import NAME as GATES
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.mixing import CHILD as MIXER
-from headwise.stock_folders import CONFIG, RECORD, REMEDY, open_within
+from headwise.stock_folders import CONFIG, REMEDY, open_within
 from headwise.texts.tokenizer_bounds import require_bounded, require_small_numbers
 
 # Many folders lack the pooler, which the head in use may not read.
@@ -121,10 +121,9 @@ def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     require_small_numbers(folder)
-    kind: Any = PreTrainedTokenizerFast if (folder / RECORD).is_file() else AutoTokenizer
     try:
         with open_within(folder, trusted=trust_remote_code):
-            tokenizer: Any = kind.from_pretrained(str(folder), **options)
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **options)
     except HeadwiseError:
         raise
     except Exception as error:

@@ -15,8 +15,7 @@ from headwise.errors import DataError, HeadwiseError, LayoutError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.input_files import is_file, refuse_panics
-from headwise.routing.save import load
-from headwise.stock_folders import CONFIG, RECORD, open_within
+from headwise.stock_folders import CONFIG, open_within
 from headwise.stock_folders import REMEDY as AGAIN
 from headwise.texts.batching import BATCH, Encoded, batch_by_length
 from headwise.texts.frozen import Frozen
@@ -185,11 +184,6 @@ def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
     read_tokenizer = partial(open_tokenizer, folder, trust_remote_code=trust_remote_code)
     try:
-        if (folder / RECORD).is_file():
-            # transformers refuses a folder with aggregators and its tokenizer
-            with quietly():
-                whole: Any = load(folder, trust_remote_code=trust_remote_code)
-            return whole.base_model, read_tokenizer()
         with quietly(), open_within(folder, trusted=trust_remote_code):
             model, information = AutoModel.from_pretrained(
                 str(folder),

@@ -242,13 +242,10 @@ def require_positions(folder: Path, length: int, *, trust_remote_code: bool = Fa
         DataError: It has fewer.
     """
     try:
-        if (folder / RECORD).is_file():
-            config: Any = load(folder, trust_remote_code=trust_remote_code).config
-        else:
-            with open_within(folder, trusted=trust_remote_code):
-                config = AutoConfig.from_pretrained(
-                    str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-                )
+        with open_within(folder, trusted=trust_remote_code):
+            config: Any = AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+            )
     except HeadwiseError:
         raise
     except Exception as error:

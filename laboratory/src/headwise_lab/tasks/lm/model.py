@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
-from headwise.routing.save import load
-from headwise.stock_folders import RECORD, open_within
+from headwise.stock_folders import open_within
 from headwise.texts.pretrained import quietly, require_whole
 from headwise_lab.models.electra import decayed_apart, draw_normal
 from headwise_lab.tasks.lm.scales import LmScale
@@ -158,8 +157,6 @@ def keeps_documents_apart(network: Any, start: int) -> bool:
 def _load(folder: Path, *, trust_remote_code: bool) -> Any:
     try:
         with quietly(), open_within(folder, trusted=trust_remote_code):
-            if (folder / RECORD).is_file():
-                return load(folder, trust_remote_code=trust_remote_code)
             found: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 trust_remote_code=trust_remote_code,
