@@ -410,6 +410,7 @@ LARGEST = 1 << 30
 LAYERS = re.compile(r"layer(s|$)|blocks|depth|stages|indices|tpu_")
 NAMES = re.compile(r"labels|^id2label|^label2id|^(num|n)_(?!positions|ctx)|window(?<!sliding_window)$")
 MOST_LAYERS, MOST_NAMES = 1000, 1 << 16
+WINDOWS = ("sliding_window", "text_config.sliding_window")
 # Sizes that no model has below 0; others may have -1 for none.
 SIZES = re.compile(r"heads|head_dim$|d_model$|(hidden|intermediate|vocab)_size$|num_hidden_layers$")
 # What rotary embeddings divide by or take the logarithm of.
@@ -471,6 +472,9 @@ def require_countable(path: Path, config: Any, stored: Stored) -> None:
         else:
             # a fraction is no size
             most = LARGEST if isinstance(value, int) else math.inf
+        if name in WINDOWS and value < 1:
+            # no token would attend
+            raise DataError(f"{path}: {name} is {str(value)[:20]}; expected at least 1, or null; {REMEDY}")
         if ROTARY.search(name) and value <= 0:
             raise DataError(f"{path}: {name[-80:]} is {str(value)[:20]}; expected a number above 0; {REMEDY}")
         if value > most or (value < 0 and SIZES.search(key)):

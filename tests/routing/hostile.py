@@ -300,6 +300,7 @@ VALUES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     (CONFIG, ("config", "num_hidden_layers"), {"huge": 10**6, "negative": -1, "a thousand": 1000}),
     (CONFIG, ("config", "hidden_size"), {"huge": 2**28, "of 4,000 digits": 10**4000}),
     (CONFIG, ("config", "intermediate_size"), {"ten million": 10**7}),
+    (CONFIG, ("config", "sliding_window"), {"of nothing": 0}),
     (CONFIG, ("config", "vocab_size"), {"huge": 2**29}),
     (CONFIG, ("config", "max_position_embeddings"), {"huge": 2**29, "twenty million": 2 * 10**7}),
     (CONFIG, ("config", "num_labels"), {"huge": 10**9}),

@@ -17,7 +17,7 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.gating.attach import NAME as GATES
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.mixing import CHILD as MIXER
-from headwise.stock_folders import CONFIG, REMEDY, open_within
+from headwise.stock_folders import open_within
 from headwise.texts.tokenizer_bounds import require_bounded, require_small_numbers
 
 # Many folders lack the pooler, which the head in use may not read.
@@ -35,8 +35,6 @@ def require_whole(
     folder: Path, model: Any, said: Mapping[str, Any], *, backbone: str = "", unread: tuple[str, ...] = ()
 ) -> None:
     """Refuse a backbone with missing, mismatched or non-finite parameters, and a model whose gates were passed over.
-
-    Also refused is a window of no tokens, with which no token attends.
 
     Args:
         folder: Where it was loaded from.
@@ -66,9 +64,6 @@ def require_whole(
     wrong = next((name for name, parameter in model.named_parameters() if not _is_finite(parameter)), None)
     if wrong is not None:
         raise DataError(f"{folder}: {wrong!r} holds numbers that are not finite; save a model with finite ones.")
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
-    if isinstance(window, int) and window < 1:
-        raise DataError(f"{folder / CONFIG}: sliding_window is {window}; expected at least 1, or null; {REMEDY}")
 
 
 def _is_computed(model: Any, name: str) -> bool:
