@@ -40,7 +40,7 @@ def _note_versions(output: Any) -> Returned:
     return Returned(output, tuple((tensor, tensor._version) for tensor in tensors))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recording:
     """One forward pass of a model.
 
