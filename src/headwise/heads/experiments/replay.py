@@ -17,6 +17,8 @@ from headwise.heads.record import Call, clone, record, watching
 from headwise.heads.view import HeadView
 
 Edit = Callable[[Tensor], None]
+# Where nothing may change, what is left is rounding; a change of the kind sought is far above it.
+UNCHANGED = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 class Uncalled(NotFired):
@@ -39,6 +41,17 @@ class Replay:
         self.draws: dict[str, Tensor] = {}
         self._inputs: dict[int | None, tuple[Any, Any]] = {}
 
+    @property
+    def unchanged(self) -> float:
+        """What may be left of a change, relative to the largest number."""
+        return UNCHANGED[self.call.dtype]
+
+    def list_changes(self, before: Tensor, after: Tensor, axes: tuple[int, ...] = (-2,)) -> list[int]:
+        """Return the indices along `axes`, those of heads, at which two tensors differ by more than rounding."""
+        scale = before.abs().max().clamp_min(1e-12)
+        others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
+        return ((after - before).abs() / scale > self.unchanged).amax(others).nonzero().flatten().tolist()
+
     def heads(self, edits: Mapping[str, Edit]) -> Tensor:
         """Return the concatenated heads [T, H, e] that reach W_O when q, k and v are drawn at random, then edited.
 
@@ -46,7 +59,7 @@ class Replay:
             edits: For each projection to change, what changes its features [..., M, e] in place.
         """
         with self._take_over(edits):
-            seen = self._record_outputs()
+            seen = self._record_outputs(self.call)
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
         if missing or not seen:
             silent = f"its {missing[0]} projection" if missing else "the module found as its W_O"
@@ -56,22 +69,22 @@ class Replay:
             self.refuse(f"its W_O takes {seen[0].shape[-1]} features, not {sizes[0]} heads of {sizes[1]}")
         return seen[0].unflatten(-1, sizes).flatten(0, -3)
 
-    def outputs(self) -> Tensor:
-        """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was."""
-        seen = self._record_outputs()
+    def outputs(self, call: Call | None = None) -> Tensor:
+        """Return the concatenated heads [.., H, e] that reach W_O when the call is made as it was, or another one."""
+        seen = self._record_outputs(call or self.call)
         if not seen:
             raise Uncalled(f"{self.site.label}: the module found as its W_O was not called in a forward pass.")
         return split_heads(seen[0], self.site)
 
-    def _record_outputs(self) -> list[Tensor]:
+    def _record_outputs(self, call: Call) -> list[Tensor]:
         """Return what W_O gets in each of its calls; where heads of a list are concatenated, what the site returns."""
         if self.site.output_projection is None:
             with record([self.site.module], outputs=clone) as calls:
-                self.call.again()
-            return [call.output for call in calls if isinstance(call.output, Tensor)]
+                call.again()
+            return [one.output for one in calls if isinstance(one.output, Tensor)]
         with record([self.site.expose().module], inputs=clone) as calls:
-            self.call.again()
-        return [call.given for call in calls]
+            call.again()
+        return [one.given for one in calls]
 
     @contextmanager
     def _take_over(self, edits: Mapping[str, Edit]) -> Iterator[None]:

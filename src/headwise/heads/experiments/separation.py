@@ -19,9 +19,6 @@ from headwise.errors import LayoutError
 from headwise.heads.experiments.replay import Edit, Replay, clear, draw_noise, redraw
 from headwise.heads.record import restored
 
-# Where nothing may change, what is left is rounding; a change of the kind sought is far above it.
-UNCHANGED = {torch.float64: 1e-9, torch.float32: 1e-5}
-
 
 def check_shared(replay: Replay) -> None:
     """Raise `LayoutError` unless features of queries and keys reach their own heads, and groups have their keys."""
@@ -44,7 +41,7 @@ def _check_every_feature_reaches(replay: Replay) -> None:
                     features[..., head, place] *= -1.0
 
                 after = replay.heads({head_slice.projection: flip})
-                changed = ((after - before).abs() > UNCHANGED[replay.call.dtype] * before.abs().max()).any(0)
+                changed = ((after - before).abs() > replay.unchanged * before.abs().max()).any(0)
                 own = range(head * members, (head + 1) * members)
                 counts = [int(changed[index].sum()) for index in range(site.num_heads)]
                 if any(count != (site.head_size if index in own else 0) for index, count in enumerate(counts)):
@@ -57,7 +54,7 @@ def _check_every_feature_reaches(replay: Replay) -> None:
 def _check_values_are_keys(replay: Replay) -> None:
     """With keys at zero, all tokens have one value, and heads give the same at each."""
     found = replay.heads({"key": clear})
-    if list_changes(found[:1].expand_as(found), found, (0,), UNCHANGED[replay.call.dtype]):
+    if replay.list_changes(found[:1].expand_as(found), found, (0,)):
         replay.refuse("with keys at zero, tokens have different values, so that values are not the keys")
 
 
@@ -81,7 +78,7 @@ def _are_given(replay: Replay, groups: int) -> bool:
             view = heads.narrow(-2, group, 1)
             with restored([view]):
                 view.copy_(draw_noise(view))
-                changed = list_changes(before, replay.heads({}), (-2,), UNCHANGED[replay.call.dtype])
+                changed = replay.list_changes(before, replay.heads({}))
             if changed != own[group]:
                 break
         else:
@@ -103,13 +100,6 @@ def _list_given(replay: Replay, groups: int) -> Iterator[Tensor]:
             yield tensor.unflatten(-1, (groups, size))
 
 
-def list_changes(before: Tensor, after: Tensor, axes: tuple[int, ...], unchanged: float) -> list[int]:
-    """Return the indices along `axes` at which two tensors differ by more than rounding, `unchanged`, relatively."""
-    scale = before.abs().max().clamp_min(1e-12)
-    others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
-    return ((after - before).abs() / scale > unchanged).amax(others).nonzero().flatten().tolist()
-
-
 # Positions at which single queries and keys are changed: enough to meet some that others attend to.
 PROBES = 8
 
@@ -120,7 +110,6 @@ class Experiments:
     def __init__(self, replay: Replay) -> None:
         self.replay, self.site = replay, replay.site
         self.slices = {head_slice.projection: head_slice for head_slice in self.site.slices}
-        self.unchanged = UNCHANGED[replay.call.dtype]
 
     def run(self) -> None:
         """Run all; raise `LayoutError` for a misread site or calls that are not repeatable."""
@@ -155,7 +144,7 @@ class Experiments:
                 for head, view in enumerate(views):
                     with restored([view]):
                         view.add_(draw_noise(view))
-                        changed = self._find_changes(before, self.replay.project(head_slice), (-2,))
+                        changed = self.replay.list_changes(before, self.replay.project(head_slice))
                     self._require(
                         f"changing the {head_slice.projection} {what} of head {head}", changed, [head], "features"
                     )
@@ -167,7 +156,7 @@ class Experiments:
             for head, view in enumerate(() if head_slice.added_bias is None else head_slice.added_bias):
                 with restored([view]):
                     view.add_(draw_noise(view))
-                    changed = self._find_changes(before, self.replay.heads({}), (-2,))
+                    changed = self.replay.list_changes(before, self.replay.heads({}))
                 if projection == "key" and not changed:
                     # what it adds to the scores of a query is one number for all keys
                     continue
@@ -183,7 +172,7 @@ class Experiments:
                 def change(features: Tensor, head: int = head) -> None:
                     features[..., head, :] = _shift(features[..., head, :])
 
-                changed = self._find_changes(before, self.replay.heads({projection: change}), (-2,))
+                changed = self.replay.list_changes(before, self.replay.heads({projection: change}))
                 own = self._list_own(projection, head)
                 self._require(f"changing the {projection} features of head {head}", changed, own, "heads")
 
@@ -203,7 +192,7 @@ class Experiments:
                 def change(features: Tensor, place: tuple[int, ...] = place) -> None:
                     features[place] = _shift(features[place])
 
-                counts.append(len(self._find_changes(before, self.replay.heads({projection: change}), (0,))))
+                counts.append(len(self.replay.list_changes(before, self.replay.heads({projection: change}), (0,))))
         if max(reached["query"]) > 1:
             self.replay.refuse(
                 f"changing the query of one token changed the output at {max(reached['query'])} positions"
@@ -236,7 +225,7 @@ class Experiments:
 
                 after = self._weigh({projection: flip})
                 crossed = (after[0] * before[1] - before[0] * after[1]).abs() / scale
-                weighs = (crossed > self.unchanged).any(0)
+                weighs = (crossed > self.replay.unchanged).any(0)
                 weighs = weighs[:, None] if projection == "query" else self.site.group_queries(weighs)
                 weighs = weighs.all(1)
                 for head, place in enumerate(places):
@@ -256,9 +245,6 @@ class Experiments:
     def _list_own(self, projection: str, head: int) -> list[int]:
         """Return the query heads that a head of a projection belongs to."""
         return [head] if projection == "query" else list(self.site.list_members(head))
-
-    def _find_changes(self, before: Tensor, after: Tensor, axes: tuple[int, ...]) -> list[int]:
-        return list_changes(before, after, axes, self.unchanged)
 
     def _require(self, what: str, changed: list[int], own: list[int], things: str) -> None:
         others = [head for head in changed if head not in own]

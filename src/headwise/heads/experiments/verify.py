@@ -161,7 +161,7 @@ def verify_site(site: Site, call: Call) -> bool:
 def _run_experiments(site: Site, call: Call, *, by_weights: bool) -> bool:
     learned = site.kind == "pooling" and len(site.slices) == 1
     read = (
-        WeightReplay(site, call).heads
+        WeightReplay(site, call).read
         if by_weights
         else Replay(site, call).outputs
         if learned

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from headwise.errors import HeadwiseError, NotFired
 from headwise.heads.experiments.replay import Edit, Replay, Uncalled, clear, draw_noise, redraw
-from headwise.heads.experiments.separation import UNCHANGED, list_changes
+from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
 from headwise.heads.record import Call, clone, record, restored
 from headwise.heads.view import HeadView
@@ -32,7 +32,7 @@ from headwise.nn.scores import Attended, Observer
 PROBES = 5
 
 
-class WeightReplay:
+class WeightReplay(Replay):
     """One site, called again and again with changed weights and inputs; its heads are read where they can be.
 
     That is at the input of W_O, and where W_O is a parameter, in the output of the module, with W_O replaced by one
@@ -43,16 +43,13 @@ class WeightReplay:
         call: A call that runs the site and its output projection.
     """
 
-    def __init__(self, site: Site, call: Call) -> None:
-        self.site, self.call = site, call
-
-    def heads(self, call: Call | None = None) -> Tensor:
+    def read(self, call: Call | None = None) -> Tensor:
         """Return the outputs of the heads [T, H, e], in the recorded call or another one."""
         call = self.call if call is None else call
         sizes = self.site.num_heads, self.site.head_size
         if self.site.output_projection is not None:
             try:
-                return Replay(self.site, call).outputs().flatten(0, -3)
+                return self.outputs(call).flatten(0, -3)
             except Uncalled:
                 if self.site.output is None or self.site.output.obstacle is not None:
                     raise
@@ -129,11 +126,10 @@ class WeightExperiments:
     def __init__(self, replay: WeightReplay) -> None:
         self.replay, self.site = replay, replay.site
         self.views = {head_slice.projection: list_views(head_slice) for head_slice in self.site.slices}
-        self.unchanged = UNCHANGED[replay.call.dtype]
 
     def run(self) -> None:
         """Run all; raise `LayoutError` for a misread site, `HeadwiseError` for one that cannot be proved."""
-        first, second = self.replay.heads(), self.replay.heads()
+        first, second = self.replay.read(), self.replay.read()
         if not torch.equal(first, second):
             raise HeadwiseError(
                 f"{self.site.label}: called twice with the same inputs it gave two results, so nothing can be proved; "
@@ -164,15 +160,15 @@ class WeightExperiments:
 
     def _check_heads_are_apart(self) -> None:
         """Changing the weights of a head changes its outputs, and no others."""
-        before = self.replay.heads()
+        before = self.replay.read()
         for projection, views in self.views.items():
             for head, view in enumerate(views):
                 with restored([view]):
                     view.add_(draw_noise(view))
-                    changed = list_changes(before, self.replay.heads(), (-2,), self.unchanged)
+                    changed = self.replay.list_changes(before, self.replay.read())
                 own = [head] if projection == "query" else list(self.site.list_members(head))
                 if changed != own:
-                    self._refuse(
+                    self.replay.refuse(
                         f"changing the {projection} weights of head {head} changed heads {changed or 'none'}, not {own}"
                     )
 
@@ -181,12 +177,14 @@ class WeightExperiments:
         moved = self._find_moved(probes)
         what = f"feature {feature} of each {projection}"
         if not moved:
-            self._refuse(f"moving {what} changed nothing")
+            self.replay.refuse(f"moving {what} changed nothing")
         positions = max(len(changed.any((1, 2)).nonzero()) for changed in moved)
         if projection == "query" and positions > 1:
-            self._refuse(f"moving {what} of one token changed the output at {positions} positions, not at its own")
+            self.replay.refuse(
+                f"moving {what} of one token changed the output at {positions} positions, not at its own"
+            )
         if projection == "key" and positions < 2:
-            self._refuse(
+            self.replay.refuse(
                 f"moving {what} of one token changed the output at its own position, not at all that attend to it (the "
                 "inputs need at least three different tokens)"
             )
@@ -195,28 +193,25 @@ class WeightExperiments:
             others = (features.sum(-1) > 2) & (features.sum(-1) == features.shape[-1])
             if not features[:, feature].all() or bool(others.any()):
                 seen = features[0].nonzero().flatten().tolist()
-                self._refuse(f"moving {what} changed features {seen} of the output of head 0")
+                self.replay.refuse(f"moving {what} changed features {seen} of the output of head 0")
         elif not features.all():
             head = int((~features.all(-1)).nonzero()[0])
             count = int(features[head].sum())
-            self._refuse(
+            self.replay.refuse(
                 f"moving {what} changed {count} of the {features.shape[-1]} features of the output of head {head}"
             )
 
     def _find_moved(self, probes: Sequence[int]) -> list[Tensor]:
         """Return, for each token that changed something when it was moved, what changed [T, H, e]."""
-        before = self.replay.heads()
+        before = self.replay.read()
         scale = before.abs().max().clamp_min(1e-12)
         found = []
         for token in probes:
-            after = self.replay.heads(self.replay.move(token, 1.0))
-            changed = (after - before).abs() / scale > self.unchanged
+            after = self.replay.read(self.replay.move(token, 1.0))
+            changed = (after - before).abs() / scale > self.replay.unchanged
             if bool(changed.any()):
                 found.append(changed)
         return found
-
-    def _refuse(self, finding: str) -> None:
-        Replay(self.site, self.replay.call).refuse(finding)
 
 
 def list_views(head_slice: HeadView) -> list[Tensor]:
@@ -340,7 +335,7 @@ def _read_by_weights(site: Site, call: Call) -> Read:
                     view[:, 0] = 1.0 if projection == "value" else 0.0
                     if other and projection != "value":
                         view[:, 1:] = draw_noise(view[:, 1:], seed=61)
-            return replay.heads(replay.fill(pattern)) - replay.heads(replay.fill(lambda tokens: 0.0 * _ones(tokens)))
+            return replay.read(replay.fill(pattern)) - replay.read(replay.fill(lambda tokens: 0.0 * _ones(tokens)))
 
     return read
 
