@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from headwise.errors import HeadwiseError, NotFired
 from headwise.heads.experiments.replay import Edit, Replay, Uncalled, clear, draw_noise, redraw
-from headwise.heads.head_slice import HeadSlice
 from headwise.heads.heads import Site
 from headwise.heads.record import Call, clone, record, restored
 from headwise.heads.view import HeadView
