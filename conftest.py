@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from distributed.processes import Processes
 from headwise.atomic import STOPS
 from headwise.repulsion import optimizers
 
@@ -83,3 +84,19 @@ def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lab.trained_runs import make_runs
 
     return make_runs(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Processes]:
+    """Two processes for all tests of distributed training in one test process."""
+    group = Processes(2)
+    yield group
+    group.end()
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Processes]:
+    """Three of them."""
+    group = Processes(3)
+    yield group
+    group.end()

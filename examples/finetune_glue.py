@@ -73,9 +73,7 @@ def main(
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda result: {"accuracy": float((result[0].argmax(-1) == result[1]).mean())},
     )
-    huggingface.attach(
-        trainer, hw.Penalize(hw.similarity.Output(), weight=0.1), hw.Repel(hw.SVGD(alpha=0.01))
-    )  # headwise
+    huggingface.attach(trainer, hw.Penalize(hw.similarity.Output()), hw.Repel(hw.SVGD(alpha=0.01)))  # headwise
     trainer.train()
     print(f"accuracy on dev: {trainer.evaluate()['eval_accuracy']:.3f}")
 

@@ -33,7 +33,7 @@ def penalty(strength: Any, model: nn.Module) -> hw.Disagreement:
 
 
 def attached(model: nn.Module) -> Attached:
-    methods = hw.Attached(
+    methods = hw.attached.Attached(
         [hw.Repel(hw.SVGD(alpha=hw.Target(2.0))), hw.Penalize(hw.similarity.Output(), weight=hw.Relative(0.2))]
     )
     methods.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -139,7 +139,7 @@ def test_repulsion_alone_of_a_model_built_anew_is_said_too():
     gc.collect()
     model, optimizer = accelerator.prepare(again := build_bert(), SGD(again.parameters(), lr=RATE))
     with pytest.warns(UserWarning, match="called on an SGD that never took a step"):
-        train(accelerator, model, optimizer, hw.Attached([]))
+        train(accelerator, model, optimizer, hw.attached.Attached([]))
 
 
 def test_an_overflow_under_a_grad_scaler_skips_the_step_and_the_repulsion_counts_those_taken():

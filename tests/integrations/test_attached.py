@@ -23,7 +23,7 @@ def take_steps(model, optimizer, attached, first: int, last: int) -> None:
 
 def start(*methods, seed: int = 4):
     model = build_bert(dropout=0.0).train()
-    attached = hw.Attached(methods, seed=seed)
+    attached = hw.attached.Attached(methods, seed=seed)
     torch.manual_seed(5)
     attached.build(model)
     attached.build(model)  # a second call leaves it as it is
@@ -63,7 +63,7 @@ def test_what_was_loaded_for_one_model_does_not_go_to_the_next():
 
 @pytest.mark.parametrize("state", [{}, {"methods": None}, {"methods": []}, [], {"methods": [{}, {}]}])
 def test_a_state_of_something_else_is_refused(state):
-    attached = hw.Attached([NOISY])
+    attached = hw.attached.Attached([NOISY])
     with pytest.raises(hw.errors.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
         attached.load_state_dict(state)
 
@@ -191,7 +191,7 @@ def test_methods_of_which_one_cannot_be_attached_leave_nothing_behind(method):
 
 
 def test_aggregators_of_which_one_cannot_be_put_in_leave_the_model_as_it_was():
-    attached = hw.Attached(
+    attached = hw.attached.Attached(
         [hw.Aggregate(hw.routing.Trunk(), layers=(0,)), hw.Aggregate(hw.routing.Trunk(), layers=(7,))]
     )
     model = build_bert()

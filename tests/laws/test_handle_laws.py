@@ -56,7 +56,7 @@ class Attachment:
 
 def drawn(handle: Any) -> Any:
     """The handle, with new parameters that do something."""
-    first = handle.handles[0] if isinstance(handle, hw.Attached) else handle
+    first = handle.handles[0] if isinstance(handle, hw.attached.Attached) else handle
     model = first.model if isinstance(first, hw.routing.Aggregation) else first.heads.model
     new = [p for name, p in model.named_parameters() if any(w in name for w in ("head_gates", "head_mixer", "gamma"))]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -108,7 +108,7 @@ def together(heads: hw.Heads) -> Any:
     return run
 
 
-def read_together(run: hw.Attached) -> list[Tensor]:
+def read_together(run: hw.attached.Attached) -> list[Tensor]:
     captures = [capture for taps in run.of(hw.Taps) for capture in taps.read()]
     return [run.loss(torch.ones(())), *(own for capture in captures for own in capture.read if own is not None)]
 
@@ -554,7 +554,7 @@ def act(model: nn.Module, handle: Any, attachment: Attachment) -> None:
     model.train(attachment.trains)
     run(model, handle, draw_inputs(1))[0].square().mean().backward()
     attachment.read(handle)
-    for repulsion in (handle, *(handle.of(hw.repulsion.Repulsion) if isinstance(handle, hw.Attached) else ())):
+    for repulsion in (handle, *(handle.of(hw.repulsion.Repulsion) if isinstance(handle, hw.attached.Attached) else ())):
         if isinstance(repulsion, hw.repulsion.Repulsion):
             repulsion._attachments[0].optimizer.step()
 

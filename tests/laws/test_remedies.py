@@ -210,7 +210,7 @@ def target_without_a_model() -> Iterator[Callable[[], Any]]:
 # penalties
 
 
-@after("so that each spans all of them and no two differ; compare another projection, or outputs, as hw.similarity.CKA")
+@after("so that each spans all of them and no two differ; compare another projection, or outputs: hw.similarity.CKA")
 def spans_of_everything() -> Iterator[Callable[[], Any]]:
     model = SeparateAttention(width=5, num_heads=3, key_value_heads=3, head_dim=6)
     heads = hw.find_heads(model)

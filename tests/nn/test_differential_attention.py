@@ -144,7 +144,7 @@ def test_what_cannot_be_paired_is_refused_in_a_sentence():
         HeadDifference(3)
     with pytest.raises(LayoutError, match="MultiheadAttention has 3 heads; expected an even number"):
         pair_heads(MultiheadAttention(12, 3))
-    with pytest.raises(LayoutError, match=r"is no headwise\.nn\.MultiheadAttention"):
+    with pytest.raises(LayoutError, match=r"is not a headwise\.nn\.MultiheadAttention"):
         pair_heads(nn.MultiheadAttention(12, 4))
     with pytest.raises(LayoutError, match="paired or talking heads already"):
         pair_heads(DifferentialAttention(12, 2))

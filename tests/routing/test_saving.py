@@ -417,7 +417,9 @@ def test_a_dtype_that_safetensors_does_not_have_is_named(tmp_path: Path):
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     hw.aggregate(hw.find_heads(model), hw.routing.SimpleRouting())
     model.register_buffer("turns", torch.ones(2, dtype=torch.complex128))
-    with pytest.raises(hw.DataError, match=r"turns has dtype torch\.complex128, which safetensors does not store"):
+    with pytest.raises(
+        hw.errors.DataError, match=r"turns has dtype torch\.complex128, which safetensors does not store"
+    ):
         hw.save(model, tmp_path / "saved")
     model.turns = model.turns.to(torch.complex64)
     hw.save(model, tmp_path / "saved")

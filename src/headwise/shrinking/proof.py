@@ -280,7 +280,7 @@ def _zero_columns(site: Site, gone: Sequence[int]) -> Iterator[None]:
     assert site.output is not None  # heads are removed where W_O was found
     data = site.output.parameter.data
     with restored([data]), record([site.module]) as called:
-        site.output.view(data)[list(gone)] = 0.0
+        site.output.of(data)[list(gone)] = 0.0
         yield
     if not called:
         raise NotFired(

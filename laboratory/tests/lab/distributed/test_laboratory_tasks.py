@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.test_laboratory import assert_same_run, epochs, train
 
 from distributed.processes import Processes
 from headwise_lab.experiment.arm_text import parse_arm
@@ -18,6 +17,7 @@ from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise_lab.tasks.glue.scales import GLUE_SCALES
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
+from lab.distributed.test_laboratory import assert_same_run, epochs, train
 from lab.sentences import write_sentences
 from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.glue.glue_toy import write_glue, write_model

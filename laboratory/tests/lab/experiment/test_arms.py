@@ -350,7 +350,7 @@ def test_spos_and_sgld_say_their_temperature():
 def test_an_arm_is_a_frozen_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         arms_module.named_arms()["plain"].name = "other"
-    with pytest.raises(SettingError, match="drophead is 1"):
+    with pytest.raises(SettingError, match=r"DropHeads\.rate is 1"):
         Arm("x", (DropHeads(1.0),))
     with pytest.raises(SettingError, match=r"methods has \['DropHeads', 'DropHeads'\]; expected at most one"):
         Arm("x", (DropHeads(0.1), DropHeads(0.2)))

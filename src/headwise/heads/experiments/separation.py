@@ -269,7 +269,7 @@ def check_learned_queries(replay: Replay) -> None:
     (head_slice,) = replay.site.slices
     before = replay.outputs()
     for head in range(head_slice.heads):
-        own = head_slice.view(head_slice.parameter.data)[head]
+        own = head_slice.of(head_slice.parameter.data)[head]
         with restored([own]):
             own += 1.0
             changed = (replay.outputs() != before).flatten(0, -3).any(-1).any(0).nonzero().flatten().tolist()
