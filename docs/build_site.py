@@ -6,6 +6,7 @@ Pages keep the places they have in the repository, so that links between them ho
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -46,7 +47,9 @@ def write_reference() -> list[dict[str, str]]:
     """Write a page of every documented module, and return their entries in the navigation."""
     entries = []
     for name in ("headwise", *generate_api.MODULES):
-        public = getattr(importlib.import_module(name), "__all__", ())
+        module = importlib.import_module(name)
+        # a namespace has a page of its own
+        public = [one for one in getattr(module, "__all__", ()) if not inspect.ismodule(getattr(module, one))]
         page = PAGES / "docs" / "reference" / f"{name}.md"
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text("\n\n".join([f"# {name}", *(f"::: {name}.{member}" for member in public)]) + "\n")
