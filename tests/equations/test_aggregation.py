@@ -230,13 +230,16 @@ def test_settings_that_cannot_be_built_are_refused():
     with pytest.raises(SettingError, match="num_heads is 0"):
         build(Trunk(), 0, E, D)
     with pytest.raises(SettingError, match="a str"):
-        build("em", H, E, D)  # pyright: ignore[reportArgumentType]
+        build("em", H, E, D)
     with pytest.raises(SettingError, match="projection it keeps"):
         build(Residual(Trunk()), H, E, D)
     with pytest.raises(SettingError, match="no projection"):
         build(Trunk(), H, E, D, nn.Linear(8, 8))
     with pytest.raises(SettingError, match="itself a Residual"):
-        Residual(Residual(Trunk()))  # pyright: ignore[reportArgumentType]
+        Residual(Residual(Trunk()))
+    for temperatures in ((1.0,), (1.0, 0.0)):
+        with pytest.raises(SettingError, match=r"EMRouting\.inverse_temperature is"):
+            EMRouting(inverse_temperature=temperatures)
 
 
 def test_heads_of_another_width_are_refused():

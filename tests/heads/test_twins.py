@@ -19,7 +19,7 @@ def block(weight: Tensor, which: int, head: int, heads: int, size: int) -> Tenso
     return weight[(which * heads + head) * size :][:size]
 
 
-def alternating(weight: Tensor, which: int, head: int, heads: int, size: int) -> Tensor:  # noqa: ARG001
+def alternating(weight: Tensor, which: int, head: int, heads: int, size: int) -> Tensor:  # noqa: ARG001  called as the others
     return weight[(head * 3 + which) * size :][:size]
 
 

@@ -46,5 +46,5 @@ def ids() -> list[dict[str, Tensor]]:
 
 
 def spread(output: object, _batch: object) -> Tensor:
-    states = output if isinstance(output, Tensor) else output.last_hidden_state  # pyright: ignore[reportAttributeAccessIssue]
+    states = output if isinstance(output, Tensor) else output.last_hidden_state
     return states[:, 0, :3].square().sum(-1)

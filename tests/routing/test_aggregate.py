@@ -80,7 +80,7 @@ def test_a_setting_that_does_not_fit_a_site_changes_nothing():
     with pytest.raises(SettingError, match="divisor"):
         aggregate(find_heads(model), EMRouting(capsules=3))
     with pytest.raises(SettingError, match="a str"):
-        aggregate(find_heads(model), "em")  # pyright: ignore[reportArgumentType]
+        aggregate(find_heads(model), "em")
     assert model.layers[0].self_attn.out_proj is before
 
 

@@ -256,9 +256,9 @@ def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
     ):
         hw.merge(hw.find_heads(encoder), 2, batches=[torch.randn(2, 5, 8)])
     with pytest.raises(hw.errors.SettingError, match="expected heads of a model"):
-        hw.merge(encoder, 2)  # pyright: ignore[reportArgumentType]
+        hw.merge(encoder, 2)
     tied = heads_of()
-    layers = tied.model.model.layers  # pyright: ignore[reportAttributeAccessIssue]
+    layers = tied.model.model.layers
     layers[1].self_attn.v_proj.weight = layers[0].self_attn.v_proj.weight
     with pytest.raises(
         hw.errors.LayoutError, match=r"v_proj\.weight is model\.layers\.1\.self_attn\.v_proj\.weight too"

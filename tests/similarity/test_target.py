@@ -183,6 +183,7 @@ def test_what_cannot_be_is_refused():
     heads = hw.find_heads(make())
     with pytest.raises(SettingError, match=r"asks for 3\.5 effective heads, and layers\.0\.self_attn has 3"):
         hw.Disagreement(heads, hw.similarity.CKA(), strength=Target(3.5))
-    for name, value in (("effective_heads", 0.5), ("highest", 0.0), ("integral", -1.0), ("decay", 1.0)):
+    wrong = (("effective_heads", 0.5), ("effective_heads", None), ("highest", 0.0), ("integral", -1.0), ("decay", 1.0))
+    for name, value in wrong:
         with pytest.raises(SettingError, match=f"Target.{name} is"):
             Target(**{"effective_heads": 2.0, name: value})

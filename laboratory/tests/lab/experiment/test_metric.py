@@ -64,4 +64,4 @@ def test_metrics_are_found_by_their_names():
 def test_a_measure_says_which_way_is_better_and_nothing_else():
     assert Measure("chrF", "chrF").title == "chrF ↑"
     with pytest.raises(SettingError, match="better"):
-        Measure("chrF", "chrF", better="more")  # pyright: ignore[reportArgumentType]
+        Measure("chrF", "chrF", better="more")

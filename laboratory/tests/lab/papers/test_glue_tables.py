@@ -40,9 +40,9 @@ def place(tmp_path, monkeypatch) -> Path:
         (tmp_path / "data" / "glue" / name / "train.tsv").unlink()
     write_jsonl(tmp_path / "data" / "corpora" / "docs.jsonl.gz", 120)
     demo = dataclasses.replace(TOY, name="demo", steps=4, rounds=1)
-    monkeypatch.setitem(pretraining_scales.PRETRAINING_SCALES, "demo", demo)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(pretraining_scales.PRETRAINING_SCALES, "demo", demo)
     fine = dataclasses.replace(scales.GLUE_SCALES["demo"], length=16, warmup_share=0.0)
-    monkeypatch.setitem(scales.GLUE_SCALES, "demo", fine)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(scales.GLUE_SCALES, "demo", fine)
     for name in ("repulsive/table-3", "repulsive/pretraining"):
         whole = REPRODUCTIONS[name]
         parts = tuple(dataclasses.replace(part, arms=("plain", SVGD)) for part in whole.parts)
