@@ -7,6 +7,7 @@
 #   make lint        run ruff and pyright
 #   make translation-gpu DATA=FOLDER  compare eight arms of the translation task on one GPU; FOLDER is from headwise prepare
 #   make bench       time every method against plain torch (on a GPU: ARGS="--device cuda")
+#   make bench-versions BEFORE=COMMIT  time methods against an earlier version, interleaved in one process
 #   make bench-minilm  time taps, penalties and biases in a pretrained model
 #   make bench-roles   time role masks: making them, and a guided step
 #   make bench-measure  time measure, which removes every head, against separate evaluations
@@ -38,7 +39,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help demo translation-gpu test test-slow test-lowest lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help bench-versions demo translation-gpu test test-slow test-lowest lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -81,6 +82,10 @@ bench: $(VENV)/.dev
 	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/floors.py $(ARGS)
 	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/penalties.py $(ARGS)
+
+bench-versions: $(VENV)/.dev
+	@test -n "$(BEFORE)" || { echo "BEFORE is not set; give a commit: make bench-versions BEFORE=COMMIT" >&2; exit 1; }
+	$(ONE_THREAD) $(KEPT) $(BIN)/python benchmarks/versions.py --before "$(BEFORE)" $(ARGS)
 
 bench-minilm: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/minilm.py $(ARGS)

@@ -140,6 +140,9 @@ def reproduce(
     parts: Annotated[
         list[str] | None, typer.Option("--part", help="Only this part of ID, as --dry-run names it; repeatable.")
     ] = None,
+    tables: Annotated[
+        Path | None, typer.Option("--tables", help="TOML file with tables of your own, to list and to run.")
+    ] = None,
     seeds: Annotated[
         int | None, typer.Option(help="Number of seeds per arm (default: 5, the least for a verdict; 2 at scale demo).")
     ] = None,
@@ -174,10 +177,11 @@ def reproduce(
     from headwise_lab.papers import run as lists
     from headwise_lab.papers import run as reproducing
     from headwise_lab.papers.data import require_data, with_data
-    from headwise_lab.papers.index import REPRODUCTIONS
+    from headwise_lab.papers.declarations import REPRODUCTIONS, read_file
     from headwise_lab.papers.pages import record_claims
     from headwise_lab.papers.recomputed import extend_seeds, find_record, list_runs, recompute, restore_runs
 
+    REPRODUCTIONS.update({} if tables is None else read_file(tables))
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
         return

@@ -11,34 +11,18 @@ from headwise.input_files import is_file
 from headwise.texts.labeled_texts import DEV, TEST, TRAIN, LabeledText, Layout, join_labels
 from headwise.texts.tables import count_fields, read_table
 
-
-@dataclass(frozen=True)
-class Probe:
-    """One of the ten tasks: the name of its file, what Li et al. 2021 call it, and of which kind it is."""
-
-    file: str
-    title: str
-    category: str
-
-
-PROBES: Mapping[str, Probe] = {
-    probe.file: probe
-    for probe in (
-        Probe("sentence_length", "SeLen", "Surface"),
-        Probe("word_content", "WC", "Surface"),
-        Probe("tree_depth", "TrDep", "Syntactic"),
-        Probe("top_constituents", "ToCo", "Syntactic"),
-        Probe("bigram_shift", "BShif", "Syntactic"),
-        Probe("past_present", "Tense", "Semantic"),
-        Probe("subj_number", "SubNm", "Semantic"),
-        Probe("obj_number", "ObjNm", "Semantic"),
-        Probe("odd_man_out", "SOMO", "Semantic"),
-        Probe("coordination_inversion", "CoIn", "Semantic"),
-    )
-}
-CATEGORIES: Mapping[str, tuple[str, ...]] = {
-    category: tuple(probe.title for probe in PROBES.values() if probe.category == category)
-    for category in ("Surface", "Syntactic", "Semantic")
+# The ten tasks by the names of their files, and what Li et al. 2021 call each.
+PROBES: Mapping[str, str] = {
+    "sentence_length": "SeLen",
+    "word_content": "WC",
+    "tree_depth": "TrDep",
+    "top_constituents": "ToCo",
+    "bigram_shift": "BShif",
+    "past_present": "Tense",
+    "subj_number": "SubNm",
+    "obj_number": "ObjNm",
+    "odd_man_out": "SOMO",
+    "coordination_inversion": "CoIn",
 }
 PARTITIONS = (TRAIN, DEV, TEST)
 FORMS = ("", ".txt", ".txt.gz")

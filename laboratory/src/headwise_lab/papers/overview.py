@@ -14,14 +14,15 @@ from typing import Any
 
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import EFFICACY, MANIPULATION
-from headwise_lab.papers.diversity.doses import DOSES
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.pages import FOLDER, FORMAT, PAGE, is_shown_in_points, name_section, read_records
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.papers.run import choose_seeds
 from headwise_lab.results.cells import NONE, Cell, Grid, Link, Number, choose_digits
 from headwise_lab.results.statistics import ORDER
 
+# The ids of the studies of doses begin with this.
+DOSES = "diversity/dose-"
 # What a record of the first format says of a contrast: "svgd over plain: +0.52 points [-0.31, +1.35], p = 0.412".
 _TEXT = re.compile(
     r"(?P<contrast>.+): (?P<value>[+-][\d.]+)(?P<points> points)? \[(?P<low>[^,\]]+), (?P<high>[^\]]+)\]"
@@ -249,10 +250,12 @@ def _introduce(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _show_doses(papers: Mapping[Path, Mapping[Path, Mapping[str, Any]]]) -> list[str]:
     """Return the pictures of the studies of doses: where diverse heads help, and where they do not."""
-    ids = {one.id for one in DOSES}
     found = [(folder.name, record) for folder, paper in papers.items() for record in paper.values()]
     shown = [
-        (folder, record, picture) for folder, record in found if record["id"] in ids for picture in record["pictures"]
+        (folder, record, picture)
+        for folder, record in found
+        if record["id"].startswith(DOSES)
+        for picture in record["pictures"]
     ]
     # what it shows is the same in each
     lines = ["## Doses", "", shown[0][2]["caption"], ""] if shown else []

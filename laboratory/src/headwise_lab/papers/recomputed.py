@@ -26,8 +26,8 @@ from headwise_lab.experiment.run_folder import (
     write_json,
 )
 from headwise_lab.papers.data import ARCHIVE, unpack_runs
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.figures import draw_pictures
-from headwise_lab.papers.index import REPRODUCTIONS
 from headwise_lab.papers.pages import FOLDER, read_records
 from headwise_lab.papers.records import Reproduced, name_in_part, tabulate_parts
 from headwise_lab.papers.reproduction import Reproduction

@@ -380,7 +380,7 @@ def _compute_step_time(published: Published, row: PaperRow, place: int) -> Numbe
 
 
 def _show_own(table: Table, evidence: Evidence, arm: str, column: Column) -> Cell:
-    if column.ours == "measure":
+    if column.measure:
         return _show_range(evidence, arm, column.measure)
     row = table.row(arm)
     if row is None:
@@ -391,7 +391,7 @@ def _show_own(table: Table, evidence: Evidence, arm: str, column: Column) -> Cel
 
 
 def _choose_title(column: Column) -> str:
-    if column.ours == "measure":
+    if column.measure:
         return f"{column.title} (least to most)"
     return {"score": column.title, "step time": "step time over plain", "parameters": "parameters"}[column.ours]
 

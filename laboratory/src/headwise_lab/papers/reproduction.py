@@ -47,51 +47,6 @@ class Size:
 
 
 Sizes = Mapping[str, Size]
-# Our own studies. At `cpu` those of logic and translation have the sizes of `demo` (formulas of at most three
-# operators, 10,000 pairs of sentences); that of logic is three times as long, as is one on SICK.
-QUESTIONS: Sizes = {name: Size(name, corpus="trec") for name in ("demo", "cpu")}
-PAIRS: Sizes = {"demo": Size("demo", corpus="sick"), "cpu": Size("cpu", corpus="sick", sets=("epochs=12",))}
-FORMULAS: Sizes = {"demo": Size("demo"), "cpu": Size("demo", sets=("epochs=6",)), "paper": Size("paper")}
-SENTENCES: Sizes = {"demo": Size("demo"), "cpu": Size("demo"), "gpu": Size("gpu")}
-
-
-def logic() -> Sizes:
-    """Return the sizes of the logic task: its scales as they are."""
-    return {name: Size(name) for name in ("demo", "cpu", "paper")}
-
-
-def small(heads: int | None = None) -> Sizes:
-    """Return the sizes of Transformer-small: the reduced ones, at last fairseq's IWSLT shape on IWSLT14."""
-    return {**_reduce(heads=heads), "paper": Size("paper", heads=heads, corpus="iwslt14")}
-
-
-def base(corpus: str) -> Sizes:
-    """Return the sizes of Transformer-base: the reduced ones, at last the base of Vaswani et al. 2017."""
-    return {**_reduce(), "paper": Size("paper-base", corpus=corpus)}
-
-
-def big(corpus: str) -> Sizes:
-    """Return the sizes of Transformer-big: the reduced ones twice as wide with twice the heads, at last theirs."""
-    return {**_reduce(times=2), "paper": Size("paper-big", corpus=corpus)}
-
-
-def big_few_heads(corpus: str) -> Sizes:
-    """Return the sizes of Transformer-big with as many heads as base: 4, at last 8."""
-    return {**_reduce(times=2, heads=4), "paper": Size("paper-big-8-heads", corpus=corpus)}
-
-
-def base_eight_heads(corpus: str) -> Sizes:
-    """Return the sizes of Transformer-base with eight heads at every scale, as theirs has."""
-    return {**_reduce(heads=8), "paper": Size("paper-base", corpus=corpus)}
-
-
-def _reduce(times: int = 1, heads: int | None = None) -> Sizes:
-    # at `cpu` the model and the sentences of `demo`, until plain of four heads is not shown to rise on dev
-    return {
-        "demo": Size("demo", times, heads),
-        "cpu": Size("demo", times, heads, sets=("epochs=12",)),
-        "gpu": Size("gpu", times, heads),
-    }
 
 
 def resize_scale(size: Size, scales: Mapping[str, Any]) -> Any:
@@ -184,20 +139,19 @@ class Column:
 
     Attributes:
         title: What the paper calls it.
-        ours: Our number for it: the score, the step time over plain's, the number of parameters, or a number of each
-            run.
+        ours: Our number for it: the score, the step time over plain's, or the number of parameters.
         per_second: Whether the paper prints steps a second, of which the time over plain's follows.
-        measure: The number's name in a run's record, for a number of each run.
+        measure: The name in a run's record of the number that stands for the score; "" for the score.
     """
 
     title: str
-    ours: Literal["score", "step time", "parameters", "measure"] = "score"
+    ours: Literal["score", "step time", "parameters"] = "score"
     per_second: bool = False
     measure: str = ""
 
     def shows(self, measure: str | None) -> bool:
         """Return whether it has the score, for None, or a number of each run."""
-        return self.ours == "score" if measure is None else self.ours == "measure" and self.measure == measure
+        return self.ours == "score" and self.measure == (measure or "")
 
 
 @dataclass(frozen=True)
@@ -215,23 +169,6 @@ class PaperRow:
     arm: str
     cells: tuple[str, ...]
     part: str = ""
-
-
-def build_rows(
-    names: Sequence[str], arms: Callable[[str], Sequence[str]], table: Mapping[str, Sequence[str | tuple[str, ...]]]
-) -> tuple[PaperRow, ...]:
-    """Return the rows of a table with the same rows in each part.
-
-    Args:
-        names: What the paper calls the rows of a part.
-        arms: Returns their arms in a part.
-        table: Their cells in each part; text alone where there is one column.
-    """
-    return tuple(
-        PaperRow(name, arm, (cells,) if isinstance(cells, str) else cells, part)
-        for part, rows in table.items()
-        for name, arm, cells in zip(names, arms(part), rows, strict=True)
-    )
 
 
 @dataclass(frozen=True)

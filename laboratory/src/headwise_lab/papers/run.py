@@ -48,8 +48,8 @@ from headwise_lab.papers.data import (
     read_initial_runs,
     require_initial_runs,
 )
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.figures import draw_pictures
-from headwise_lab.papers.index import REPRODUCTIONS
 from headwise_lab.papers.pages import build_claims_grids, record_claims
 from headwise_lab.papers.records import (
     Reproduced,

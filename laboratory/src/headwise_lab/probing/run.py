@@ -160,7 +160,7 @@ def _prepare(name: str, path: Path, request: ProbeRequest, cache: Path) -> Prepa
     task = named_task("probing")
     data = task.load(path, task.scales["paper"], cache / WORDS)
     numbers, chosen = choose_sentences(data, request.sentences, path)
-    title = PROBES[name].title if name in PROBES else name
+    title = PROBES.get(name, name)
     sentences = [data.sentences[number] for number in numbers]
     return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
 

@@ -16,7 +16,7 @@ import headwise
 from headwise.cli import main
 from headwise_lab.experiment.run_folder import Failure
 from headwise_lab.jobs import pool
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.tasks.logic import task
 from headwise_lab.tasks.logic.generator import generate
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
@@ -70,6 +70,21 @@ def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
     assert f"$ {command}\n" in "".join(path.read_text() for path in Path("paper").rglob("*.md"))
     assert call(*asked, "--dry-run") == 0
     assert "0 runs to do" in capsys.readouterr().out
+
+
+def test_a_table_of_the_users_own_is_listed_and_planned_by_its_file_alone(capsys, monkeypatch):
+    # what the command adds is taken away again
+    monkeypatch.setitem(REPRODUCTIONS, "mine/table-1", REPRODUCTIONS["repulsive/table-2"])
+    monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
+    write_toy_corpus(Path("pairs"))
+    page = (Path(__file__).parents[4] / "docs" / "reproducing.md").read_text(encoding="utf-8")
+    Path("mine.toml").write_text(page.partition("```toml\n")[2].partition("```")[0], encoding="utf-8")
+    asked = ("reproduce", "mine/table-1", "--tables", "mine.toml", "--scale", "demo", "--data", "pairs", "--dry-run")
+    assert call(*asked) == 0
+    assert "svgd:layers=1" in capsys.readouterr().out
+    Path("mine.toml").write_text("x = [", encoding="utf-8")
+    assert call(*asked) != 0
+    assert "mine.toml is not TOML" in capsys.readouterr().err
 
 
 def test_the_record_of_a_part_names_the_part(capsys, monkeypatch):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headwise.errors import DataError
 from headwise_lab.papers.data import ARCHIVE, pack_runs, unpack_runs
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.recomputed import find_record, recompute
 from headwise_lab.papers.records import record, write_records
 from headwise_lab.papers.run import make_plans, report

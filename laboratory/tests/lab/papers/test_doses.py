@@ -9,12 +9,14 @@ import pytest
 
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import Claim, follow_doses, judge
-from headwise_lab.papers.diversity.doses import DOSES, EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
+from headwise_lab.papers.declarations import REPRODUCTIONS
+from headwise_lab.papers.diversity.doses import EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
 from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
+DOSES = [REPRODUCTIONS[f"diversity/dose-{name}"] for name in ("logic", "translation", "pairs", "questions")]
 LOGIC = DOSES[0]
 SCALES = named_task(LOGIC.task).scales
 ARMS = LOGIC.arms_at("demo", SCALES)["1x"]

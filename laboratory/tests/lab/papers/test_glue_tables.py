@@ -15,7 +15,7 @@ from headwise.errors import DataError
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.papers.data import read_initial_runs, with_data
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.pages import render
 from headwise_lab.papers.records import Reproduced
 from headwise_lab.papers.reproduction import resize_scale

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from headwise.input_files import read_numbered_lines
 from headwise_lab.experiment.scale import ScaleOptions
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.reproduction import Part
-from headwise_lab.papers.repulsive.graphs import GRAPHS
 from headwise_lab.papers.run import do_plans, make_plans, report
 from headwise_lab.results.evidence import match_seeds, read_evidence
 from headwise_lab.results.runs import REFERENCES
@@ -27,8 +26,7 @@ TINY = ("width=8", "layers=1", "epochs=1", "tokens=128", "min_count=1", "longest
 
 
 def test_every_arm_of_a_claim_is_run_or_a_baseline():
-    for found in GRAPHS:
-        assert REPRODUCTIONS[found.id] is found
+    for found in (one for one in REPRODUCTIONS.values() if one.task == "graph2text"):
         for scale in ("demo", "cpu", "gpu", "paper"):
             arms = found.arms_at(scale, GRAPH_SCALES)[""]
             for claim in found.claims_at(scale, GRAPH_SCALES):

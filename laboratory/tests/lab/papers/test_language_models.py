@@ -8,7 +8,7 @@ import pytest
 
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.registry import named_task
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.run import make_plans
 
 STUDY = REPRODUCTIONS["diversity/lm"]

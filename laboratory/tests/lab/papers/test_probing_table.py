@@ -10,17 +10,18 @@ import pytest
 from rich.console import Console
 
 from headwise.errors import DataError
-from headwise_lab.data.probing_files import CATEGORIES, PROBES
+from headwise_lab.data.probing_files import PROBES
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.papers import run
 from headwise_lab.papers.data import with_data
-from headwise_lab.papers.diversify.tables import CELLS, TABLE_7
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.recomputed import recompute
 from headwise_lab.papers.records import record as make_record
 from headwise_lab.results.cells import NONE, Grid
 from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
 
+TABLE_7 = REPRODUCTIONS["diversify/table-7"]
 TINY = ("width=12", "heads=3", "head_size=4", "hidden=12", "epochs=1", "train_examples=48")
 THERE = ("sentence_length", "tree_depth", "bigram_shift", "subj_number")
 
@@ -39,9 +40,14 @@ def test_the_papers_means_follow_from_its_cells():
         "Syntactic": ("59.77", "61.44", "60.26", "61.78"),
         "Semantic": ("73.38", "73.34", "74.76", "75.08"),
     }
+    cells_of: dict[str, list[float]] = {}
+    for row in TABLE_7.published.rows:
+        cells_of.setdefault(row.part, []).append(float(row.cells[0]))
+    assert {name: len(parts) for name, parts in TABLE_7.groups.items()} == {"Surface": 2, "Syntactic": 3, "Semantic": 5}
+    assert [part.name for part in TABLE_7.parts] == list(PROBES.values())
     for category, means in printed.items():
         for place, mean in enumerate(means):
-            cells = [float(CELLS[part][place]) for part in CATEGORIES[category]]
+            cells = [cells_of[part][place] for part in TABLE_7.groups[category]]
             # the paper cuts some digits off
             assert fmean(cells) == pytest.approx(float(mean), abs=0.016)
     rows = {(row.part, row.name): (row.arm, *row.cells) for row in TABLE_7.published.rows}

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arms
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.run import do_plans, make_plans, report
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 from headwise_lab.tasks.logic.task import LogicTask

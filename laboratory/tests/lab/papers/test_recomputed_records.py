@@ -15,7 +15,7 @@ import pytest
 from headwise_lab.papers.claims import Claim, Contrast, compare_arms, judge
 from headwise_lab.papers.pages import EARLIER, POWER, build_claims_grids, record_claims, render
 from headwise_lab.papers.records import Reproduced, tabulate_parts, write_records
-from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, small
+from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size
 from headwise_lab.results.cells import NONE, Grid
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.grids import NOTE
@@ -29,7 +29,7 @@ TABLE = Reproduction(
     title="t",
     source="s",
     task="logic",
-    parts=(Part(ARMS, small()),),
+    parts=(Part(ARMS, {"demo": Size("demo")}),),
     extra="nothing",
     claims=(
         Claim("Each helps.", compare_arms(("output", "em"), "plain")),
@@ -200,7 +200,7 @@ def test_means_over_parts_bins_and_heads_have_published_differences_where_all_ar
     }
     assert {name for name, value in found.items() if value is None} == {"unprinted", "bins", "heads", "number"}
     assert [found[name] for name in ("one", "across", "mean")] == pytest.approx([0.02, 0.12, 0.015])
-    auc = Published("x", (Column("AUC", "measure", measure="AUC"),), rows)
+    auc = Published("x", (Column("AUC", measure="AUC"),), rows)
     assert auc.difference(Contrast("guided", "plain", part="a", measure="AUC"), lambda _p, arm: arm) == 2.0
 
 

@@ -16,8 +16,8 @@ from headwise.errors import DataError, SettingError
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.papers import run as reproduce
 from headwise_lab.papers.data import find_corpus_name, name_data
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.figures import draw_curve
-from headwise_lab.papers.index import REPRODUCTIONS
 from headwise_lab.papers.pages import render
 from headwise_lab.papers.records import Reproduced, build_published_grid
 from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size

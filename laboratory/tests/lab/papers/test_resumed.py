@@ -15,7 +15,7 @@ from rich.console import Console
 from headwise.errors import DataError, SettingError
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.papers.data import ARCHIVE
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.recomputed import extend_seeds, find_record, list_runs, restore_runs
 from headwise_lab.papers.reproduction import Reproduction
 from headwise_lab.papers.run import Plan, do_plans, make_plans, report, show_plans, write_commands

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headwise_lab.papers.claims import judge
-from headwise_lab.papers.guided.tables import ALL, FIGURE_2, draw_role_worth
+from headwise_lab.papers.declarations import REPRODUCTIONS
+from headwise_lab.papers.guided.roles import draw_role_worth
 from headwise_lab.papers.records import Reproduced, write_records
 from headwise_lab.results.cells import show_signed
 from headwise_lab.results.evidence import Evidence
@@ -17,6 +18,8 @@ from headwise_lab.results.runs import read_results
 from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
+FIGURE_2 = REPRODUCTIONS["guided/figure-2"]
+ALL = tuple(part.name for part in FIGURE_2.parts)
 # A higher effect of the replacement is a lower worth of the role.
 EFFECTS = {"plain": -0.4, "guided": 0.0, "guided:drop=rare": 0.8, "guided:random=rare": 0.2, "guided:drop=major": -0.9}
 

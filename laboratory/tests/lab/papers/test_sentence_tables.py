@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headwise.plots import sentence_heatmap, to_png
 from headwise_lab.experiment.scale import ScaleOptions
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.reproduction import Part, Reproduction, Size, resize_scale
 from headwise_lab.papers.run import do_plans, make_plans, report
 from headwise_lab.results.cells import Number

@@ -13,20 +13,16 @@ from rich.console import Console
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.papers.claims import judge
-from headwise_lab.papers.diversity.shrinking import (
-    DIFFERENT,
-    SHRUNK,
-    TOGETHER,
-    draw_shrinking,
-    tabulate_shrinking,
-)
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
+from headwise_lab.papers.diversity.shrinking import draw_shrinking, tabulate_shrinking
 from headwise_lab.papers.run import do_plans, make_plans, report
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
 from headwise_lab.results.tabulate import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
+DIFFERENT, TOGETHER = ("output-relative", "cka", "svgd-span"), "cka-together"
+SHRUNK = [REPRODUCTIONS[f"diversity/shrinking-{name}"] for name in ("logic", "questions", "translation", "lm")]
 ARMS = ("plain", *DIFFERENT, "scaled", TOGETHER)
 # What half of the heads adds to the loss.
 COSTS = {"plain": 1.0, "output-relative": 1.5, "cka": 2.0, "svgd-span": 0.5, "cka-together": 0.25, "scaled": 0.3}

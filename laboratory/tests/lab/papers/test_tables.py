@@ -12,26 +12,22 @@ import torch
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.papers.claims import MEASURED, Claim, Contrast
-from headwise_lab.papers.diversify.tables import DIVERSIFY
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.reproduction import (
     Part,
     Reproduction,
     Size,
     arm_name,
     arm_names,
-    base,
-    big,
     resize_scale,
-    small,
 )
-from headwise_lab.papers.repulsive.translation import REPULSIVE
 from headwise_lab.tasks.logic.task import LogicTask
 from headwise_lab.tasks.translation.model import Seq2Seq, Seq2SeqConfig
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise_lab.training.attach import Methods
 
-EVERY = (*REPULSIVE, *DIVERSIFY)
+TRANSLATION = [f"repulsive/{name}" for name in ("table-2", "table-6", "table-8", "figure-2", "figure-3b")]
+EVERY = [one for name, one in REPRODUCTIONS.items() if name in TRANSLATION or name.startswith("diversify/")]
 EVERY_SCALE = [(reproduction, scale) for reproduction in EVERY for scale in reproduction.scales]
 each_scale = pytest.mark.parametrize(
     ("reproduction", "scale"), EVERY_SCALE, ids=[f"{reproduction.id}-{scale}" for reproduction, scale in EVERY_SCALE]
@@ -132,19 +128,27 @@ def test_words_in_braces_name_the_layers_of_the_model_at_hand():
     assert arm_names(texts, one) == ("em",)
 
 
+def size_of(identifier: str, part: str, scale: str) -> Size:
+    return next(one for one in REPRODUCTIONS[identifier].parts if one.name == part).sizes[scale]
+
+
 def test_sizes_double_and_the_papers_are_the_tasks_own():
     demo = TRANSLATION_SCALES["demo"]
-    twice = resize_scale(big("wmt14")["demo"], TRANSLATION_SCALES)
+    twice = resize_scale(size_of("diversify/table-5", "big", "demo"), TRANSLATION_SCALES)
     assert (twice.width, twice.hidden, twice.heads) == (2 * demo.width, 2 * demo.hidden, 2 * demo.heads)
     assert (twice.epochs, twice.encoder_layers) == (demo.epochs, demo.encoder_layers)
-    assert resize_scale(small(heads=4)["demo"], TRANSLATION_SCALES) is demo
-    assert resize_scale(small(heads=8)["paper"], TRANSLATION_SCALES).heads == 8
-    names = [resize_scale(sizes("wmt14")["paper"], TRANSLATION_SCALES).name for sizes in (base, big)]
-    assert names == ["paper-base", "paper-big"]
+    assert resize_scale(size_of("repulsive/figure-3b", "4 heads", "demo"), TRANSLATION_SCALES) is demo
+    assert resize_scale(size_of("repulsive/figure-3b", "8 heads", "paper"), TRANSLATION_SCALES).heads == 8
+    papers = [size_of("diversify/table-5", part, "paper") for part in ("base", "big", "zh-en base")]
+    assert [resize_scale(one, TRANSLATION_SCALES).name for one in papers[:2]] == ["paper-base", "paper-big"]
+    assert [one.corpus for one in papers] == ["wmt14", "wmt14", "wmt17"]
+
+
+SIZES = {"demo": Size("demo"), "paper": Size("paper")}
 
 
 def one_part(*claims: Claim) -> Reproduction:
-    parts = (Part(("plain", "em:layers={two}", "em"), small()), Part(("plain",), {"paper": Size("paper")}, "other"))
+    parts = (Part(("plain", "em:layers={two}", "em"), SIZES), Part(("plain",), {"paper": Size("paper")}, "other"))
     return Reproduction("a/b", "", "", "translation", parts, "", claims)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from headwise.errors import DataError
 from headwise.repulsion.repel import Repel
 from headwise_lab.experiment.run_folder import as_record
-from headwise_lab.papers.index import REPRODUCTIONS
+from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.recomputed import find_record, recompute
 from headwise_lab.papers.records import record
 from headwise_lab.papers.run import make_plans, report

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from headwise.plots.style import GRAY, MARKERS, assign_styles, drawing, to_png
-from headwise_lab.experiment.registry import named_task
-from headwise_lab.papers.claims import Claim, follow_doses
-from headwise_lab.papers.reproduction import OWN, Part, Reproduction, Size, Sizes
 from headwise_lab.results.evidence import Evidence
-from headwise_lab.results.figures import Picture, label_arm, name_data
+from headwise_lab.results.figures import Picture, draw_effective_heads, label_arm, name_data
 from headwise_lab.results.statistics import Estimate, estimate
 from headwise_lab.results.table import Row, Table
 
@@ -22,7 +20,6 @@ EFFECTIVE = "effective_heads"
 RATIOS = (0.01, 0.04, 0.17, 0.72, 3.0)
 METHODS = ("svgd-relative", "svgd-span", "output-relative", "cka", "subspace-relative")
 CONTROLS = ("plain", "smooth", "scaled", "trunk", "em", "drophead")
-BUDGETS = ("1x", "3x")
 # Effective heads and the score in percent.
 Point = tuple[Estimate, Estimate]
 
@@ -34,6 +31,12 @@ def name_doses(method: str) -> tuple[str, ...]:
     ('cka:ratio=0.01', 'cka:ratio=0.04')
     """
     return tuple(f"{method}:ratio={ratio}" for ratio in RATIOS)
+
+
+def draw_heads(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
+    """Return the effective heads of each arm."""
+    drawn = draw_effective_heads(table)
+    return () if drawn is None else (drawn,)
 
 
 def draw_doses(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
@@ -109,75 +112,3 @@ def _draw_intervals(axes: Axes, points: Sequence[Point], color: str) -> None:
 
 def _write(point: Point) -> str:
     return f"{point[0].value:.2f} heads, {point[1].value:.1f}"
-
-
-def _study(
-    task: str,
-    name: str,
-    title: str,
-    corpus: str | None = None,
-    without: tuple[str, ...] = (),
-    cpu: str = "cpu",
-    expected: str = "",
-) -> Reproduction:
-    """Return the study of a task on a corpus, without some methods and controls, each budget a part.
-
-    At `cpu` the models have the sizes of the task's scale of that name, and 1x is as many epochs as it has. What was
-    expected before it was run is `expected`.
-    """
-    methods = tuple(method for method in METHODS if method not in without)
-    controls = tuple(control for control in CONTROLS if control not in without)
-    scales = named_task(task).scales
-    chosen = {"demo": "demo", "cpu": cpu}
-
-    def sizes(times: int) -> Sizes:
-        return {
-            scale: Size(name, corpus=corpus, sets=() if times == 1 else (f"epochs={times * scales[name].epochs}",))
-            for scale, name in chosen.items()
-        }
-
-    arms = (*controls, *(arm for method in methods for arm in name_doses(method)))
-    return Reproduction(
-        id=f"diversity/dose-{name}",
-        title=f"Dose and response on {title}",
-        source=OWN,
-        task=task,
-        parts=tuple(Part(arms, sizes(times), budget) for times, budget in zip((1, 3), BUDGETS, strict=True)),
-        extra=f"strengths of {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the loss's gradient, and as "
-        "many epochs as the scale has, or three times as many"
-        f"{'' if cpu == 'cpu' else f'; at cpu the sizes are those of {task} at {cpu}'}"
-        f"{f'; expected beforehand: {expected}' if expected else ''}",
-        claims=tuple(
-            Claim(
-                f"The stronger {label_arm(method)}, {rises} (ours).",
-                tuple(follow_doses(name_doses(method), budget, measure) for budget in BUDGETS),
-            )
-            for rises, measure in (("the more effective heads", EFFECTIVE), ("the higher the score", None))
-            for method in methods
-        ),
-        drawn_together=draw_doses,
-    )
-
-
-DOSES = (
-    # as large as two cores can run 310 times: formulas of at most three operators, and 10,000 pairs of sentences
-    _study("logic", "logic", "logical inference", cpu="demo"),
-    _study(
-        "translation",
-        "translation",
-        "translation",
-        cpu="demo",
-        expected="stronger is worse, as plain heads have not collapsed",
-    ),
-    # One attention, whose thirty heads share their values: there is nothing that the subspace term compares, and
-    # routing would have hundreds of millions of parameters.
-    _study(
-        "sentence",
-        "pairs",
-        "pairs of sentences (SICK)",
-        corpus="sick",
-        without=("subspace-relative", "trunk", "em"),
-        expected="stronger is better, as plain heads have collapsed",
-    ),
-    _study("classification", "questions", "classification of questions (TREC)", corpus="trec"),
-)

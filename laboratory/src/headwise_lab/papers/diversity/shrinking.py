@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from headwise.plots.style import drawing, to_png
-from headwise_lab.analyses.registry import SHRINKING
-from headwise_lab.analyses.shrinking import ADDED, HEADS, KEY_VALUE_HEADS, LOSS, SCORE, SHARES, name_number
-from headwise_lab.papers.claims import Claim, Contrast
-from headwise_lab.papers.reproduction import FORMULAS, OWN, QUESTIONS, SENTENCES, Part, Reproduction, Size, Sizes
+from headwise_lab.analyses.shrinking import ADDED, HEADS, KEY_VALUE_HEADS, LOSS, SHARES, name_number
 from headwise_lab.results.cells import NONE, Cell, Grid, Number
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.figures import Picture, choose_styles, label_arm, name_data
 from headwise_lab.results.statistics import Estimate, estimate
-from headwise_lab.results.table import PLAIN, Table
+from headwise_lab.results.table import Table
 
-EFFECTIVE = "effective_heads"
-DIFFERENT, TOGETHER = ("output-relative", "cka", "svgd-span"), "cka-together"
-# The control has the size of its gradients, without repulsion.
-CONTROL = Contrast("svgd-span", "scaled")
 WORDS = {HEADS: "heads", KEY_VALUE_HEADS: "key/value heads"}
 # Lines of arms stand beside one another by so many points of percent.
 APART = 1.0
@@ -120,57 +112,3 @@ def _show(found: Estimate | None) -> Cell:
     if found.is_one_number:
         return Number(found.value, digits=3)
     return Number(found.value, found.low, found.high, digits=3)
-
-
-def _compare(measure: str, arms: Sequence[str] = DIFFERENT) -> tuple[Contrast, ...]:
-    return tuple(Contrast(arm, PLAIN, measure=measure) for arm in arms)
-
-
-def _claim(left: str, cut: str) -> tuple[Claim, ...]:
-    added, score = name_number(ADDED, left, 0.5), name_number(SCORE, left, 0.5)
-    return (
-        Claim(
-            f"Heads that were made different are all needed: {cut} adds more loss than to plain, and svgd-span's more "
-            "than scaling alone (ours).",
-            (*_compare(added), replace(CONTROL, measure=added)),
-        ),
-        Claim(
-            f"Of heads that were made alike, some can be spared: {cut} adds less loss than to plain (ours).",
-            (Contrast(PLAIN, TOGETHER, measure=added),),
-        ),
-        Claim(f"The score after {cut}, above plain's (ours).", _compare(score, (*DIFFERENT, TOGETHER)), tested=False),
-    )
-
-
-def _study(task: str, title: str, sizes: Sizes, *claims: Claim, ending: str = "", extra: str = "") -> Reproduction:
-    return Reproduction(
-        id=f"diversity/shrinking-{ending or task}",
-        title=f"Pruning and merging models with diverse and with alike heads: {title}",
-        source=OWN,
-        task=task,
-        parts=(Part((PLAIN, *DIFFERENT, CONTROL.against, TOGETHER), sizes),),
-        extra="a strength of 0.1 relative to the gradient of the loss on the heads; heads are removed by "
-        f"first-order importance on dev, and nothing is trained afterwards{extra}",
-        claims=(
-            Claim("Penalties and repulsion raise the effective number of heads (ours).", _compare(EFFECTIVE)),
-            Claim("A penalty with its sign turned lowers it (ours).", (Contrast(PLAIN, TOGETHER, measure=EFFECTIVE),)),
-            *_claim(HEADS, "removing half of them"),
-            *claims,
-        ),
-        analysis=SHRINKING,
-        drawn=draw_shrinking,
-        summed=tabulate_shrinking,
-    )
-
-
-# With a key/value head for each query head, so that there are some to merge.
-_WHOLE: Sizes = {
-    name: Size(name, sets=(f"key_value_heads={heads}",)) for name, heads in (("demo", 4), ("cpu", 8), ("gpu", 8))
-}
-_DEMO = "; at cpu the sizes are those of the task's demo"
-SHRUNK = (
-    _study("logic", "logical inference", FORMULAS, extra=f"{_DEMO}, trained three times as long"),
-    _study("classification", "classification of questions (TREC)", QUESTIONS, ending="questions"),
-    _study("translation", "translation", SENTENCES, extra=_DEMO),
-    _study("lm", "a language model", _WHOLE, *_claim(KEY_VALUE_HEADS, "merging key/value heads to half")),
-)

@@ -1,4 +1,4 @@
-"""Figures of An et al. 2020: attention over a text, reliability, entropy, diversity by strength, training curves."""
+"""Figures and pages of An et al. 2020: attention, reliability, entropy, strength, training curves, written texts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +19,12 @@ from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.figures import Picture, choose_styles, draw_means, draw_score_by_force
 from headwise_lab.results.runs import Run
 from headwise_lab.results.table import PLAIN, Table
+from headwise_lab.tasks.graph2text.ratings import make_outputs_page, read_items, write_rating
 from headwise_lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
 from headwise_lab.tasks.sentence.uncertainty import read_reliability
+
+READ, RATED = 10, 50
+PAGE = "outputs.html"
 
 
 @dataclass(frozen=True)
@@ -265,3 +269,31 @@ def _read_curve(run: Run, panel: _Panel) -> list[float]:
         except (KeyError, TypeError, ValueError, IndexError, OverflowError):
             raise DataError(f"{path}, line {number} has no {'.'.join(panel.path)}; make the run again.") from None
     return found
+
+
+@dataclass(frozen=True)
+class OutputPages:
+    """A page with texts of two arms, graph and reference, and perhaps a form on which raters compare the texts.
+
+    Attributes:
+        arms: The arm that is judged and the one it is judged against.
+        form: Whether the form is written too.
+    """
+
+    arms: tuple[str, str]
+    form: bool = False
+
+    def __call__(self, place: Path, folder: Path, data: Path | None, evidence: Evidence) -> tuple[Path, ...]:
+        """Write the pages of the runs that are there; see `reproduction.WritePages`."""
+        one, other = (parse_arm(text).name for text in self.arms)
+        seeds = {arm: {run.seed for run in evidence.results.runs if run.arm == arm} for arm in (one, other)}
+        shared = sorted(seeds[one] & seeds[other])
+        if data is None or not shared:
+            return ()
+        first, second = (folder / escape_arm_name(arm) / f"seed-{shared[0]}" for arm in (one, other))
+        items = read_items(first, second, data)
+        pages = [place / PAGE]
+        make_outputs_page(items[:READ], (one, other), title=f"Texts of {one} and {other}").write(pages[0])
+        if self.form:
+            pages += write_rating(place, items, (first, second), (one, other), count=RATED, seed=0)
+        return tuple(pages)

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from headwise_lab.papers.claims import Claim, Contrast, Numbers, StepTimes, claim_control, compare_arms
-from headwise_lab.papers.reproduction import Column, Part, Published, Reproduction, Size, Sizes, build_rows
-from headwise_lab.papers.repulsive.figures import draw_training_curves
+from headwise_lab.papers.claims import Claim, Contrast, claim_control, compare_arms
 from headwise_lab.results.cells import NONE, Cell, Grid, Number
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.statistics import Estimate, estimate
@@ -18,6 +16,11 @@ from headwise_lab.results.table import Table
 
 # A set fine-tuned from the model that was fine-tuned on another set, and the column it takes the place of.
 AFTER = {"RTE after MNLI": "RTE"}
+# Appendix B.3; the layer is the task's own choice.
+SVGD = "svgd:alpha=0.1,step_size=0.01"
+SMOOTH = "smooth:step_size=0.01"
+# Sets whose score rises in the paper's table.
+RISING = ("CoLA", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE after MNLI")
 
 
 def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Grid:
@@ -82,87 +85,12 @@ def _show_average(found: Estimate, values: Sequence[float]) -> Number:
     return Number(found.value, found.low, found.high, digits=1, factor=100, median=statistics.median(values))
 
 
-SCALES = ("demo", "cpu", "gpu")
-# Appendix B.3; the layer is the task's own choice.
-SVGD = "svgd:alpha=0.1,step_size=0.01"
-SMOOTH = "smooth:step_size=0.01"
-_ARMS = ("plain", SMOOTH, SVGD)
-_LOSS = "discriminator_loss"
-# The one layer that is repelled: a mean over all layers would thin its change by their number.
-_FIRST = "electra.encoder.layer.0.attention.self"
-_CKA, _COSINE = f"output_cka of {_FIRST}", f"output_cosine of {_FIRST}"
-
-PRETRAINING = Reproduction(
-    id="repulsive/pretraining",
-    title="ELECTRA pre-trained with repulsive heads: losses, force and diversity",
-    source="An et al. 2020, section 5.3; the paper prints no number of pre-training itself",
-    task="pretraining",
-    parts=(Part(_ARMS, {name: Size(name) for name in (*SCALES, "paper")}),),
-    extra=(
-        "smooth is the control of svgd. Accuracies and losses are those of each model's own discriminator on what its "
-        "own generator replaced: a better generator makes a harder test"
-    ),
-    claims=(
-        Claim(
-            "The training time with and without repulsive attention is almost the same.",
-            shown=(StepTimes((SMOOTH, SVGD)),),
-        ),
-        Claim(
-            "Repulsion makes what the heads put out less alike (section 5.2, of which the choice of the first layer "
-            "follows).",
-            (Contrast("plain", SVGD, measure=_CKA), Contrast("plain", SVGD, measure=_COSINE)),
-            (Numbers("force_ratio", "repulsion over drive", (SVGD,), digits=4),),
-        ),
-        claim_control(
-            "What makes them less alike is the repulsion, not the smoothing", (Contrast(SMOOTH, SVGD, measure=_CKA),)
-        ),
-        Claim(
-            "Losses after equal steps, beside one another.",
-            shown=(
-                Numbers(_LOSS, "discriminator loss", _ARMS, digits=4),
-                Numbers("generator_loss", "generator loss", _ARMS, digits=3),
-            ),
-            tested=False,
-        ),
-    ),
-    measures=(_LOSS, "generator_loss", _CKA, _COSINE, "output_cka", "parameter_cosine"),
-    drawn=draw_training_curves,
-)
-
-_TABLE_3 = {
-    "CoLA": ("56.2", "59.4"),
-    "SST-2": ("88.3", "87.1"),
-    "MRPC": ("87.5", "87.9"),
-    "STS-B": ("86.8", "87.0"),
-    "QQP": ("88.1", "88.6"),
-    "MNLI": ("78.6", "79.3"),
-    "QNLI": ("87.4", "87.8"),
-    "RTE": ("67.3", "64.9"),
-    "RTE after MNLI": ("71.4", "73.1"),
-}
-# Small sets are passed over ten times (Clark et al. 2020, appendix B), where there is time.
-_SMALL = ("RTE", "STS-B", "RTE after MNLI")
-_LONGER = {"demo": None, "cpu": "epochs=5"}
-_SETS = tuple(_TABLE_3)
-_RISING = sum(float(after) > float(before) for before, after in _TABLE_3.values())
-
-
-def _choose_sizes(name: str) -> Sizes:
-    kept = ("keep_model=true",) if name == "MNLI" else ()
-    corpus = AFTER.get(name, name)
-    found = {}
-    for scale in (*SCALES, "paper"):
-        longer = _LONGER.get(scale, "epochs=10") if name in _SMALL else None
-        found[scale] = Size(scale, corpus=corpus, sets=(*([longer] if longer else []), *kept))
-    return found
-
-
-def _make_claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
+def make_claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
     """Return the paper's claims as far as some of its sets can speak of them."""
     ways = average_sets(sets)
     # the paper counts RTE by its second column; fine-tuned alone it falls
-    rising = tuple(name for name in sets if float(_TABLE_3[name][1]) > float(_TABLE_3[name][0]))
-    here = "" if len(rising) == _RISING else f" ({len(rising)} of these seven are here: {', '.join(rising)})"
+    rising = tuple(name for name in sets if name in RISING)
+    here = "" if rising == RISING else f" ({len(rising)} of these seven are here: {', '.join(rising)})"
     return (
         Claim(
             f"Repulsive attention improves the average over the sets ({' and '.join(ways) or 'fewer than two here'}).",
@@ -183,29 +111,3 @@ def _make_claims(sets: tuple[str, ...]) -> tuple[Claim, ...]:
             tuple(Contrast(SVGD, SMOOTH, over=way) for way in ways.values()),
         ),
     )
-
-
-TABLE_3 = Reproduction(
-    id="repulsive/table-3",
-    title="GLUE after pre-training ELECTRA with repulsive heads",
-    source="An et al. 2020, Table 3 and appendix B.3; GLUE's test server, mean of 50 fine-tunings",
-    task="glue",
-    parts=tuple(Part(_ARMS, _choose_sizes(name), name, after="MNLI" if name in AFTER else "") for name in _SETS),
-    extra=(
-        "smooth, the control of svgd. Ours are on GLUE's dev files, which nothing is chosen by. The method acts in "
-        "pre-training, so arms are judged over pre-trainings: fine-tunings of one count as one, and intervals of a "
-        "score are over fine-tunings and test items"
-    ),
-    claims=_make_claims(_SETS),
-    published=Published(
-        "ELECTRA-small on OpenWebText, GLUE's test server",
-        (Column("score"),),
-        build_rows(("ELECTRA", "ELECTRA + RMA"), lambda _: ("plain", SVGD), _TABLE_3),
-    ),
-    after="repulsive/pretraining",
-    folder="glue",
-    made=_make_claims,
-    summed=build_glue_grid,
-)
-
-REPULSIVE_GLUE = (PRETRAINING, TABLE_3)

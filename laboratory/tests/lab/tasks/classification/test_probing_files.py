@@ -12,7 +12,6 @@ import pytest
 
 from headwise.errors import DataError
 from headwise_lab.data.probing_files import (
-    CATEGORIES,
     PROBES,
     choose_layout,
     drop_repeats,
@@ -36,7 +35,6 @@ def sentences(data: ProbingData, split: str) -> list[str]:
 
 def test_the_ten_tasks_are_those_of_the_paper():
     assert len(PROBES) == 10
-    assert {name: len(titles) for name, titles in CATEGORIES.items()} == {"Surface": 2, "Syntactic": 3, "Semantic": 5}
 
 
 def test_partition_label_and_the_last_field_are_read(tmp_path):

@@ -1,0 +1,146 @@
+"""Compare the time of methods in this version with an earlier one, interleaved in one process.
+
+Each version brings its own `src` and its own `floors.py` and `overhead.py`, which know its calls; its modules stand in
+`sys.modules` only while it runs. The earlier version comes from git. This version runs twice, so that the two ratios
+show the noise of the machine. Times are of the CPU. Run by `make bench-versions BEFORE=COMMIT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+
+from timing import console, interleaved_clocks, new_record, ratio, write
+
+ROOT = Path(__file__).parents[1]
+OWN = ("headwise", "headwise_lab", "floors", "overhead", "timing")
+CPU = torch.device("cpu")
+SHAPE = (8, 64)
+TOKENS = 512
+# The ratio to the earlier version that is wanted at most.
+WANTED = 1.03
+
+
+class Version:
+    """The modules of one version and its finders of modules, which Python sees inside of a `with` block."""
+
+    def __init__(self, root: Path) -> None:
+        self._finders = list(sys.meta_path)
+        self._paths = [str(root / "src"), str(root / "benchmarks"), *sys.path]
+        self._modules: dict[str, ModuleType] = {}
+
+    def __enter__(self) -> Self:
+        self._modules = _exchange_modules(self._modules)
+        sys.path, self._paths = self._paths, sys.path
+        sys.meta_path, self._finders = self._finders, sys.meta_path
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.__enter__()
+
+    def run(self, work: Callable[[], object]) -> None:
+        with self:
+            work()
+
+
+def _exchange_modules(modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] in OWN]
+    taken = {name: sys.modules.pop(name) for name in names}
+    sys.modules.update(modules)
+    return taken
+
+
+def extract(commit: str, folder: Path) -> None:
+    """Write `src` and `benchmarks` of a commit into a folder."""
+    tar = subprocess.run(["git", "archive", commit, "src", "benchmarks"], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(fileobj=BytesIO(tar.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def collect() -> dict[str, Callable[[], object]]:
+    """Return what is timed, made by the version whose modules can be imported now."""
+    floors: Any = import_module("floors")
+    overhead: Any = import_module("overhead")
+    hw = floors.hw
+    model, wide = overhead.Translation(), torch.nn.MultiheadAttention(2048, 32, batch_first=True)
+    works: dict[str, Callable[[], object]] = {}
+    for name, heads in {"54 groups": hw.find_heads(model), "width 2048, 32 heads": hw.find_heads(wide)}.items():
+        floors.fill_gradients(heads.model)
+        works[f"svgd, {name}"] = partial(
+            floors.apply_rule, floors.RULE, floors.find_groups(heads), strength=1.0, scale=None
+        )
+    outputs = [torch.randn(32, 64, 8, 64, requires_grad=True) for _ in range(4)]
+    works["output penalty, 4 attentions"] = partial(floors.penalize, outputs)
+    # later versions know these names too, with a warning
+    for name, routing in {"em": hw.EMRouting(), "simple": hw.SimpleRouting()}.items():
+        module = overhead.build(routing, 8, 64, 512)
+        works[f"{name} routing, {TOKENS} tokens"] = partial(route, module, torch.randn(TOKENS, 512))
+    for name, attach in floors.METHODS.items():
+        works[f"{floors.DEEP} narrow layers, {name}"] = floors.Narrow(floors.DEEP, attach).step
+    batch = [torch.randint(overhead.VOCABULARY, SHAPE, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    plain = overhead.no_penalty
+    for name, variant in {
+        "plain": overhead.Variant("plain", CPU, plain),
+        "output": overhead.Variant("output", CPU, overhead.with_penalty(hw.Output())),
+        "position": overhead.Variant("position", CPU, overhead.with_penalty(hw.Position())),
+        "svgd": overhead.Variant("svgd", CPU, plain, floors.RULE),
+    }.items():
+        works[f"Transformer-base, {name}"] = partial(variant.step, *batch)
+    return works
+
+
+def route(module: torch.nn.Module, heads: torch.Tensor) -> None:
+    module(heads).sum().backward()
+
+
+def compare(commit: str, rounds: int) -> list[dict[str, object]]:
+    """Return the milliseconds of each work in both versions, and the median over rounds of their ratio."""
+    with tempfile.TemporaryDirectory() as folder:
+        extract(commit, Path(folder))
+        before, now = Version(Path(folder)), Version(ROOT)
+        runs: dict[str, Callable[[], object]] = {}
+        for label, version in {"before": before, "now": now, "now again": now}.items():
+            with version:
+                works = collect()
+            runs |= {f"{name}|{label}": partial(version.run, work) for name, work in works.items()}
+        rows = []
+        for name in works:
+            own = {label: runs[f"{name}|{label}"] for label in ("before", "now", "now again")}
+            _, seconds = interleaved_clocks(CPU, own, rounds, name)
+            milliseconds = {label: 1e3 * statistics.median(values) for label, values in seconds.items()}
+            ratios = {label: ratio(seconds, label, "before") for label in ("now", "now again")}
+            rows.append({"work": name, "milliseconds": milliseconds, "ratio to before": ratios})
+            console.print(
+                f"  {name:<36} before {milliseconds['before']:8.2f} ms   now {ratios['now']:6.3f} times"
+                f"   (again {ratios['now again']:6.3f})"
+            )
+        return rows
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", required=True, help="the commit of the earlier version")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
+    arguments = parser.parse_args(given)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    record = new_record("versions", CPU) | {"before": arguments.before, "wanted at most": WANTED}
+    write(record | {"rows": compare(arguments.before, arguments.rounds)}, CPU, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

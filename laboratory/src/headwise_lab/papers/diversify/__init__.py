@@ -1,1 +1,0 @@
-"""Li et al. 2021, disagreement and routing."""

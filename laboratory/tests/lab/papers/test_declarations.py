@@ -1,0 +1,100 @@
+"""Tables and figures as data: one is added by text alone, and what is misspelled is refused with its place."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from headwise.errors import SettingError
+from headwise_lab.papers.claims import Contrast, Least, Numbers, StepTimes
+from headwise_lab.papers.declarations import SIZES, parse_file
+from headwise_lab.papers.reproduction import Column, PaperRow, Size
+
+KNOWN = tomllib.loads(SIZES.read_text(encoding="utf-8"))
+TABLE = """
+[words]
+longest = "em:layers={two}"
+
+[lists]
+sets = [{ set = "one", alpha = "1" }, { set = "two", alpha = "0.5" }]
+
+["mine/table-1"]
+title = "A table of mine"
+source = "mine"
+task = "classification"
+extra = "nothing"
+arms = "plain <output|em>:kinds=self {longest} svgd:alpha={alpha}"
+sizes = "set"
+scales = ["demo", "cpu"]
+parts = [{ each = "sets", name = "{set}", corpus = "{set}", sets = ["epochs=2"] }]
+groups = { Both = ["one", "two"] }
+
+["mine/table-1".published]
+on = "data of mine"
+columns = ["accuracy", { title = "Dist", measure = "distance" }]
+rows = [["Plain", "plain"]]
+
+["mine/table-1".published.cells]
+one = [["1.0", "2.0"]]
+
+[["mine/table-1".claims]]
+states = "EM is better."
+compare = [
+  "em:kinds=self > plain",
+  { each = "sets", arms = "svgd:alpha={alpha} > plain", in = "{set}", by = "distance" },
+]
+in = "all"
+shows = [
+  { step_times = "plain", in = "Both" },
+  { number = "OE", label = "OE", arms = "plain", in = "one", digits = 3, scale = 100 },
+  { least = "NLL", arms = "plain", in = "all" },
+]
+
+["mine/table-2"]
+like = "mine/table-1"
+title = "Another"
+parts = [{ name = "three", sizes = "SICK", arms = "plain", folds = 10, sets = ["heads=2"] }]
+"""
+
+
+def test_a_table_is_added_by_its_text_alone():
+    first, second = parse_file(TABLE, KNOWN).values()
+    one, two = first.parts
+    assert one.arms == ("plain", "output:kinds=self", "em:kinds=self", "em:layers={two}", "svgd:alpha=1")
+    assert (two.name, two.arms[-1]) == ("two", "svgd:alpha=0.5")
+    assert two.sizes == {name: Size(name, corpus="two", sets=("epochs=2",)) for name in ("demo", "cpu")}
+    (claim,) = first.claims
+    assert claim.contrasts == (
+        *(Contrast("em:kinds=self", "plain", part=part) for part in ("one", "two")),
+        Contrast("svgd:alpha=1", "plain", part="one", measure="distance"),
+        Contrast("svgd:alpha=0.5", "plain", part="two", measure="distance"),
+    )
+    assert claim.shown == (
+        *(StepTimes(("plain",), part) for part in ("one", "two")),
+        Numbers("OE", "OE", ("plain",), "one", 3, 100),
+        Least("NLL", "plain", ("one", "two")),
+    )
+    assert first.published is not None
+    assert first.published.columns == (Column("accuracy"), Column("Dist", measure="distance"))
+    assert first.published.rows == (PaperRow("Plain", "plain", ("1.0", "2.0"), "one"),)
+    assert (second.title, second.extra, second.claims[0].statement) == ("Another", "nothing", "EM is better.")
+    assert second.parts[0].sizes["cpu"] == Size("cpu", corpus="sick", folds=10, sets=("epochs=12", "heads=2"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("title =", "titel =", "mine.toml, mine/table-1, title: Field required"),
+        ('sizes = "set"', 'sizes = "sett"', "mine.toml, mine/table-1: 'sett' is not defined"),
+        ('each = "sets", name', 'each = "setts", name', "'setts' is not defined"),
+        ('like = "mine/table-1"', 'like = "mine/table-7"', "'mine/table-7' is not defined"),
+        ("states = ", "state = ", r"claims\.0\.states: Field required"),
+        ("digits = 3", 'digits = "three"', r"shows\.1\.digits: .*integer.*three"),
+        ("folds = 10", "fold = 10", r"parts\.0\.fold: Extra inputs"),
+    ],
+)
+def test_what_is_misspelled_is_refused_with_its_place(old: str, new: str, said: str):
+    assert old in TABLE
+    with pytest.raises(SettingError, match=said):
+        parse_file(TABLE.replace(old, new), KNOWN, "mine.toml")
