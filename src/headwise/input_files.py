@@ -1,10 +1,7 @@
 """Files that others made, read within bounds: a pipe does not block, and a line or depth of any size is refused.
 
-JSON as its standard has it, in every file headwise writes or reads: without NaN and infinity.
-
-Python's own module writes and reads both, and most other programs then refuse the file.
-
-Panics of native code: exceptions that are no `Exception`, which a file that others made can bring about.
+JSON is written and read as its standard has it, without NaN and infinity. Python's own module has both, and most other
+programs then refuse the file.
 """
 
 from __future__ import annotations
@@ -116,8 +113,10 @@ def open_input(path: Path, *, unpack: bool = True) -> Iterator[io.BufferedIOBase
     Raises:
         DataError: It cannot be opened, or is no file.
     """
+    # opening a pipe waits for its writer, unless asked not to
+    flag = getattr(os, "O_NONBLOCK", 0)
     try:
-        opened = io.BufferedReader(io.FileIO(path, opener=_open_without_waiting))
+        opened = io.BufferedReader(io.FileIO(path, opener=lambda name, flags: os.open(name, flags | flag)))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read ({reason}); expected a file.") from None
@@ -209,11 +208,6 @@ def read_whole(path: Path) -> bytes:
             return opened.read()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}); fetch the file again.") from None
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # opening a pipe waits for its writer, unless asked not to
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _require_no_special(path: Path, mode: int) -> None:
@@ -310,6 +304,18 @@ def parse_json(content: str | bytes) -> Any:
     return value
 
 
+def read_json(path: Path, remedy: str) -> Any:
+    """Return the value of a JSON file; `remedy` is the end of the sentence where it is none.
+
+    Raises:
+        DataError: It cannot be read, or is not JSON.
+    """
+    try:
+        return parse_json(read_whole(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not readable as JSON ({error}); {remedy}") from None
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
@@ -330,7 +336,7 @@ def _parse_float(text: str) -> float:
 
 @contextmanager
 def refuse_panics(what: str, remedy: str) -> Iterator[None]:
-    """Turn a panic in the block into a sentence.
+    """Turn a panic of native code in the block into a sentence: an exception that is no `Exception`.
 
     Args:
         what: What cannot be done, as the begin of the sentence.
@@ -346,3 +352,19 @@ def refuse_panics(what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ != "PanicException":
             raise
         raise DataError(f"{what} ({' '.join(str(error).split())[:200]}); {remedy}") from None
+
+
+@contextmanager
+def refuse_failures(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises in the block for a damaged file into a sentence, as `refuse_panics` does.
+
+    Raises:
+        DataError: The block raised an exception that is not one of headwise's.
+    """
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(f"{what} ({reason}); {remedy}") from None

@@ -1,9 +1,8 @@
 """The mean of attention weights over heads, some heads at a time: [B, Q, K] without [B, H, Q, K].
 
-The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so those of the heads
-are recomputed from queries and keys in the forward pass and again in the backward pass: of all heads at once where
-their weights are few numbers, and of one head after another in long sequences. Only queries, keys and the mask are kept
-in between.
+The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so they are recomputed
+from queries and keys in both passes: of all heads at once where that is few numbers, of one head after another in long
+sequences. Only queries, keys and the mask are kept in between.
 """
 
 import math

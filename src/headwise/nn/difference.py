@@ -127,11 +127,7 @@ class HeadDifference(nn.Module):
 
 
 def find_difference(module: nn.Module) -> Any:
-    """Return the `HeadDifference` of an attention, perhaps in a wrapper of peft; None where its heads have one map.
-
-    >>> find_difference(nn.Linear(2, 2)) is None
-    True
-    """
+    """Return the `HeadDifference` of an attention, perhaps in a wrapper of peft; None where its heads have one map."""
     return module._modules.get(CHILD)
 
 

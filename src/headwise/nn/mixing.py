@@ -108,19 +108,11 @@ def compute_weights(
 
 
 def drop_weights(weights: Tensor, dropout: float, mixer: nn.Module | None) -> Tensor:
-    """Return the weights that values are summed with: mixed where there is a mixer, then dropped.
-
-    >>> drop_weights(torch.ones(1, 2, 1, 1), 0.0, None).flatten()
-    tensor([1., 1.])
-    """
+    """Return the weights that values are summed with: mixed where there is a mixer, then dropped."""
     weights = weights if mixer is None else mixer(weights, "weights")
     return F.dropout(weights, dropout) if dropout > 0.0 else weights
 
 
 def find_mixer(module: nn.Module) -> nn.Module | None:
-    """Return the mixer that an attention attends with, perhaps in a wrapper of peft; None without one.
-
-    >>> find_mixer(nn.Linear(2, 2)) is None
-    True
-    """
+    """Return the mixer that an attention attends with, perhaps in a wrapper of peft; None without one."""
     return module._modules.get(CHILD)

@@ -40,10 +40,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         num_heads: Number of heads H; must divide `embed_dim`.
         dropout: Probability of dropping an attention weight while training, in [0, 1).
         bias: Whether the projections have biases.
-        add_bias_kv: Whether a learned key and value are appended to the sequence.
-        add_zero_attn: Whether a zero key and value are appended to the sequence.
-        kdim: Width of keys; `embed_dim` when None.
-        vdim: Width of values; `embed_dim` when None.
+        add_bias_kv, add_zero_attn: Whether a learned, or a zero, key and value are appended to the sequence.
+        kdim, vdim: Widths of keys and values; `embed_dim` when None.
         batch_first: Whether tensors are [B, L, d] rather than [L, B, d].
 
     Example:
@@ -60,7 +58,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def __init__(self, *args, **kwargs) -> None:  # the signature is torch's own
         super().__init__(*args, **kwargs)
-        _leave_fast_path(self)
+        self.register_forward_pre_hook(_observe_nothing)
 
     def forward(
         self,
@@ -94,7 +92,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = _transpose_keeping_identity(query, key, value)
         _require_fitting(self, query, key, value, key_padding_mask)
-
         causal_hint = is_causal and key_padding_mask is None and not need_weights
         mask = _merge_masks(self, query, key, key_padding_mask, attn_mask, is_causal, causal_hint)
         q, k, v = self._project(query, key, value)
@@ -292,7 +289,7 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
     """
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = MultiheadAttention
-        _leave_fast_path(attention)
+        attention.register_forward_pre_hook(_observe_nothing)
         vars(attention)[HOLDERS] = _Holders(_list_parts(attention))
     elif not isinstance(attention, MultiheadAttention):
         raise LayoutError(
@@ -330,11 +327,11 @@ def _stay_until_recomputed(attention: nn.Module) -> None:
 
 @dataclass
 class _Holders:
-    """How many handles need something changed; a copy or a pickle is needed by none.
+    """How many handles need an attention or an encoder changed; a copy or a pickle is needed by none.
 
     Attributes:
-        parts: What an attention held before: the types of its modules by name, and the width of its heads.
-        count: The number.
+        parts: The types of the modules of the attention before, by name, and the width of its heads.
+        count: The number of handles.
         encoders: The encoders that the attention is in.
     """
 
@@ -347,14 +344,7 @@ class _Holders:
 
 
 class _NoNested(int):
-    """What stands for False as the `use_nested_tensor` of an encoder; in a copy that needs it no more, what was there.
-
-    Attributes:
-        encoder: The encoder.
-        before: What was there.
-        holders: How many handles need it.
-        for_good: Whether it stays.
-    """
+    """False as the `use_nested_tensor` of an encoder, `for_good` or while it has holders; else a copy has `before`."""
 
     encoder: nn.Module
     before: bool
@@ -366,14 +356,11 @@ class _NoNested(int):
         own.encoder, own.before, own.holders, own.for_good = encoder, before, _Holders(), for_good
         return own
 
-    def is_needed(self) -> bool:
-        """Return whether an attention inside the encoder stays headwise's though nothing holds it."""
-        adopted = (module for module in self.encoder.modules() if HOLDERS in vars(module))
-        return self.for_good or any(_stays(module) for module in adopted)
-
     def __reduce__(self) -> tuple:
-        # for copy and pickle; what is copied is found again by the attribute that holds it
-        return (_NoNested, (self.encoder, self.before, self.for_good)) if self.is_needed() else (bool, (self.before,))
+        # for copy and pickle; it is needed where an attention inside stays headwise's though nothing holds it
+        adopted = (module for module in self.encoder.modules() if HOLDERS in vars(module))
+        needed = self.for_good or any(_stays(module) for module in adopted)
+        return (_NoNested, (self.encoder, self.before, self.for_good)) if needed else (bool, (self.before,))
 
     def __repr__(self) -> str:
         return "False"
@@ -416,7 +403,7 @@ def _give_back(attention: nn.Module) -> None:
     attention.__class__ = nn.MultiheadAttention
 
 
-# Encoders of the models that are walked through once; see `walk_once`.
+# By model, its encoders whose fast path takes nested tensors, and the modules inside each, by id; see `walk_once`.
 _walked: dict[int, list[tuple[nn.TransformerEncoder, set[int]]]] = {}
 
 
@@ -442,14 +429,11 @@ def walk_once(model: nn.Module) -> Iterator[None]:
 
 def _find_around(model: nn.Module, attention: nn.Module) -> list[nn.TransformerEncoder]:
     """Return the encoders of a model whose fast path takes nested tensors and that hold an attention."""
-    known = _walked.get(id(model))
-    return [
-        encoder for encoder, inside in (_find_encoders(model) if known is None else known) if id(attention) in inside
-    ]
+    known = _walked[id(model)] if id(model) in _walked else _find_encoders(model)
+    return [encoder for encoder, inside in known if id(attention) in inside]
 
 
 def _find_encoders(model: nn.Module) -> list[tuple[nn.TransformerEncoder, set[int]]]:
-    """Return the encoders whose fast path takes nested tensors, and what modules are inside each, by id."""
     found = [encoder for encoder in model.modules() if isinstance(encoder, nn.TransformerEncoder)]
     return [(encoder, {id(module) for module in encoder.modules()}) for encoder in found]
 
@@ -463,13 +447,8 @@ def valid_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     return key_padding_mask > VERY_NEGATIVE
 
 
-def _leave_fast_path(attention: nn.Module) -> None:
-    # nn.TransformerEncoderLayer calls C++ on the weights in evaluation unless a child has a hook
-    attention.register_forward_pre_hook(_observe_nothing)
-
-
 def _observe_nothing(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
-    return None
+    """Keep `nn.TransformerEncoderLayer` off its fast path: in evaluation it calls C++ unless a child has a hook."""
 
 
 def _is_batched(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> bool:
@@ -487,8 +466,7 @@ def _transpose_keeping_identity(query: Tensor, key: Tensor, value: Tensor) -> tu
     # `_project` projects once where query, key and value are the same tensor
     key_first = key.transpose(0, 1)
     value_first = key_first if value is key else value.transpose(0, 1)
-    query_first = key_first if query is key else query.transpose(0, 1)
-    return query_first, key_first, value_first
+    return key_first if query is key else query.transpose(0, 1), key_first, value_first
 
 
 def _require_fitting(
