@@ -194,15 +194,10 @@ def test_an_adopted_transformer_computes_the_same_also_in_evaluation(norm_first)
     assert adopted.state_dict().keys() == stock.state_dict().keys()
 
 
-def test_a_subclass_with_its_own_forward_is_not_adopted():
-    class Own(nn.MultiheadAttention):
-        pass
-
+def test_what_does_not_fit_is_refused():
+    own = type("Own", (nn.MultiheadAttention,), {})
     with pytest.raises(hw.errors.LayoutError, match="Own is not torch"):
-        adopt(nn.Module(), Own(8, 2))
-
-
-def test_shapes_that_do_not_fit_are_refused():
+        adopt(nn.Module(), own(8, 2))
     attention = MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8)
     with pytest.raises(hw.errors.ShapeError, match=r"\(3, 2, 3\)"):
@@ -283,13 +278,6 @@ def test_constructor_and_forward_have_torchs_signatures():
     theirs, ours = (inspect.signature(kind.forward) for kind in (nn.MultiheadAttention, MultiheadAttention))
     arguments = [[(p.name, p.default, p.kind) for p in signature.parameters.values()] for signature in (theirs, ours)]
     assert arguments[0] == arguments[1]
-
-
-def test_the_constructor_makes_parameters_where_and_as_it_is_told():
-    ours = MultiheadAttention(8, 2, kdim=6, add_bias_kv=True, device="meta", dtype=torch.bfloat16)
-    assert {(p.device.type, p.dtype) for p in ours.parameters()} == {("meta", torch.bfloat16)}
-    with pytest.raises(AssertionError, match="divisible"):
-        MultiheadAttention(7, 2)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch has deprecated scripting
