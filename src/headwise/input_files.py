@@ -58,24 +58,14 @@ def is_file(path: Path) -> bool:
 
 
 def describe_place(path: Path) -> str:
-    """Return what is at a path, as the predicate of a sentence.
-
-    >>> describe_place(Path("nowhere"))
-    'does not exist'
-    """
+    """Return what is at a path, as the predicate of a sentence."""
     return "is a folder" if path.is_dir() else "is a file" if is_file(path) else "does not exist"
 
 
 def find_inside(folder: Path, name: object, by: str, remedy: str = "copy the folder again.") -> Path:
-    """Return the file of a folder that a file of the folder names.
+    """Return the file of a folder with the `name` that was read from the file `by` of the folder.
 
     It may be a link to another file of the folder, and in the Hub's cache to one of the blobs beside the snapshots.
-
-    Args:
-        folder: The folder.
-        name: What was read.
-        by: Name of the file that it was read from.
-        remedy: What to do, as the end of a sentence.
 
     Raises:
         DataError: It is no relative name, leads out of the folder, or is no file.
@@ -132,10 +122,6 @@ def open_input(path: Path, *, unpack: bool = True) -> Iterator[io.BufferedIOBase
 def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) of a UTF-8 text file, unpacked when it ends in `.gz`.
 
-    Args:
-        path: The file.
-        longest: Most bytes of a line.
-
     Raises:
         DataError: The file cannot be read, unpacked or decoded, or a line is longer; the message names the line.
     """
@@ -160,13 +146,9 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
 
 
 def split_lines(stream: io.BufferedIOBase, longest: int) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends, LF or CRLF; those that end in CR, as of an old Mac, with LF instead.
+    """Yield the lines of a file with their ends, LF or CRLF, and pieces of `longest` bytes where a line is longer.
 
-    CR ends lines where the first line would have no other end; elsewhere it is text.
-
-    Args:
-        stream: The file.
-        longest: Of a line with at least as many bytes, pieces are yielded.
+    CR, as of an old Mac, becomes LF where the first line would have no other end; elsewhere it is text.
     """
     chunk = stream.readline(longest)
     # the last byte may be half of CRLF
@@ -223,14 +205,7 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")
 def encode_json(
     value: Any, *, indent: int | None = None, compact: bool = False, ascii_only: bool = True, sort_keys: bool = False
 ) -> str:
-    """Return a value as a JSON text.
-
-    Args:
-        value: What `json.dumps` accepts.
-        indent: Spaces of one level; None for one line.
-        compact: Whether there are no spaces after commas and colons.
-        ascii_only: Whether other characters are escaped.
-        sort_keys: Whether keys are sorted.
+    """Return a value as a JSON text; `compact` leaves out the spaces after commas and colons.
 
     Raises:
         HeadwiseError: A number is not finite; the message names its place.
@@ -264,13 +239,8 @@ def find_not_finite(value: Any, name: str = "") -> tuple[str, float] | None:
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else (name, value)
-    if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(str(number), part) for number, part in enumerate(value)]
-    else:
-        return None
-    inner = (find_not_finite(part, f"{name}.{key}" if name else key) for key, part in parts)
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    inner = (find_not_finite(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
     return next((found for found in inner if found is not None), None)
 
 
@@ -336,11 +306,7 @@ def _parse_float(text: str) -> float:
 
 @contextmanager
 def refuse_panics(what: str, remedy: str) -> Iterator[None]:
-    """Turn a panic of native code in the block into a sentence: an exception that is no `Exception`.
-
-    Args:
-        what: What cannot be done, as the begin of the sentence.
-        remedy: What to do, as its end.
+    """Turn a panic of native code in the block, which is no `Exception`, into "`what` (the panic); `remedy`".
 
     Raises:
         DataError: Native code of the block panicked; every other exception stays as it is.
@@ -356,7 +322,7 @@ def refuse_panics(what: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def refuse_failures(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever a library raises in the block for a damaged file into a sentence, as `refuse_panics` does.
+    """Turn whatever a library raises in the block for a damaged file into "`what` (the error); `remedy`".
 
     Raises:
         DataError: The block raised an exception that is not one of headwise's.

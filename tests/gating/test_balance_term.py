@@ -136,20 +136,20 @@ def test_evaluation_a_failed_forward_and_a_copy_are_not_counted():
     gating = gated(model)
     model(X)
     expected = gating.balance()
-    with torch.no_grad():
-        model(X)
-    model.eval()(X)
-    failing = model.train().layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
+    failing = model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
         model(2.0 * X)
     failing.remove()
-    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model(X)
+    model.eval()(X)
+    twin = copy.deepcopy(model).train()
     for _ in range(70):
         twin(X[:1, :2])
     message = "no gated attention ran in training mode with gradients.* A copy of the model is not counted"
     with pytest.raises(NotFired, match=message):
         gating.balance()
-    model(X)
+    model.train()(X)
     assert torch.equal(gating.balance(), expected)
 
 

@@ -189,10 +189,6 @@ def require_gate(setting: GateSetting) -> None:
 class SigmoidGates(nn.Module):
     """g = scale sigmoid(W x + b), one gate for each head or each of its features; all equal to scale / 2 at first.
 
-    Args:
-        setting: The setting.
-        num_heads, head_size, width: Heads H, width e of one head, and width d of x.
-
     Example:
         >>> SigmoidGates(SigmoidGate(), num_heads=2, head_size=3, width=4)(torch.randn(5, 4)).weights.shape
         torch.Size([5, 2])
@@ -221,10 +217,6 @@ class MixtureGates(nn.Module):
     """The gates of a mixture of heads; the equations are those of `MixtureOfHeads`.
 
     `routed` is W_r [n, d], `shared` W_s [S, d], which one shared head does not need, and `kinds` W_a [2, d].
-
-    Args:
-        setting: The setting.
-        num_heads, head_size, width: Heads H, width e of one head, and width d of x.
 
     Raises:
         SettingError: There are fewer heads than shared + active.

@@ -61,15 +61,11 @@ def mean_weights(
         queries, keys = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (queries, keys))
     factor: float = queries.shape[-1] ** -0.5 if scale is None else scale
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _average_plainly(queries, keys, mask, factor, causal)
+        # by operations that these transform, at the cost of keeping all weights
+        parts = (_compute_scores(queries, keys, mask, factor, causal, part) for part in _divide_heads(queries, keys))
+        return sum((normalize_scores(scores).sum(1) for scores in parts), torch.zeros(())) / queries.shape[1]
     mean: Tensor = _MeanWeights.apply(queries, keys, mask, factor, causal)
     return mean
-
-
-def _average_plainly(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Return the mean by operations that torch.func transforms, at the cost of keeping all weights."""
-    parts = (_compute_scores(queries, keys, mask, scale, causal, part) for part in _divide_heads(queries, keys))
-    return sum((normalize_scores(scores).sum(1) for scores in parts), torch.zeros(())) / queries.shape[1]
 
 
 def mean_of(weights: Tensor) -> Tensor:

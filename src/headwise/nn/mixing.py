@@ -68,11 +68,7 @@ class HeadMixer(nn.Module):
 
 
 def mix_heads(maps: Tensor, matrix: Tensor) -> Tensor:
-    """Return sum_h matrix[h, g] maps_h for each head g.
-
-    Args:
-        maps: [B, H, Q, K], finite: minus infinity times 0 is NaN.
-        matrix: [H, H], from the head of the row to that of the column.
+    """Return sum_h matrix[h, g] maps_h for each head g, of maps [B, H, Q, K] that are finite: -inf times 0 is NaN.
 
     >>> mix_heads(torch.tensor([1.0, 10.0]).view(1, 2, 1, 1), torch.tensor([[1.0, 2.0], [0.0, 1.0]])).flatten()
     tensor([ 1., 12.])
@@ -85,12 +81,7 @@ def compute_weights(
 ) -> Tensor:
     """Return softmax(Q K^T / sqrt(e) + mask), [B, H, Q, K], of scores that are mixed first where there is a mixer.
 
-    Args:
-        q: Queries, [B, H, Q, e].
-        k: Keys, [B, H, K, e].
-        mask: Additive, broadcastable to [B, H, Q, K]; a row of -inf alone has weights 0.
-        causal: Whether query i sees keys 0 to i only, instead of a mask.
-        mixer: Talking heads.
+    The mask is additive; a row of -inf alone has weights 0. If `causal`, query i sees keys 0 to i only instead.
 
     >>> compute_weights(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), None, causal=True)
     tensor([[[[1.0000, 0.0000],

@@ -151,7 +151,7 @@ class Scores(Protocol):
 
 
 class RunningCall:
-    """How many tokens are in the cache of the running call, None without one, and whether it has attended."""
+    """The number of tokens in the cache of the running call, None without one, and whether it has attended."""
 
     def __init__(self) -> None:
         self.cached: int | None = None
@@ -241,13 +241,9 @@ def sum_masks(
 
 
 def normalize_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return softmax(scores) over keys, and 0 in a row of -inf alone: that of a query that may attend to nothing.
+    """Return softmax(scores) over keys [..., K], and 0 in a row of -inf alone, as of a query that attends to nothing.
 
     So does torch's scaled dot product attention; `torch.softmax` would return NaN, and NaN gradients.
-
-    Args:
-        scores: [..., K], with -inf where a mask forbids.
-        dtype: In which to compute; that of `torch.softmax` when None.
 
     >>> normalize_scores(torch.tensor([[0.0, 0.0], [0.0, -math.inf], [-math.inf, -math.inf]]))
     tensor([[0.5000, 0.5000],

@@ -85,15 +85,10 @@ BASE = "base_model.model."
 
 @dataclass(frozen=True)
 class Replaced:
-    """An attention whose output projection was replaced.
+    """An attention by name whose output projection `old` was replaced by the aggregator `new`.
 
-    Attributes:
-        name: Name of the attention.
-        output_projection: The projection's place.
-        old: The projection.
-        new: The aggregator.
-        placed: What is in that place now: the aggregator, under peft in its wrapper of modules to save.
-        path: Name of the place in the model.
+    `placed` is the module at that place now: the aggregator, under peft in its wrapper of modules to save; `path` is
+    the name of the place in the model.
     """
 
     name: str
@@ -170,9 +165,12 @@ class Aggregation(Handle):
                 vars(module).update({} if own.before is None else {"save_pretrained": own.before})
 
     def __str__(self) -> str:
+        def count(module: nn.Module) -> int:
+            return sum(parameter.numel() for parameter in module.parameters())
+
         rows = [
             f"  {site.name or '(model)'}: {site.output_projection.attribute} is {type(site.new).__name__}, "
-            f"{_count_parameters(site.new):,} parameters instead of {_count_parameters(site.old):,}"
+            f"{count(site.new):,} parameters instead of {count(site.old):,}"
             for site in self.replaced
         ]
         first, left_out, last = shorten(rows, LINES - 1)
@@ -301,15 +299,11 @@ def _build(
     return Replaced(site.name, output_projection, old, new, placed, path)
 
 
+@dataclass(frozen=True, eq=False)
 class _GatherHeads:
     """A forward pre-hook that gathers the heads which tensor parallelism computes in other processes."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    site: Site
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (self.site.gather_heads(args[0], -1, self.site.num_heads * self.site.head_size), *args[1:])
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -365,14 +365,9 @@ class _VoteAggregator(nn.Module, Generic[S]):
 
 
 class SimpleAggregator(_VoteAggregator[SimpleRouting]):
-    """Votes and simple routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 1).
+    """Votes and simple routing: H heads of e numbers, [..., H * e], to [..., width] (Li et al. 2021, Algorithm 1).
 
     Only the input is kept for the backward pass; differentiable once.
-
-    Args:
-        setting: The routing.
-        num_heads, head_size: Heads H, and width e of one head.
-        width: Width d of the output; the number of capsules must divide it.
 
     Raises:
         SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
@@ -440,12 +435,7 @@ class TrunkAggregator(_VoteAggregator[Trunk]):
 
 
 class ResidualAggregator(nn.Module):
-    """The old projection plus gamma times an aggregator; equal to the old projection while gamma is 0.
-
-    Args:
-        projection: The module that computed W_O; kept, with its weights.
-        aggregator: The module whose output is added.
-    """
+    """The old projection, which is kept, plus gamma times an aggregator; equal to that while gamma is 0."""
 
     def __init__(self, projection: nn.Module, aggregator: nn.Module) -> None:
         super().__init__()
@@ -468,12 +458,7 @@ class ResidualAggregator(nn.Module):
 
 
 class GatedProjection(nn.Module):
-    """A gate over the heads and the old projection; equal to the old projection while the gate is 0.
-
-    Args:
-        setting: The gate.
-        projection: The module that computed W_O; kept, with its weights.
-        num_heads, head_size, width: Heads H, width e of one head, and width d of the output.
+    """A gate over the heads and the old projection, which it keeps; equal to that while the gate is 0.
 
     Example:
         >>> gated = GatedProjection(Gate(), nn.Linear(6, 4), num_heads=3, head_size=2, width=4)

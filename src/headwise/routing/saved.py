@@ -212,12 +212,8 @@ def _choose_given(
     }
     missing = [name for name in own if name not in chosen and name not in unsaved]
     unknown = [name for name in given if name not in slots and not name.endswith("_extra_state")]
-    if missing or unknown:
-        raise DataError(
-            f"state_dict does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
-            f"{unknown[:4]} ({len(unknown)}) are not in the model; pass every tensor under the model's own name: strip "
-            "a prefix such as 'module.' from the names."
-        )
+    remedy = "pass every tensor under the model's own name: strip a prefix such as 'module.' from the names"
+    _require_all("state_dict", model, missing, unknown, remedy)
     for name, tensor in chosen.items():
         # DeepSpeed keeps the shape of a divided parameter apart
         expected = getattr(own[name], "ds_shape", own[name].shape)
@@ -227,6 +223,14 @@ def _choose_given(
                 "tensor of a model of the same structure."
             )
     return {**own, **chosen}
+
+
+def _require_all(source: object, model: nn.Module, missing: list[str], unknown: list[str], remedy: str) -> None:
+    if missing or unknown:
+        raise DataError(
+            f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
+            f"{unknown[:4]} ({len(unknown)}) are not in the model; {remedy}."
+        )
 
 
 def parse_size(size: int | str) -> int:
@@ -307,17 +311,13 @@ def load_tensors(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor]) 
     slots, source, tied = _find_tensors(model), saved.folder, saved.tied
     missing = sorted(slots.keys() - tensors.keys() - tied.keys())
     unknown = sorted((tensors.keys() | tied.keys()) - slots.keys())
-    if missing or unknown:
-        remedy = "pass a model of the same structure"
-        if any("head_gates" in name.split(".") for name in unknown):
-            remedy = (
-                "load() does not make gates: change a new model as the saved one was, with hw.aggregate or hw.prune "
-                "and then hw.gate_heads, and pass it, load(folder, model)"
-            )
-        raise DataError(
-            f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
-            f"{unknown[:4]} ({len(unknown)}) are not in the model; {remedy}."
+    remedy = "pass a model of the same structure"
+    if any("head_gates" in name.split(".") for name in unknown):
+        remedy = (
+            "load() does not make gates: change a new model as the saved one was, with hw.aggregate or hw.prune and "
+            "then hw.gate_heads, and pass it, load(folder, model)"
         )
+    _require_all(source, model, missing, unknown, remedy)
     for name, (_, _, own) in slots.items():
         _require_fitting(source, name, own, tensors[tied.get(name, name)])
     filled = {name: _copy(slots[name][2], tensor) for name, tensor in tensors.items()}
