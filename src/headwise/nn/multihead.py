@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, find_frame, resolve_request
 from headwise.nn.difference import CHILD, HeadDifference, find_difference
+from headwise.nn.hooks import hold
 from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
 from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
@@ -83,8 +85,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "MultiheadAttention was given a nested tensor, which only torch's C++ fast path takes; "
                 "pass padded tensors with key_padding_mask (enable_nested_tensor=False on TransformerEncoder)."
             )
-        if HOLDERS in vars(self):
-            _stay_until_recomputed(self)
+        frame = find_frame() if HOLDERS in vars(self) else None
+        if frame is not None:
+            # an activation checkpoint that is computed again must save the tensors that it saved before
+            weakref.finalize(frame, _hold(self, vars(self)[HOLDERS].encoders)).atexit = False
         batched = _is_batched(query, key, value, key_padding_mask)
         if not batched:
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
@@ -121,11 +125,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None = None) -> Tensor:
         """Return the outputs of the heads [B, H, Q, e] of projected tensors, without dropout, and unobserved.
 
-        Args:
-            q: Queries, [B, H, Q, e].
-            k: Keys, [B, H, K, e].
-            v: Values, [B, H, K, e].
-            may_attend: True where a query may attend a key, bool, broadcastable to [B, H, Q, K]; None allows all.
+        Queries are [B, H, Q, e], keys and values [B, H, K, e]; `may_attend` is bool, broadcastable to [B, H, Q, K].
         """
         mixer, difference = find_mixer(self), find_difference(self)
         if mixer is None and difference is None:
@@ -279,13 +279,6 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
 
     Raises:
         LayoutError: As of `adopt`.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-        >>> release = hold_adopted(layer, layer.self_attn)
-        >>> release()
-        >>> type(layer.self_attn).__module__
-        'torch.nn.modules.activation'
     """
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = MultiheadAttention
@@ -300,43 +293,32 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
 
 
 def _hold(attention: nn.Module, encoders: list[nn.TransformerEncoder]) -> Callable[[], None]:
-    holders: _Holders | None = vars(attention).get(HOLDERS)
-    if holders is not None:
-        holders.encoders += [encoder for encoder in encoders if all(encoder is not own for own in holders.encoders)]
-    held = [*([] if holders is None else [holders]), *(_refuse_nested(encoder).holders for encoder in encoders)]
-    for one in held:
-        one.count += 1
+    ends = [hold(_refuse_nested(encoder), partial(_allow_nested, encoder)) for encoder in encoders]
+    own: _Holders | None = vars(attention).get(HOLDERS)
+    if own is not None:
+        own.encoders += [encoder for encoder in encoders if all(encoder is not other for other in own.encoders)]
+        ends.append(hold(own, partial(_give_back, attention, own)))
 
     def release() -> None:
-        while held:
-            held.pop().count -= 1
-        if holders is not None and holders.count == 0 and vars(attention).get(HOLDERS) is holders:
-            _give_back(attention)
-        for encoder in encoders:
-            _allow_nested(encoder)
+        # the attention first: an encoder with an adopted one stays as it is
+        while ends:
+            ends.pop()()
 
     return release
 
 
-def _stay_until_recomputed(attention: nn.Module) -> None:
-    """Stay adopted until an activation checkpoint was computed again: it must save the tensors that it saved before."""
-    frame = find_frame()
-    if frame is not None:
-        weakref.finalize(frame, _hold(attention, vars(attention)[HOLDERS].encoders)).atexit = False
-
-
 @dataclass
 class _Holders:
-    """How many handles need an attention or an encoder changed; a copy or a pickle is needed by none.
+    """How many handles need an attention adopted; a copy or a pickle is needed by none.
 
     Attributes:
         parts: The types of the modules of the attention before, by name, and the width of its heads.
-        count: The number of handles.
+        holders: The number of handles.
         encoders: The encoders that the attention is in.
     """
 
     parts: dict[str, object] = field(default_factory=dict)
-    count: int = 0
+    holders: int = 0
     encoders: list[nn.TransformerEncoder] = field(default_factory=list)
 
     def __reduce__(self) -> tuple:
@@ -348,12 +330,12 @@ class _NoNested(int):
 
     encoder: nn.Module
     before: bool
-    holders: _Holders
+    holders: int
     for_good: bool
 
     def __new__(cls, encoder: nn.Module, before: bool, for_good: bool = False) -> Self:
         own = super().__new__(cls, 0)
-        own.encoder, own.before, own.holders, own.for_good = encoder, before, _Holders(), for_good
+        own.encoder, own.before, own.holders, own.for_good = encoder, before, 0, for_good
         return own
 
     def __reduce__(self) -> tuple:
@@ -375,7 +357,7 @@ def _refuse_nested(encoder: Any) -> _NoNested:
 def _allow_nested(encoder: Any) -> None:
     own = encoder.use_nested_tensor
     adopted = any(HOLDERS in vars(module) for module in encoder.modules())
-    if isinstance(own, _NoNested) and own.holders.count == 0 and not own.for_good and not adopted:
+    if isinstance(own, _NoNested) and not own.for_good and not adopted:
         encoder.use_nested_tensor = own.before
 
 
@@ -393,8 +375,8 @@ def _make_stock() -> nn.Module:
     return nn.MultiheadAttention.__new__(nn.MultiheadAttention)
 
 
-def _give_back(attention: nn.Module) -> None:
-    if _stays(attention):
+def _give_back(attention: nn.Module, own: _Holders) -> None:
+    if vars(attention).get(HOLDERS) is not own or _stays(attention):
         return
     hooks = attention._forward_pre_hooks
     del hooks[next(number for number, hook in hooks.items() if hook is _observe_nothing)]
@@ -409,14 +391,7 @@ _walked: dict[int, list[tuple[nn.TransformerEncoder, set[int]]]] = {}
 
 @contextmanager
 def walk_once(model: nn.Module) -> Iterator[None]:
-    """Have `adopt` walk through a model once for all calls in the block, in which no module is added or removed.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-        >>> with walk_once(layer):
-        ...     adopt(layer, layer.self_attn)
-        True
-    """
+    """Have `adopt` walk through a model once for all calls in the block, in which no module is added or removed."""
     if id(model) in _walked:
         yield
         return
