@@ -4,11 +4,8 @@ Whoever reads, or comes after a crash, sees what was there before or all of what
 folder is `.NAME.partial` and belongs to the one process that holds its lock, which ends with the process: what a
 process that was killed left behind is taken over by the next that writes the same place.
 
-Digests of files, kept in a JSON record that is written last: what changes later is noticed and named.
-
-A record holds the digests of the files beside it, and its own, which is computed from its values. Records of earlier
-versions hold none, and nothing is compared with those. A folder that has no record of its own, such as one that
-transformers load, is sealed by a file with nothing but digests.
+Digests of files are kept in a JSON record that is written last, with a digest of its own values: later changes are
+noticed and named. A folder without a record, such as one that transformers loads, is sealed by a file of digests.
 """
 
 from __future__ import annotations
@@ -26,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import DataError
-from headwise.input_files import encode_json, find_inside, is_file, open_input, parse_json, read_whole
+from headwise.input_files import encode_json, find_inside, is_file, open_input, parse_json, read_json
 
 if sys.platform != "win32":
     import fcntl
 
-# The file of a folder that holds the digests of all others; see `headwise.atomic`.
-SEAL = "digests.json"
+# The file of a sealed folder, and the keys of a record: the digests of files, and of the record itself.
+SEAL, FILES, OWN = "digests.json", "file_digests", "record_digest"
+PARTIAL, LOCK, OLD = ".partial", ".lock", ".old"
 # Signals that ask a process to end.
 STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGTERM") if hasattr(signal, name))
 # renameat2 of Linux: relative to the working folder, and both names change places.
@@ -40,19 +38,13 @@ WORKING_FOLDER, EXCHANGE = -100, 2
 # How torch's and safetensors' errors of a disk begin or are called; neither is an OSError.
 OF_WRITERS = "PytorchStreamWriter", "unexpected pos", "SafetensorError"
 
-PARTIAL, LOCK, OLD = ".partial", ".lock", ".old"
-
+# The thread that holds each lock, and what goes when the process ends inside a block.
 _held: dict[Path, int] = {}
 _temporary: set[Path] = set()
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a file by rename, so that a reader sees the old file or the new one, never a part.
-
-    Args:
-        path: The file.
-        content: What it holds then.
-        durable: Whether it is flushed to the disk before it gets its name; else a power cut may leave it empty.
+    """Write a file by rename; unless it is `durable`, a power cut may leave it empty.
 
     Raises:
         DataError: It cannot be written.
@@ -81,8 +73,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
         yield temporary
         put(temporary, path, durable=durable)
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         _release(handle)
 
 
@@ -112,9 +103,12 @@ def new_folder(place: Path, *, replaced: Container[str] | None = (), wait: bool 
     # the folder that a link leads to is replaced, and not the link
     given, place = place, follow(place)
     with hold(place, wait=wait):
-        temporary = _name_beside(place, PARTIAL)
+        temporary, old = (_name_beside(place, kind) for kind in (PARTIAL, OLD))
         with name_write_errors(given):
-            _restore(place)
+            # a process that was killed had moved it aside
+            if old.exists() and not place.exists():
+                old.rename(place)
+            _remove(old)
             if place.exists() and not place.is_dir():
                 raise DataError(f"{given} is no folder; choose another.")
             if replaced == () and _list_present(place):
@@ -155,10 +149,10 @@ def follow(place: Path) -> Path:
 
 @contextmanager
 def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a place that is written: nobody else holds it in the block, and a holder that was killed does not count.
+    """Hold a file or folder, which need not exist: nobody else holds it in the block, but this thread may again.
 
     Args:
-        place: A file or folder, which need not exist.
+        place: The file or folder.
         wait: Whether to wait while another process holds it, after saying so on stderr.
 
     Raises:
@@ -187,9 +181,8 @@ def hold(place: Path, *, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         del _held[lock]
-        with suppress(OSError):
-            # while it is ours: the next holder makes another
-            lock.unlink()
+        # while it is ours: the next holder makes another
+        _remove(lock)
         _temporary.discard(lock)
         _release(handle)
 
@@ -219,7 +212,7 @@ def sweep(folder: Path) -> None:
             handle = _claim(owned)
             if handle is not None:
                 _remove(path)
-                owned.unlink(missing_ok=True)
+                _remove(owned)
                 _release(handle)
 
 
@@ -288,23 +281,23 @@ def _put_folder(temporary: Path, place: Path, replaced: Container[str] | None) -
 
 
 def _move_in(temporary: Path, place: Path, before: list[str]) -> None:
-    """Move what a folder holds into another one, in the order of names, and remove what was there before."""
-    moved = sorted(path.name for path in temporary.iterdir())
+    """Move the files of one folder into another, in the order of names, and remove the `before` ones there."""
+    # files that a seal names and that are missing are noticed, so it is moved first
+    moved = sorted((path.name for path in temporary.iterdir()), key=lambda name: (name != SEAL, name))
     if SEAL in before:
         _remove(place / SEAL)
-    done: list[str] = []
+    done: set[str] = set()
     try:
-        # of files that a seal names and that are missing readers tell
-        for name in sorted(moved, key=lambda name: name != SEAL):
+        for name in moved:
             if (place / name).is_dir():
                 _remove(place / name)
             (temporary / name).replace(place / name)
-            done.append(name)
+            done.add(name)
     except BaseException:
-        for name in {*done} - {*before}:
+        for name in done.difference(before):
             _remove(place / name)
         raise
-    for name in {*before} - {*moved}:
+    for name in set(before).difference(moved):
         _remove(place / name)
     _sync_one(place)
 
@@ -320,14 +313,6 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(WORKING_FOLDER, names[0], WORKING_FOLDER, names[1], EXCHANGE) == 0
 
 
-def _restore(place: Path) -> None:
-    """Put back what a process that was killed had moved aside."""
-    old = _name_beside(place, OLD)
-    if old.exists() and not place.exists():
-        old.rename(place)
-    _remove(old)
-
-
 def _claim(path: Path, *, wait: bool = False) -> int | None:
     """Open and lock a file, made if missing; None while another has it."""
     while True:
@@ -335,29 +320,26 @@ def _claim(path: Path, *, wait: bool = False) -> int | None:
         try:
             locked = _lock(handle, wait=wait)
             # who had it before may have renamed or removed it
-            same = locked and os.path.samestat(os.fstat(handle), path.stat())
+            if locked and os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
         except FileNotFoundError:
-            locked, same = True, False
+            locked = True
         except BaseException:
             os.close(handle)
             raise
-        if same:
-            return handle
         os.close(handle)
         if not locked:
             return None
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # a file system without locks
-        return True
+    # a file system without locks is not locked
+    with suppress(OSError):
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 
@@ -396,9 +378,6 @@ def _name_beside(place: Path, kind: str) -> Path:
     # a mounted folder lies in one that may not be writable
     inside = place.is_dir() and not os.access(place.parent, os.W_OK)
     return place / kind if inside else place.with_name(f".{place.name}{kind}")
-
-
-FILES, OWN = "file_digests", "record_digest"
 
 
 def digest_file(path: Path) -> str:
@@ -442,10 +421,7 @@ def require_folder_unchanged(folder: Path) -> None:
     if not is_file(path):
         return
     remedy = f"copy the folder again, or delete {SEAL} if you changed it yourself."
-    try:
-        record = parse_json(read_whole(path))
-    except ValueError as error:
-        raise DataError(f"{path} is not readable as JSON ({error}); {remedy}") from None
+    record = read_json(path, remedy)
     # another program's file of that name
     if is_sealed(record):
         require_unchanged(path, record, remedy=remedy)
@@ -453,10 +429,10 @@ def require_folder_unchanged(folder: Path) -> None:
 
 
 def require_no_others(path: Path, record: Mapping[str, Any], *, remedy: str) -> None:
-    """Make sure that the folder of a sealed record holds no files without a digest, besides hidden ones.
+    """Refuse a file without a digest beside a sealed record, as in a copy that was not finished; hidden ones may be.
 
     Raises:
-        DataError: There is one, for example of a copy that was not finished.
+        DataError: There is one.
     """
     for name in _list_files(path.parent):
         if name not in record[FILES] and name != path.name:

@@ -1,10 +1,7 @@
 """Files that others made, read within bounds: a pipe does not block, and a line or depth of any size is refused.
 
-JSON as its standard has it, in every file headwise writes or reads: without NaN and infinity.
-
-Python's own module writes and reads both, and most other programs then refuse the file.
-
-Panics of native code: exceptions that are no `Exception`, which a file that others made can bring about.
+JSON is written and read as its standard has it, without NaN and infinity. Python's own module has both, and most other
+programs then refuse the file.
 """
 
 from __future__ import annotations
@@ -61,24 +58,14 @@ def is_file(path: Path) -> bool:
 
 
 def describe_place(path: Path) -> str:
-    """Return what is at a path, as the predicate of a sentence.
-
-    >>> describe_place(Path("nowhere"))
-    'does not exist'
-    """
+    """Return what is at a path, as the predicate of a sentence."""
     return "is a folder" if path.is_dir() else "is a file" if is_file(path) else "does not exist"
 
 
 def find_inside(folder: Path, name: object, by: str, remedy: str = "copy the folder again.") -> Path:
-    """Return the file of a folder that a file of the folder names.
+    """Return the file of a folder with the `name` that was read from the file `by` of the folder.
 
     It may be a link to another file of the folder, and in the Hub's cache to one of the blobs beside the snapshots.
-
-    Args:
-        folder: The folder.
-        name: What was read.
-        by: Name of the file that it was read from.
-        remedy: What to do, as the end of a sentence.
 
     Raises:
         DataError: It is no relative name, leads out of the folder, or is no file.
@@ -116,8 +103,10 @@ def open_input(path: Path, *, unpack: bool = True) -> Iterator[io.BufferedIOBase
     Raises:
         DataError: It cannot be opened, or is no file.
     """
+    # opening a pipe waits for its writer, unless asked not to
+    flag = getattr(os, "O_NONBLOCK", 0)
     try:
-        opened = io.BufferedReader(io.FileIO(path, opener=_open_without_waiting))
+        opened = io.BufferedReader(io.FileIO(path, opener=lambda name, flags: os.open(name, flags | flag)))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read ({reason}); expected a file.") from None
@@ -132,10 +121,6 @@ def open_input(path: Path, *, unpack: bool = True) -> Iterator[io.BufferedIOBase
 
 def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) of a UTF-8 text file, unpacked when it ends in `.gz`.
-
-    Args:
-        path: The file.
-        longest: Most bytes of a line.
 
     Raises:
         DataError: The file cannot be read, unpacked or decoded, or a line is longer; the message names the line.
@@ -161,13 +146,9 @@ def read_numbered_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[tup
 
 
 def split_lines(stream: io.BufferedIOBase, longest: int) -> Iterator[bytes]:
-    """Yield the lines of a file with their ends, LF or CRLF; those that end in CR, as of an old Mac, with LF instead.
+    """Yield the lines of a file with their ends, LF or CRLF, and pieces of `longest` bytes where a line is longer.
 
-    CR ends lines where the first line would have no other end; elsewhere it is text.
-
-    Args:
-        stream: The file.
-        longest: Of a line with at least as many bytes, pieces are yielded.
+    CR, as of an old Mac, becomes LF where the first line would have no other end; elsewhere it is text.
     """
     chunk = stream.readline(longest)
     # the last byte may be half of CRLF
@@ -211,11 +192,6 @@ def read_whole(path: Path) -> bytes:
             raise DataError(f"{path} cannot be read ({error.strerror}); fetch the file again.") from None
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    # opening a pipe waits for its writer, unless asked not to
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _require_no_special(path: Path, mode: int) -> None:
     kind = SPECIAL.get(stat.S_IFMT(mode))
     if kind is not None:
@@ -229,14 +205,7 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")
 def encode_json(
     value: Any, *, indent: int | None = None, compact: bool = False, ascii_only: bool = True, sort_keys: bool = False
 ) -> str:
-    """Return a value as a JSON text.
-
-    Args:
-        value: What `json.dumps` accepts.
-        indent: Spaces of one level; None for one line.
-        compact: Whether there are no spaces after commas and colons.
-        ascii_only: Whether other characters are escaped.
-        sort_keys: Whether keys are sorted.
+    """Return a value as a JSON text; `compact` leaves out the spaces after commas and colons.
 
     Raises:
         HeadwiseError: A number is not finite; the message names its place.
@@ -270,13 +239,8 @@ def find_not_finite(value: Any, name: str = "") -> tuple[str, float] | None:
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else (name, value)
-    if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(str(number), part) for number, part in enumerate(value)]
-    else:
-        return None
-    inner = (find_not_finite(part, f"{name}.{key}" if name else key) for key, part in parts)
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    inner = (find_not_finite(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
     return next((found for found in inner if found is not None), None)
 
 
@@ -310,6 +274,18 @@ def parse_json(content: str | bytes) -> Any:
     return value
 
 
+def read_json(path: Path, remedy: str) -> Any:
+    """Return the value of a JSON file; `remedy` is the end of the sentence where it is none.
+
+    Raises:
+        DataError: It cannot be read, or is not JSON.
+    """
+    try:
+        return parse_json(read_whole(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not readable as JSON ({error}); {remedy}") from None
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
@@ -330,11 +306,7 @@ def _parse_float(text: str) -> float:
 
 @contextmanager
 def refuse_panics(what: str, remedy: str) -> Iterator[None]:
-    """Turn a panic in the block into a sentence.
-
-    Args:
-        what: What cannot be done, as the begin of the sentence.
-        remedy: What to do, as its end.
+    """Turn a panic of native code in the block, which is no `Exception`, into "`what` (the panic); `remedy`".
 
     Raises:
         DataError: Native code of the block panicked; every other exception stays as it is.
@@ -346,3 +318,19 @@ def refuse_panics(what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ != "PanicException":
             raise
         raise DataError(f"{what} ({' '.join(str(error).split())[:200]}); {remedy}") from None
+
+
+@contextmanager
+def refuse_failures(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises in the block for a damaged file into "`what` (the error); `remedy`".
+
+    Raises:
+        DataError: The block raised an exception that is not one of headwise's.
+    """
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(f"{what} ({reason}); {remedy}") from None

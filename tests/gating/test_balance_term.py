@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
 
 import headwise as hw
+from headwise.errors import NotFired
 from headwise.gating import balance
 
 WIDTH, HEADS, BATCH, LENGTH = 12, 4, 3, 6
@@ -20,78 +24,87 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def encoder() -> nn.TransformerEncoder:
+X = draw(BATCH, LENGTH, WIDTH)
+
+
+def encoder() -> Any:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
 
 
-def term(attention: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
-    """The balance of the valid tokens alone, which are given to the gates without the others."""
-    found = attention.head_gates(x[keep])
-    return balance(found.shares, found.chosen)
+def decoder() -> Any:
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerDecoder(layer, 1).double()
 
 
-def inputs_of(model: nn.Module, attentions: list[nn.Module], run) -> list[Tensor]:
-    """The queries that each attention gets."""
+def bert() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1, "intermediate_size": 8}
+    config = BertConfig(vocab_size=20, hidden_dropout_prob=0.0, **sizes)
+    return BertModel(config, add_pooling_layer=False).double().train()
+
+
+def gated(model: Any, setting: Any = MIXTURE) -> hw.gating.Gating:
+    return hw.gate_heads(hw.find_heads(model), setting)
+
+
+def run_decoder(model: nn.Module) -> None:
+    model(X, draw(BATCH, 4, WIDTH, seed=1), tgt_key_padding_mask=~KEEP, memory_key_padding_mask=~KEEP[:, 2:])
+
+
+# A model, the kind of its gated attentions, these and the modules that get their queries' input, and a call.
+PADDED: dict[str, tuple[Callable[[], Any], str, Callable[[Any], list[tuple[Any, Any]]], Callable[[Any], object]]] = {
+    "torch": (
+        *(encoder, "self", lambda m: [(layer.self_attn, layer.self_attn) for layer in m.layers]),
+        lambda m: m(X, src_key_padding_mask=~KEEP),
+    ),
+    # the queries of cross-attention have the padding of the decoder
+    "cross": (
+        *(decoder, "cross", lambda m: [(m.layers[0].multihead_attn, m.layers[0].multihead_attn)]),
+        run_decoder,
+    ),
+    "transformers": (
+        *(bert, "self", lambda m: [(layer.attention.self, layer.attention.self.query) for layer in m.encoder.layer]),
+        lambda m: m(input_ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 20, attention_mask=KEEP.long()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_tokens_are_not_counted(name: str):
+    build, kind, find, run = PADDED[name]
+    model = build()
+    gating = hw.gate_heads(hw.find_heads(model).kind(kind), MIXTURE)
     seen: list[Tensor] = []
-    hooks = [
-        one.register_forward_pre_hook(lambda _m, args, _k: seen.append(args[0]), with_kwargs=True) for one in attentions
-    ]
+    for _, source in find(model):
+        source.register_forward_pre_hook(lambda _m, args, _k: seen.append(args[0]), with_kwargs=True)
     run(model)
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
-def test_padded_tokens_are_not_counted():
-    model, x = encoder(), draw(BATCH, LENGTH, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
-    attentions = [layer.self_attn for layer in model.layers]
-    seen = inputs_of(model, attentions, lambda m: m(x, src_key_padding_mask=~KEEP))
-    expected = torch.stack([term(one, held, KEEP) for one, held in zip(attentions, seen, strict=True)]).mean()
     found = gating.balance()
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-14)
-    whole = torch.stack([term(one, held, KEEP | True) for one, held in zip(attentions, seen, strict=True)]).mean()
+    # the valid tokens alone are given to the gates without the others
+    counted, whole = (
+        torch.stack(
+            [
+                balance(gates.shares, gates.chosen)
+                for (attention, _), x in zip(find(model), seen, strict=True)
+                for gates in [attention.head_gates(x[keep])]
+            ]
+        ).mean()
+        for keep in (KEEP, KEEP | True)
+    )
+    torch.testing.assert_close(found, counted, rtol=0.0, atol=1e-14)
     assert (found - whole).abs() > 1e-3
 
 
-def test_the_queries_of_cross_attention_have_the_padding_of_the_decoder():
-    torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
-    model = nn.TransformerDecoder(layer, 1).double()
-    gating = hw.gate_heads(hw.find_heads(model).kind("cross"), MIXTURE)
-    x, memory = draw(BATCH, LENGTH, WIDTH), draw(BATCH, 4, WIDTH, seed=1)
-    masks = {"tgt_key_padding_mask": ~KEEP, "memory_key_padding_mask": ~KEEP[:, 2:]}
-    cross = model.layers[0].multihead_attn
-    (seen,) = inputs_of(model, [cross], lambda m: m(x, memory, **masks))
-    torch.testing.assert_close(gating.balance(), term(cross, seen, KEEP), rtol=0.0, atol=1e-14)
-
-
-def test_a_model_of_transformers_tells_its_padding():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1, "intermediate_size": 8}
-    torch.manual_seed(0)
-    model = transformers.BertModel(
-        transformers.BertConfig(vocab_size=20, hidden_dropout_prob=0.0, **sizes), add_pooling_layer=False
-    ).double()
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
-    attention = model.encoder.layer[0].attention.self
-    ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 20
-    seen: list[Tensor] = []
-    attention.query.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
-    model.train()(input_ids=ids, attention_mask=KEEP.long())
-    torch.testing.assert_close(gating.balance(), term(attention, seen[0], KEEP), rtol=0.0, atol=1e-14)
-
-
 def test_the_term_is_the_mean_over_attentions_and_calls_and_trains_the_router():
-    model, first, second = encoder(), draw(BATCH, LENGTH, WIDTH), draw(BATCH, LENGTH, WIDTH, seed=1)
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
+    model, second = encoder(), draw(BATCH, LENGTH, WIDTH, seed=1)
+    gating = gated(model)
     terms = []
-    for x in (first, second):
+    for x in (X, second):
         model(x)
         terms.append(gating.balance())
-    loss = model(first).square().mean() + model(second).square().mean()
+    loss = model(X).square().mean() + model(second).square().mean()
     total = gating.loss(loss)
     torch.testing.assert_close(total, loss + 0.3 * (terms[0] + terms[1]) / 2, rtol=0.0, atol=1e-14)
     slopes = torch.autograd.grad(total - loss, [layer.self_attn.head_gates.routed for layer in model.layers])
@@ -99,13 +112,13 @@ def test_the_term_is_the_mean_over_attentions_and_calls_and_trains_the_router():
 
 
 def test_training_with_the_term_evens_out_which_heads_are_chosen():
-    torch.manual_seed(0)
     model, x = encoder(), draw(8, 32, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), hw.gating.MixtureOfHeads(0, 1, balance=1.0))
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.self_attn.head_gates.routed[0] += 0.5 * x.mean((0, 1)).sign()
+    torch.manual_seed(0)
+    gating = gated(model, hw.gating.MixtureOfHeads(0, 1, balance=1.0))
     routers = [layer.self_attn.head_gates.routed for layer in model.layers]
+    with torch.no_grad():
+        for router in routers:
+            router[0] += 0.5 * x.mean((0, 1)).sign()
     optimizer = torch.optim.Adam(routers, lr=0.02)
     values = []
     for _ in range(60):
@@ -118,59 +131,44 @@ def test_training_with_the_term_evens_out_which_heads_are_chosen():
     assert values[-1] < 1.03 < values[0]
 
 
-def test_evaluation_is_not_counted():
-    model, x = encoder(), draw(BATCH, LENGTH, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
-    with torch.no_grad():
-        model(x)
-    model.eval()
-    model(x)
-    with pytest.raises(hw.errors.NotFired, match="no gated attention ran in training mode with gradients"):
-        gating.balance()
-
-
-def test_a_forward_that_failed_is_not_counted():
-    model, x = encoder(), draw(BATCH, LENGTH, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
-    model(x)
+def test_evaluation_a_failed_forward_and_a_copy_are_not_counted():
+    model = encoder()
+    gating = gated(model)
+    model(X)
     expected = gating.balance()
     failing = model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
-        model(2.0 * x)
+        model(2.0 * X)
     failing.remove()
-    with pytest.raises(hw.errors.NotFired, match="no gated attention ran in training mode with gradients"):
+    with torch.no_grad():
+        model(X)
+    model.eval()(X)
+    twin = copy.deepcopy(model).train()
+    for _ in range(70):
+        twin(X[:1, :2])
+    message = "no gated attention ran in training mode with gradients.* A copy of the model is not counted"
+    with pytest.raises(NotFired, match=message):
         gating.balance()
-    model(x)
+    model.train()(X)
     assert torch.equal(gating.balance(), expected)
 
 
 def test_a_loop_that_never_reads_the_term_is_told_so():
-    model, x = encoder(), draw(1, 2, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
+    model, x = encoder(), X[:1, :2]
+    gating = gated(model)
     for _ in range(64):
         model(x)
-    with pytest.raises(hw.errors.NotFired, match=r"65 calls of layers\.0\.self_attn were counted .* or set balance=0"):
+    with pytest.raises(NotFired, match=r"65 calls of layers\.0\.self_attn were counted .* or set balance=0"):
         model(x)
     gating.remove()
-    hw.gate_heads(hw.find_heads(model), hw.gating.MixtureOfHeads(1, 2, balance=0.0))
+    gated(model, hw.gating.MixtureOfHeads(1, 2, balance=0.0))
     for _ in range(70):
         model(x)
-
-
-def test_a_copy_counts_nothing_for_a_handle_that_is_not_its_own():
-    model, x = encoder(), draw(1, 2, WIDTH)
-    gating = hw.gate_heads(hw.find_heads(model), MIXTURE)
-    twin = copy.deepcopy(model)
-    for _ in range(70):
-        twin(x)
-    with pytest.raises(hw.errors.NotFired, match="A copy of the model is not counted"):
-        gating.balance()
 
 
 @pytest.mark.parametrize("setting", [hw.gating.SigmoidGate(), hw.gating.MixtureOfHeads(1, 2, balance=0.0)])
-def test_gates_without_a_balance_say_so_and_add_nothing(setting: hw.gating.SigmoidGate | hw.gating.MixtureOfHeads):
-    model = encoder().train()
-    gating, loss = hw.gate_heads(hw.find_heads(model), setting), torch.zeros(())
+def test_gates_without_a_balance_say_so_and_add_nothing(setting: Any):
+    gating, loss = gated(encoder(), setting), torch.zeros(())
     with pytest.raises(hw.errors.SettingError, match="has no balance term; expected a MixtureOfHeads whose balance is"):
         gating.balance()
     assert gating.loss(loss) is loss

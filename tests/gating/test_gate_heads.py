@@ -208,19 +208,10 @@ def test_gates_have_the_dtype_mode_and_names_of_their_place():
     }
     assert not model.layers[1].self_attn.head_gates.training
     assert model(torch.randn(1, 3, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("setting", ["heads", "mixture"])
-def test_autocast_computes_gated_heads_in_its_dtype(setting: str):
-    model = encoder(1)
-    hw.gate_heads(hw.find_heads(model), SETTINGS[setting])
-    randomize(model)
-    x = torch.randn(1, 3, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16), hw.Taps(hw.find_heads(model), outputs=True) as taps:
-        model(x)
-        (capture,) = taps.read()
-    assert capture.outputs.dtype == torch.bfloat16
-    assert capture.outputs.isfinite().all()
+    # under autocast
+    with torch.autocast("cpu", torch.bfloat16), hw.Taps(hw.find_heads(model.float()), outputs=True) as taps:
+        model(torch.randn(1, 3, WIDTH))
+        assert {capture.outputs.dtype for capture in taps.read()} == {torch.bfloat16}
 
 
 def test_taps_see_what_w_o_gets_whichever_was_attached_first():
@@ -286,8 +277,7 @@ def test_activation_checkpoints_compute_the_same_gradients(reentrant: bool, sett
             gating.balance()
 
 
-@pytest.mark.parametrize("setting", ["heads", "elements", "mixture", "random mixture"])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("setting", "training"), [("elements", False), ("mixture", False), ("random mixture", True)])
 def test_a_compiled_model_has_its_gates_in_one_graph(setting: str, training: bool):
     torch.compiler.reset()
     model, x = encoder().double().train(training), draw(BATCH, LENGTH, WIDTH)
@@ -316,63 +306,37 @@ def test_code_compiled_before_has_the_gates_too():
     assert not torch.allclose(compiled(x), plain)
 
 
-def test_a_pickled_model_keeps_its_gates():
+def test_a_copy_and_a_pickled_model_keep_gates_of_their_own():
     model, x = encoder(1).double().eval(), draw(BATCH, LENGTH, WIDTH)
     gating = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     randomize(model)
     kept = io.BytesIO()
     torch.save(model, kept)
-    again = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
+    twins: list[Any] = [copy.deepcopy(model), torch.load(io.BytesIO(kept.getvalue()), weights_only=False)]
+    expected = model(x)
     gating.remove()
-    plain = model(x)
-    assert not torch.allclose(again(x), plain)
     other = encoder(1).double().eval()
     hw.gate_heads(hw.find_heads(other), hw.gating.SigmoidGate())
-    other.load_state_dict(again.state_dict())
-    assert torch.equal(other(x), again(x))
+    for twin in twins:
+        assert torch.equal(twin(x), expected)
+        other.load_state_dict(twin.state_dict())
+        assert torch.equal(other(x), expected)
+    with torch.no_grad():
+        twins[0].layers[0].self_attn.head_gates.bias.add_(1.0)
+    assert not torch.allclose(twins[0](x), expected)
+    assert torch.equal(twins[1](x), expected)
 
 
-def test_a_copy_is_gated_by_its_own_gates():
+def test_gates_stand_before_an_aggregator_that_was_there(tmp_path: Any):
     model, x = encoder(1).double().eval(), draw(BATCH, LENGTH, WIDTH)
     gating = hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
-    randomize(model)
-    twin = copy.deepcopy(model)
-    expected = model(x)
-    with torch.no_grad():
-        twin.layers[0].self_attn.head_gates.bias.add_(1.0)
-    assert torch.equal(model(x), expected)
-    assert not torch.allclose(twin(x), expected)
-    gating.remove()
-    assert hasattr(twin.layers[0].self_attn, NAME)
-    assert not copy.copy(gating).attached
-
-
-def test_gates_are_gone_at_the_end_of_a_block():
-    model, x = encoder(1).eval(), torch.randn(1, 3, WIDTH)
-    heads = hw.find_heads(model)
-    with hw.gate_heads(heads, hw.gating.SigmoidGate()) as gating:
-        assert repr(gating) == "Gating(SigmoidGate(per='head', token=True, scale=2.0) on 1 attentions, 52 parameters)"
+    with pytest.raises(hw.errors.DataError, match=r"no aggregator, and no sizes .*; save it as you would without"):
+        hw.save(model, tmp_path)
+    hw.aggregate(hw.find_heads(model), hw.routing.Gate())
+    with pytest.raises(hw.errors.NotFired, match=r"is now a GatedProjection, set after hw\.gate_heads"):
         model(x)
-    assert repr(gating).endswith("; removed)")
-    assert not [name for name, _ in model.named_modules() if NAME in name]
-    hw.gate_heads(heads, hw.gating.SigmoidGate())
-    model(x)
-
-
-@pytest.mark.parametrize("order", ["aggregated first", "gated first"])
-def test_gates_stand_before_an_aggregator_that_was_there(order: str, tmp_path: Any):
-    model, x = encoder(1).double().eval(), draw(BATCH, LENGTH, WIDTH)
-    heads = hw.find_heads(model)
-    if order == "gated first":
-        hw.gate_heads(heads, hw.gating.SigmoidGate())
-        hw.aggregate(heads, hw.routing.Gate())
-        with pytest.raises(
-            hw.errors.NotFired, match=r"its output projection is now a GatedProjection, set after hw\.gate_heads"
-        ):
-            model(x)
-        return
-    hw.aggregate(heads, hw.routing.Gate())
-    hw.gate_heads(heads, hw.gating.SigmoidGate())
+    gating.remove()
+    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
     randomize(model)
     hw.save(model, tmp_path)
     again = encoder(1).double()
@@ -382,12 +346,3 @@ def test_gates_stand_before_an_aggregator_that_was_there(order: str, tmp_path: A
     hw.aggregate(hw.find_heads(again), hw.routing.Gate())
     hw.gate_heads(hw.find_heads(again), hw.gating.SigmoidGate())
     assert torch.equal(hw.load(tmp_path, again)(x), model(x))
-
-
-def test_a_model_with_gates_alone_is_not_for_headwise_save(tmp_path: Any):
-    model = encoder(1)
-    hw.gate_heads(hw.find_heads(model), hw.gating.SigmoidGate())
-    with pytest.raises(
-        hw.errors.DataError, match=r"no aggregator, and no sizes .*; save it as you would without headwise"
-    ):
-        hw.save(model, tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -130,18 +128,6 @@ def test_a_model_built_anew_is_attached_again_and_said_where_it_is_not(penalty):
     assert not old._forward_pre_hooks
 
 
-def test_repulsion_alone_of_a_model_built_anew_is_said_too():
-    accelerator, model, optimizer = prepare(build_bert())
-    accelerate.attach(accelerator, model, optimizer, FIXED)
-    accelerator.free_memory()
-    accelerator._custom_objects.clear()
-    del model, optimizer
-    gc.collect()
-    model, optimizer = accelerator.prepare(again := build_bert(), SGD(again.parameters(), lr=RATE))
-    with pytest.warns(UserWarning, match="called on an SGD that never took a step"):
-        train(accelerator, model, optimizer, hw.attached.Attached([]))
-
-
 def test_an_overflow_under_a_grad_scaler_skips_the_step_and_the_repulsion_counts_those_taken():
     model, expected = build_bert(dropout=0.0), build_bert(dropout=0.0)
     accelerator, prepared, _ = prepare(model)
@@ -165,13 +151,6 @@ def test_an_overflow_under_a_grad_scaler_skips_the_step_and_the_repulsion_counts
         by_hand.step()
         by_hand.zero_grad()
     assert_same(model, expected, exactly=False)
-
-
-def test_bfloat16_autocast_is_trained():
-    accelerator, model, optimizer = prepare(build_bert(), mixed_precision="bf16")
-    attached = accelerate.attach(accelerator, model, optimizer, PENALTY, NOISY)
-    train(accelerator, model, optimizer, attached)
-    assert attached.steps == UPDATES
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence():

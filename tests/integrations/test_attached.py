@@ -146,21 +146,15 @@ def test_a_weight_of_zero_is_measured_and_leaves_the_loss_alone():
     assert attached.stats()["similarity"] > 0.0
 
 
-def test_nothing_measured_is_nothing_logged():
-    model, optimizer, attached = start(PENALTY, NOISY)
-    assert attached.stats() == {}
-    attached.attach(model, optimizer)
-    assert attached.stats() == {}
-    take_steps(model, optimizer, attached, 0, 1)
-    assert set(attached.stats()) == {"penalty", "similarity", "force_ratio"}
-
-
 def test_a_penalty_that_is_not_attached_is_told_and_printing_says_what_is():
     model, optimizer, attached = start(PENALTY)
     assert str(attached).endswith("not attached yet)")
     with pytest.raises(hw.errors.NotFired, match="the methods are attached to no model; call attach"):
         attached.loss(torch.zeros(()))
+    assert attached.stats() == {}
     attached.attach(model, optimizer)
+    # nothing measured is nothing logged
+    assert attached.stats() == {}
     assert "on 2 sites (self 1)" in str(attached)
     model(**collate(make_rows(2)))
     attached.detach()
@@ -179,26 +173,27 @@ def test_a_model_that_a_checkpoint_runs_again_was_not_called_for_the_next_loss()
 
 
 @pytest.mark.parametrize(
-    "method", [hw.Repel(hw.SVGD(), layers=(7,)), hw.Penalize(hw.similarity.Output(), weight=0.1, layers=(7,))]
+    "methods",
+    [
+        (PENALTY, NOISY, hw.Repel(hw.SVGD(), layers=(7,))),
+        (PENALTY, NOISY, hw.Penalize(hw.similarity.Output(), weight=0.1, layers=(7,))),
+        (hw.Aggregate(hw.routing.Trunk(), layers=(0,)), hw.Aggregate(hw.routing.Trunk(), layers=(7,))),
+    ],
 )
-def test_methods_of_which_one_cannot_be_attached_leave_nothing_behind(method):
-    model, optimizer, attached = start(PENALTY, NOISY, method)
-    with pytest.raises(hw.errors.LayoutError, match="7"):
+def test_methods_of_which_one_cannot_be_attached_leave_nothing_behind(methods):
+    model, attached = build_bert(), hw.attached.Attached(methods)
+    optimizer, before = SGD(model.parameters(), lr=RATE), [type(module) for module in model.modules()]
+
+    def place() -> None:
+        attached.build(model)
         attached.attach(model, optimizer)
+
+    with pytest.raises(hw.errors.LayoutError, match="7"):
+        place()
+    assert [type(module) for module in model.modules()] == before
     assert not optimizer._optimizer_step_pre_hooks
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert (attached.of(hw.Disagreement), attached.of(hw.repulsion.Repulsion)) == ((), ())
-
-
-def test_aggregators_of_which_one_cannot_be_put_in_leave_the_model_as_it_was():
-    attached = hw.attached.Attached(
-        [hw.Aggregate(hw.routing.Trunk(), layers=(0,)), hw.Aggregate(hw.routing.Trunk(), layers=(7,))]
-    )
-    model = build_bert()
-    before = [type(module) for module in model.modules()]
-    with pytest.raises(hw.errors.LayoutError, match="7"):
-        attached.build(model)
-    assert [type(module) for module in model.modules()] == before
 
 
 def compute_cached(model, rows: list, size: int) -> torch.Tensor:

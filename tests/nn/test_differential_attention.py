@@ -139,14 +139,16 @@ def test_its_heads_are_proved_removed_and_pruned_as_those_of_any_attention():
     close(module(X, X, X)[0], without)
 
 
-def test_what_cannot_be_paired_is_refused_in_a_sentence():
-    with pytest.raises(SettingError, match="heads have 3 numbers; expected an even number"):
-        HeadDifference(3)
-    with pytest.raises(LayoutError, match="MultiheadAttention has 3 heads; expected an even number"):
-        pair_heads(MultiheadAttention(12, 3))
-    with pytest.raises(LayoutError, match=r"is not a headwise\.nn\.MultiheadAttention"):
-        pair_heads(nn.MultiheadAttention(12, 4))
-    with pytest.raises(LayoutError, match="paired or talking heads already"):
-        pair_heads(DifferentialAttention(12, 2))
-    with pytest.raises(LayoutError, match="whose maps are subtracted in pairs"):
-        hw.mix_heads(hw.find_heads(attention()))
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: HeadDifference(3), SettingError, "heads have 3 numbers; expected an even number"),
+        (lambda: pair_heads(MultiheadAttention(12, 3)), LayoutError, "has 3 heads; expected an even number"),
+        (lambda: pair_heads(nn.MultiheadAttention(12, 4)), LayoutError, r"is not a headwise\.nn\.MultiheadAttention"),
+        (lambda: pair_heads(DifferentialAttention(12, 2)), LayoutError, "paired or talking heads already"),
+        (lambda: hw.mix_heads(hw.find_heads(attention())), LayoutError, "whose maps are subtracted in pairs"),
+    ],
+)
+def test_what_cannot_be_paired_is_refused_in_a_sentence(build, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        build()

@@ -59,8 +59,3 @@ def test_the_weights_are_kept_once_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         normalize_scores(masked)
     assert kept == [masked.numel()]
-
-
-def test_it_compiles_in_one_graph():
-    compiled = torch.compile(lambda one: normalize_scores(one + MASK).sum(-2), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(scores()), normalize_scores(scores() + MASK).sum(-2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from heads.attentions import SeparateAttention
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.find import find_heads
 from headwise.routing.aggregate import aggregate
-from headwise.routing.modules import EMAggregator, EMRouting, Gate, Residual, SimpleRouting, Trunk, TrunkAggregator
+from headwise.routing.modules import EMRouting, Gate, Residual, SimpleRouting, Trunk
 
 
 def encoder(layers: int = 2) -> nn.TransformerEncoder:
@@ -57,40 +56,23 @@ def test_the_handle_lists_its_sites_and_puts_the_old_projections_back():
     assert aggregation.attached
 
 
-def test_a_second_aggregation_of_a_site_is_refused_and_changes_nothing():
+def test_a_refused_aggregation_changes_nothing():
     model = encoder()
-    first = aggregate(find_heads(model).layer(1), Trunk())
+    heads = find_heads(model)
+    first = aggregate(heads.layer(1), Trunk())
     before = model.layers[0].self_attn.out_proj
-    with pytest.raises(LayoutError, match="already has TrunkAggregator as its output"):
-        aggregate(find_heads(model), EMRouting())
-    assert model.layers[0].self_attn.out_proj is before
+    for given, setting, error, message in (
+        (heads, EMRouting(), LayoutError, "already has TrunkAggregator as its output"),
+        (replace(heads, sites=heads.sites[:1] * 2), Trunk(), LayoutError, "shares its output projection"),
+        (heads.layer(0), EMRouting(capsules=3), SettingError, "divisor"),
+        (heads, "em", SettingError, "a str"),
+    ):
+        with pytest.raises(error, match=message):
+            aggregate(given, setting)
+        assert model.layers[0].self_attn.out_proj is before
     first.remove()
-    aggregate(find_heads(model), EMRouting())
-
-
-def test_two_sites_with_one_output_projection_are_refused():
-    heads = find_heads(encoder(1))
-    with pytest.raises(LayoutError, match="shares its output projection"):
-        aggregate(replace(heads, sites=heads.sites * 2), Trunk())
-
-
-def test_a_setting_that_does_not_fit_a_site_changes_nothing():
-    model = encoder()
-    before = model.layers[0].self_attn.out_proj
-    with pytest.raises(SettingError, match="divisor"):
-        aggregate(find_heads(model), EMRouting(capsules=3))
-    with pytest.raises(SettingError, match="a str"):
-        aggregate(find_heads(model), "em")
-    assert model.layers[0].self_attn.out_proj is before
-
-
-def test_aggregators_take_dtype_and_mode_of_the_projection_they_replace():
-    model = encoder().double().eval()
-    aggregate(find_heads(model), EMRouting())
-    module = model.layers[0].self_attn.out_proj
-    assert isinstance(module, EMAggregator)
-    assert not module.training
-    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    aggregate(find_heads(model.eval()), EMRouting())
+    assert not model.layers[0].self_attn.out_proj.training
 
 
 class Quantized(nn.Module):
@@ -119,16 +101,3 @@ def test_a_quantized_projection_is_replaced_or_kept(setting, dtype: torch.dtype,
     after = model(x)
     assert after.dtype == dtype
     assert torch.allclose(after, before) == isinstance(setting, Residual | Gate)
-
-
-def test_a_model_with_aggregators_can_be_copied_and_its_state_loaded():
-    model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
-    aggregate(find_heads(model), EMRouting(capsules=4))
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), model(x))
-    other = encoder()
-    aggregate(find_heads(other), EMRouting(capsules=4))
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(x), model(x))
-    assert isinstance(copied.layers[0].self_attn.out_proj, EMAggregator)
-    assert not isinstance(copied.layers[0].self_attn.out_proj, TrunkAggregator)

@@ -1,7 +1,4 @@
-"""`gate_heads`: put gates on the heads of a model, with a handle that takes them off again.
-
-What connects the gates of an attention with its calls: it takes x before the queries, and gates what W_O gets.
-"""
+"""`gate_heads`: put gates on the heads of a model, with a handle that takes them off again."""
 
 from __future__ import annotations
 
@@ -41,13 +38,7 @@ UNREAD_CALLS = 64
 
 
 class Call:
-    """What is known of the running call of an attention, and the balance of those before it.
-
-    Attributes:
-        x: What its queries are made from.
-        padding: The padding of its queries.
-        balances: The balance of each call since they were taken.
-    """
+    """The running call of an attention: the input and the padding of its queries, and the balances of calls so far."""
 
     def __init__(self) -> None:
         self.x: Tensor | None = None
@@ -56,16 +47,11 @@ class Call:
 
 
 class Link:
-    """The hooks of one gated attention.
+    """The hooks of one gated attention: they take x before the queries, and gate the input of W_O.
 
     Unlike hooks that observe, these are part of what the model computes: a deep copy of the model has its own, and a
-    pickled model keeps them. A copy counts no balance.
-
-    Attributes:
-        attention: The attention, whose gates are looked up at each call: what wraps them is called too.
-        queries: Name of its first argument.
-        here: What is known of the running call.
-        acted: Whether it gated a call.
+    pickled model keeps them. A copy counts no balance. The gates are looked up in `attention` at each call, so that a
+    wrapper around them is called too; `queries` is the name of its first argument.
     """
 
     def __init__(self, site: Site, output_projection: OutputProjection, source: nn.Module, balanced: bool) -> None:
@@ -143,18 +129,16 @@ class Link:
         self.acted = True
         gates: Any = getattr(self.attention, NAME)
         found: Gates = gates(x)
-        if self.balanced and found.shares is not None and found.chosen is not None:
+        counted = self.balanced and self.attention.training and torch.is_grad_enabled()
+        if counted and found.shares is not None and found.chosen is not None:
             self._count(found.shares, found.chosen)
         weights = found.weights.to(joined.dtype)
-        if weights.shape[-1] != joined.shape[-1]:
-            gated = (joined.unflatten(-1, (self.num_heads, self.head_size)) * weights[..., None]).flatten(-2)
-        else:
-            gated = joined * weights
-        return replace_first_argument(args, kwargs, gated)
+        if weights.shape[-1] == joined.shape[-1]:
+            return replace_first_argument(args, kwargs, joined * weights)
+        gated = joined.unflatten(-1, (self.num_heads, self.head_size)) * weights[..., None]
+        return replace_first_argument(args, kwargs, gated.flatten(-2))
 
     def _count(self, shares: Tensor, chosen: Tensor) -> None:
-        if not (self.attention.training and torch.is_grad_enabled()):
-            return
         keep = self.here.own.padding.select_queries(shares.shape[1]) if shares.dim() == 3 else None
         if keep is not None:
             keep = keep.expand(shares.shape[:2])
@@ -176,12 +160,7 @@ class Link:
 
 
 def tell_queries(attention: nn.Module, x: Tensor) -> None:
-    """Tell gates what the queries of an attention are made from, where its parts are called instead of itself.
-
-    Args:
-        attention: The attention, with or without gates.
-        x: What its queries are made from, [B, Q, d].
-    """
+    """Tell gates the input x of the queries, [B, Q, d], where the parts of an attention are called instead of it."""
     for hook in attention._forward_pre_hooks.values():
         link = getattr(hook, "__self__", None)
         if isinstance(link, Link) and link.source is link.attention:
@@ -273,7 +252,7 @@ class Gating(Handle):
                 link.take_balances()
 
     def _watch_padding(self) -> None:
-        """Have each link told the padding of its queries: in cross-attention that of the decoder's self-attention."""
+        """Pass each link its query padding; cross-attention uses the padding of the decoder's self-attention."""
         links = {site: link for site, (link, _) in zip(self.heads.sites, self._links, strict=True)}
         own = [(site, site) for site in links if site.kind != "cross"]
         for site, asked in (*own, *find_askers(self.heads)):
@@ -362,12 +341,7 @@ def gate_heads(heads: Heads, setting: GateSetting) -> Gating:
 
 
 def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool, undo: Undo) -> tuple[Link, nn.Module]:
-    """Return what gates the heads of an attention, and its gates.
-
-    Raises:
-        LayoutError: It cannot have gates.
-        SettingError: It has too few heads.
-    """
+    """Return the link of an attention and its gates; refuse an attention that cannot have them."""
     if hasattr(site.module, NAME):
         raise LayoutError(
             f"{site.label} already has {NAME}; call remove() on the handle of the first gate_heads() before a second. "
@@ -413,11 +387,14 @@ def _build_link(heads: Heads, site: Site, setting: GateSetting, balanced: bool, 
     gates = match_placement(gates, projection).train(site.module.training)
     path = f"{site.name}.{NAME}" if site.name else NAME
     RequireTrained(path, "gate").watch(gates)
-    return Link(site, output_projection, _find_source(site), balanced), gates
+    # the query projection where it is called as a module
+    queries = site.slices[0].parts[0].module
+    source = site.module if queries is None or is_handing(site) else queries
+    return Link(site, output_projection, source, balanced), gates
 
 
 def _find_other_tokens(site: Site) -> str | None:
-    """Return what makes the tokens of W_O others than those of the queries, as far as attributes tell."""
+    """Return the reason why W_O gets other tokens than the queries, as far as attributes tell."""
     module: Any = site.module
     for name in ("query_stride", "q_stride", "stride_q"):
         stride = getattr(module, name, None)
@@ -430,9 +407,3 @@ def _find_other_tokens(site: Site) -> str | None:
     if getattr(around, "local", False) is True and hasattr(around, "attend_from_chunk_width"):
         return "is called for one chunk of a text after another (local=True)"
     return None
-
-
-def _find_source(site: Site) -> nn.Module:
-    """Return the module whose input the queries are made from: their projection if it is called, else the attention."""
-    projection = site.slices[0].parts[0].module
-    return site.module if projection is None or is_handing(site) else projection

@@ -1,8 +1,6 @@
-"""Gates of heads from their logits, and the balance of the heads that tokens choose.
+"""Gates of heads: their equations, the balance of the heads that tokens choose, frozen settings, and modules.
 
-Settings of gates on heads: frozen dataclasses whose text is the record of an experiment.
-
-Modules that compute the gates of an attention from what its queries are made from, [..., d].
+The modules compute the gates of an attention from the tensor its queries are made from, [..., d].
 """
 
 from __future__ import annotations
@@ -15,11 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.errors import (
-    SettingError,
-    ShapeError,
-    require_integer,
-)
+from headwise.errors import SettingError, ShapeError, require_integer
 from headwise.functional.tokens import accumulation_dtype, require_keep
 from headwise.settings import Count, Natural, NonNegative, Positive, check_fields
 
@@ -116,10 +110,6 @@ def balance(shares: Tensor, chosen: Tensor, keep: Tensor | None = None) -> Tenso
     return shares.shape[-1] * (picked.sum(0) / count * (rows.sum(0) / count)).sum()
 
 
-PER = ("head", "element")
-ROUTINGS = ("learned", "random")
-
-
 @dataclass(frozen=True)
 class SigmoidGate:
     """A gate on each head, or on each of its features, that depends on the token: gated attention.
@@ -199,12 +189,6 @@ def require_gate(setting: GateSetting) -> None:
 class SigmoidGates(nn.Module):
     """g = scale sigmoid(W x + b), one gate for each head or each of its features; all equal to scale / 2 at first.
 
-    Args:
-        setting: The setting.
-        num_heads: Heads H.
-        head_size: Width e of one head.
-        width: Width d of x.
-
     Example:
         >>> SigmoidGates(SigmoidGate(), num_heads=2, head_size=3, width=4)(torch.randn(5, 4)).weights.shape
         torch.Size([5, 2])
@@ -234,14 +218,8 @@ class MixtureGates(nn.Module):
 
     `routed` is W_r [n, d], `shared` W_s [S, d], which one shared head does not need, and `kinds` W_a [2, d].
 
-    Args:
-        setting: The setting.
-        num_heads: Heads H; at least shared + active.
-        head_size: Width e of one head.
-        width: Width d of x.
-
     Raises:
-        SettingError: There are fewer heads.
+        SettingError: There are fewer heads than shared + active.
 
     Example:
         >>> gates = MixtureGates(MixtureOfHeads(shared=1, active=2), num_heads=4, head_size=3, width=8)

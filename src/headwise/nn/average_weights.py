@@ -1,9 +1,8 @@
 """The mean of attention weights over heads, some heads at a time: [B, Q, K] without [B, H, Q, K].
 
-The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so those of the heads
-are recomputed from queries and keys in the forward pass and again in the backward pass: of all heads at once where
-their weights are few numbers, and of one head after another in long sequences. Only queries, keys and the mask are kept
-in between.
+The position term of Li et al. 2021 needs only this mean. Fused attention returns no weights, so they are recomputed
+from queries and keys in both passes: of all heads at once where that is few numbers, of one head after another in long
+sequences. Only queries, keys and the mask are kept in between.
 """
 
 import math
@@ -62,15 +61,11 @@ def mean_weights(
         queries, keys = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (queries, keys))
     factor: float = queries.shape[-1] ** -0.5 if scale is None else scale
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _average_plainly(queries, keys, mask, factor, causal)
+        # by operations that these transform, at the cost of keeping all weights
+        parts = (_compute_scores(queries, keys, mask, factor, causal, part) for part in _divide_heads(queries, keys))
+        return sum((normalize_scores(scores).sum(1) for scores in parts), torch.zeros(())) / queries.shape[1]
     mean: Tensor = _MeanWeights.apply(queries, keys, mask, factor, causal)
     return mean
-
-
-def _average_plainly(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Return the mean by operations that torch.func transforms, at the cost of keeping all weights."""
-    parts = (_compute_scores(queries, keys, mask, scale, causal, part) for part in _divide_heads(queries, keys))
-    return sum((normalize_scores(scores).sum(1) for scores in parts), torch.zeros(())) / queries.shape[1]
 
 
 def mean_of(weights: Tensor) -> Tensor:

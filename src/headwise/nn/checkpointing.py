@@ -4,6 +4,7 @@ By then those listeners may be gone, or others attached.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,17 +44,13 @@ class _CheckpointedForward:
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, list[Request]] = {}
-        self._served: dict[tuple[int, int], int] = {}
+        self._served = Counter[tuple[int, int]]()
 
     def next(self, module: nn.Module) -> Request:
         """Return the request of the module's next call, in the recomputation that is running."""
-        calls = self.calls.get(module)
-        if calls is None:
-            return Request()
-        key = (torch._C._current_graph_task_id(), id(module))
-        index = self._served.get(key, 0)
-        self._served[key] = index + 1
-        return calls[min(index, len(calls) - 1)]
+        calls, key = self.calls.get(module, [Request()]), (torch._C._current_graph_task_id(), id(module))
+        self._served[key] += 1
+        return calls[min(self._served[key], len(calls)) - 1]
 
 
 _forwards: WeakKeyDictionary[Any, _CheckpointedForward] = WeakKeyDictionary()
@@ -155,9 +152,7 @@ def _checkpoint_frame() -> tuple[Any, bool]:
 
 
 def _in_reentrant_checkpoint() -> bool:
-    wanted, frame = CheckpointFunction.forward.__code__, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is wanted:
-            return True
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
-    return False
+    return frame is not None

@@ -94,14 +94,8 @@ class HeadDifference(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return O [B, G, Q, 2e], and if `explicit` the first maps and A after dropout, [B, G, Q, K].
 
-        Args:
-            q: Queries, [B, G, Q, 2e].
-            k: Keys, [B, G, K, 2e].
-            v: Values, [B, G, K, 2e].
-            mask: Additive, broadcastable to [B, G, Q, K]; None for none. A query without a key has O = 0.
-            causal: Whether query i sees keys 0 to i only, instead of a mask.
-            dropout: Probability of dropping a weight.
-            explicit: Whether maps are returned; without them the fused kernel is used.
+        Queries are [B, G, Q, 2e], keys and values [B, G, K, 2e]. The mask is additive, broadcastable to [B, G, Q, K];
+        if `causal`, query i sees keys 0 to i only instead. A query without a key has O = 0.
         """
         q, k = self.split(q), self.split(k)
         repeated = 1 if self.vectors is None else 2
@@ -127,11 +121,7 @@ class HeadDifference(nn.Module):
 
 
 def find_difference(module: nn.Module) -> Any:
-    """Return the `HeadDifference` of an attention, perhaps in a wrapper of peft; None where its heads have one map.
-
-    >>> find_difference(nn.Linear(2, 2)) is None
-    True
-    """
+    """Return the `HeadDifference` of an attention, perhaps in a wrapper of peft; None where its heads have one map."""
     return module._modules.get(CHILD)
 
 

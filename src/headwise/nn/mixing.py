@@ -68,11 +68,7 @@ class HeadMixer(nn.Module):
 
 
 def mix_heads(maps: Tensor, matrix: Tensor) -> Tensor:
-    """Return sum_h matrix[h, g] maps_h for each head g.
-
-    Args:
-        maps: [B, H, Q, K], finite: minus infinity times 0 is NaN.
-        matrix: [H, H], from the head of the row to that of the column.
+    """Return sum_h matrix[h, g] maps_h for each head g, of maps [B, H, Q, K] that are finite: -inf times 0 is NaN.
 
     >>> mix_heads(torch.tensor([1.0, 10.0]).view(1, 2, 1, 1), torch.tensor([[1.0, 2.0], [0.0, 1.0]])).flatten()
     tensor([ 1., 12.])
@@ -85,12 +81,7 @@ def compute_weights(
 ) -> Tensor:
     """Return softmax(Q K^T / sqrt(e) + mask), [B, H, Q, K], of scores that are mixed first where there is a mixer.
 
-    Args:
-        q: Queries, [B, H, Q, e].
-        k: Keys, [B, H, K, e].
-        mask: Additive, broadcastable to [B, H, Q, K]; a row of -inf alone has weights 0.
-        causal: Whether query i sees keys 0 to i only, instead of a mask.
-        mixer: Talking heads.
+    The mask is additive; a row of -inf alone has weights 0. If `causal`, query i sees keys 0 to i only instead.
 
     >>> compute_weights(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), None, causal=True)
     tensor([[[[1.0000, 0.0000],
@@ -108,19 +99,11 @@ def compute_weights(
 
 
 def drop_weights(weights: Tensor, dropout: float, mixer: nn.Module | None) -> Tensor:
-    """Return the weights that values are summed with: mixed where there is a mixer, then dropped.
-
-    >>> drop_weights(torch.ones(1, 2, 1, 1), 0.0, None).flatten()
-    tensor([1., 1.])
-    """
+    """Return the weights that values are summed with: mixed where there is a mixer, then dropped."""
     weights = weights if mixer is None else mixer(weights, "weights")
     return F.dropout(weights, dropout) if dropout > 0.0 else weights
 
 
 def find_mixer(module: nn.Module) -> nn.Module | None:
-    """Return the mixer that an attention attends with, perhaps in a wrapper of peft; None without one.
-
-    >>> find_mixer(nn.Linear(2, 2)) is None
-    True
-    """
+    """Return the mixer that an attention attends with, perhaps in a wrapper of peft; None without one."""
     return module._modules.get(CHILD)

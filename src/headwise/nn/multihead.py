@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from headwise.errors import LayoutError, ShapeError
 from headwise.nn.average_weights import mean_of, mean_weights
 from headwise.nn.checkpointing import Request, find_frame, resolve_request
 from headwise.nn.difference import CHILD, HeadDifference, find_difference
+from headwise.nn.hooks import hold
 from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
 from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
 
@@ -40,10 +42,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         num_heads: Number of heads H; must divide `embed_dim`.
         dropout: Probability of dropping an attention weight while training, in [0, 1).
         bias: Whether the projections have biases.
-        add_bias_kv: Whether a learned key and value are appended to the sequence.
-        add_zero_attn: Whether a zero key and value are appended to the sequence.
-        kdim: Width of keys; `embed_dim` when None.
-        vdim: Width of values; `embed_dim` when None.
+        add_bias_kv, add_zero_attn: Whether a learned, or a zero, key and value are appended to the sequence.
+        kdim, vdim: Widths of keys and values; `embed_dim` when None.
         batch_first: Whether tensors are [B, L, d] rather than [L, B, d].
 
     Example:
@@ -60,7 +60,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def __init__(self, *args, **kwargs) -> None:  # the signature is torch's own
         super().__init__(*args, **kwargs)
-        _leave_fast_path(self)
+        self.register_forward_pre_hook(_observe_nothing)
 
     def forward(
         self,
@@ -85,8 +85,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "MultiheadAttention was given a nested tensor, which only torch's C++ fast path takes; "
                 "pass padded tensors with key_padding_mask (enable_nested_tensor=False on TransformerEncoder)."
             )
-        if HOLDERS in vars(self):
-            _stay_until_recomputed(self)
+        frame = find_frame() if HOLDERS in vars(self) else None
+        if frame is not None:
+            # an activation checkpoint that is computed again must save the tensors that it saved before
+            weakref.finalize(frame, _hold(self, vars(self)[HOLDERS].encoders)).atexit = False
         batched = _is_batched(query, key, value, key_padding_mask)
         if not batched:
             query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
@@ -94,7 +96,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = _transpose_keeping_identity(query, key, value)
         _require_fitting(self, query, key, value, key_padding_mask)
-
         causal_hint = is_causal and key_padding_mask is None and not need_weights
         mask = _merge_masks(self, query, key, key_padding_mask, attn_mask, is_causal, causal_hint)
         q, k, v = self._project(query, key, value)
@@ -124,11 +125,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None = None) -> Tensor:
         """Return the outputs of the heads [B, H, Q, e] of projected tensors, without dropout, and unobserved.
 
-        Args:
-            q: Queries, [B, H, Q, e].
-            k: Keys, [B, H, K, e].
-            v: Values, [B, H, K, e].
-            may_attend: True where a query may attend a key, bool, broadcastable to [B, H, Q, K]; None allows all.
+        Queries are [B, H, Q, e], keys and values [B, H, K, e]; `may_attend` is bool, broadcastable to [B, H, Q, K].
         """
         mixer, difference = find_mixer(self), find_difference(self)
         if mixer is None and difference is None:
@@ -282,17 +279,10 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
 
     Raises:
         LayoutError: As of `adopt`.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-        >>> release = hold_adopted(layer, layer.self_attn)
-        >>> release()
-        >>> type(layer.self_attn).__module__
-        'torch.nn.modules.activation'
     """
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = MultiheadAttention
-        _leave_fast_path(attention)
+        attention.register_forward_pre_hook(_observe_nothing)
         vars(attention)[HOLDERS] = _Holders(_list_parts(attention))
     elif not isinstance(attention, MultiheadAttention):
         raise LayoutError(
@@ -303,43 +293,32 @@ def hold_adopted(model: nn.Module, attention: nn.Module) -> Callable[[], None]:
 
 
 def _hold(attention: nn.Module, encoders: list[nn.TransformerEncoder]) -> Callable[[], None]:
-    holders: _Holders | None = vars(attention).get(HOLDERS)
-    if holders is not None:
-        holders.encoders += [encoder for encoder in encoders if all(encoder is not own for own in holders.encoders)]
-    held = [*([] if holders is None else [holders]), *(_refuse_nested(encoder).holders for encoder in encoders)]
-    for one in held:
-        one.count += 1
+    ends = [hold(_refuse_nested(encoder), partial(_allow_nested, encoder)) for encoder in encoders]
+    own: _Holders | None = vars(attention).get(HOLDERS)
+    if own is not None:
+        own.encoders += [encoder for encoder in encoders if all(encoder is not other for other in own.encoders)]
+        ends.append(hold(own, partial(_give_back, attention, own)))
 
     def release() -> None:
-        while held:
-            held.pop().count -= 1
-        if holders is not None and holders.count == 0 and vars(attention).get(HOLDERS) is holders:
-            _give_back(attention)
-        for encoder in encoders:
-            _allow_nested(encoder)
+        # the attention first: an encoder with an adopted one stays as it is
+        while ends:
+            ends.pop()()
 
     return release
 
 
-def _stay_until_recomputed(attention: nn.Module) -> None:
-    """Stay adopted until an activation checkpoint was computed again: it must save the tensors that it saved before."""
-    frame = find_frame()
-    if frame is not None:
-        weakref.finalize(frame, _hold(attention, vars(attention)[HOLDERS].encoders)).atexit = False
-
-
 @dataclass
 class _Holders:
-    """How many handles need something changed; a copy or a pickle is needed by none.
+    """How many handles need an attention adopted; a copy or a pickle is needed by none.
 
     Attributes:
-        parts: What an attention held before: the types of its modules by name, and the width of its heads.
-        count: The number.
+        parts: The types of the modules of the attention before, by name, and the width of its heads.
+        holders: The number of handles.
         encoders: The encoders that the attention is in.
     """
 
     parts: dict[str, object] = field(default_factory=dict)
-    count: int = 0
+    holders: int = 0
     encoders: list[nn.TransformerEncoder] = field(default_factory=list)
 
     def __reduce__(self) -> tuple:
@@ -347,33 +326,23 @@ class _Holders:
 
 
 class _NoNested(int):
-    """What stands for False as the `use_nested_tensor` of an encoder; in a copy that needs it no more, what was there.
-
-    Attributes:
-        encoder: The encoder.
-        before: What was there.
-        holders: How many handles need it.
-        for_good: Whether it stays.
-    """
+    """False as the `use_nested_tensor` of an encoder, `for_good` or while it has holders; else a copy has `before`."""
 
     encoder: nn.Module
     before: bool
-    holders: _Holders
+    holders: int
     for_good: bool
 
     def __new__(cls, encoder: nn.Module, before: bool, for_good: bool = False) -> Self:
         own = super().__new__(cls, 0)
-        own.encoder, own.before, own.holders, own.for_good = encoder, before, _Holders(), for_good
+        own.encoder, own.before, own.holders, own.for_good = encoder, before, 0, for_good
         return own
 
-    def is_needed(self) -> bool:
-        """Return whether an attention inside the encoder stays headwise's though nothing holds it."""
-        adopted = (module for module in self.encoder.modules() if HOLDERS in vars(module))
-        return self.for_good or any(_stays(module) for module in adopted)
-
     def __reduce__(self) -> tuple:
-        # for copy and pickle; what is copied is found again by the attribute that holds it
-        return (_NoNested, (self.encoder, self.before, self.for_good)) if self.is_needed() else (bool, (self.before,))
+        # for copy and pickle; it is needed where an attention inside stays headwise's though nothing holds it
+        adopted = (module for module in self.encoder.modules() if HOLDERS in vars(module))
+        needed = self.for_good or any(_stays(module) for module in adopted)
+        return (_NoNested, (self.encoder, self.before, self.for_good)) if needed else (bool, (self.before,))
 
     def __repr__(self) -> str:
         return "False"
@@ -388,7 +357,7 @@ def _refuse_nested(encoder: Any) -> _NoNested:
 def _allow_nested(encoder: Any) -> None:
     own = encoder.use_nested_tensor
     adopted = any(HOLDERS in vars(module) for module in encoder.modules())
-    if isinstance(own, _NoNested) and own.holders.count == 0 and not own.for_good and not adopted:
+    if isinstance(own, _NoNested) and not own.for_good and not adopted:
         encoder.use_nested_tensor = own.before
 
 
@@ -406,8 +375,8 @@ def _make_stock() -> nn.Module:
     return nn.MultiheadAttention.__new__(nn.MultiheadAttention)
 
 
-def _give_back(attention: nn.Module) -> None:
-    if _stays(attention):
+def _give_back(attention: nn.Module, own: _Holders) -> None:
+    if vars(attention).get(HOLDERS) is not own or _stays(attention):
         return
     hooks = attention._forward_pre_hooks
     del hooks[next(number for number, hook in hooks.items() if hook is _observe_nothing)]
@@ -416,20 +385,13 @@ def _give_back(attention: nn.Module) -> None:
     attention.__class__ = nn.MultiheadAttention
 
 
-# Encoders of the models that are walked through once; see `walk_once`.
+# By model, its encoders whose fast path takes nested tensors, and the modules inside each, by id; see `walk_once`.
 _walked: dict[int, list[tuple[nn.TransformerEncoder, set[int]]]] = {}
 
 
 @contextmanager
 def walk_once(model: nn.Module) -> Iterator[None]:
-    """Have `adopt` walk through a model once for all calls in the block, in which no module is added or removed.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
-        >>> with walk_once(layer):
-        ...     adopt(layer, layer.self_attn)
-        True
-    """
+    """Have `adopt` walk through a model once for all calls in the block, in which no module is added or removed."""
     if id(model) in _walked:
         yield
         return
@@ -442,14 +404,11 @@ def walk_once(model: nn.Module) -> Iterator[None]:
 
 def _find_around(model: nn.Module, attention: nn.Module) -> list[nn.TransformerEncoder]:
     """Return the encoders of a model whose fast path takes nested tensors and that hold an attention."""
-    known = _walked.get(id(model))
-    return [
-        encoder for encoder, inside in (_find_encoders(model) if known is None else known) if id(attention) in inside
-    ]
+    known = _walked[id(model)] if id(model) in _walked else _find_encoders(model)
+    return [encoder for encoder, inside in known if id(attention) in inside]
 
 
 def _find_encoders(model: nn.Module) -> list[tuple[nn.TransformerEncoder, set[int]]]:
-    """Return the encoders whose fast path takes nested tensors, and what modules are inside each, by id."""
     found = [encoder for encoder in model.modules() if isinstance(encoder, nn.TransformerEncoder)]
     return [(encoder, {id(module) for module in encoder.modules()}) for encoder in found]
 
@@ -463,13 +422,8 @@ def valid_keys(key_padding_mask: Tensor | None) -> Tensor | None:
     return key_padding_mask > VERY_NEGATIVE
 
 
-def _leave_fast_path(attention: nn.Module) -> None:
-    # nn.TransformerEncoderLayer calls C++ on the weights in evaluation unless a child has a hook
-    attention.register_forward_pre_hook(_observe_nothing)
-
-
 def _observe_nothing(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
-    return None
+    """Keep `nn.TransformerEncoderLayer` off its fast path: in evaluation it calls C++ unless a child has a hook."""
 
 
 def _is_batched(query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> bool:
@@ -487,8 +441,7 @@ def _transpose_keeping_identity(query: Tensor, key: Tensor, value: Tensor) -> tu
     # `_project` projects once where query, key and value are the same tensor
     key_first = key.transpose(0, 1)
     value_first = key_first if value is key else value.transpose(0, 1)
-    query_first = key_first if query is key else query.transpose(0, 1)
-    return query_first, key_first, value_first
+    return key_first if query is key else query.transpose(0, 1), key_first, value_first
 
 
 def _require_fitting(

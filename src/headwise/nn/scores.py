@@ -1,5 +1,6 @@
 """The attention scores of one call: observers of the weights, and biases added to the scores."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,7 @@ class Attended:
 
 
 def always() -> bool:
-    """Return True.
-
-    >>> always()
-    True
-    """
+    """Return True."""
     return True
 
 
@@ -104,25 +101,9 @@ class ScoreCall:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, cached: int | None, causal: bool = False) -> Self:
-        """Return the call with queries [B, H, Q, e] and keys [B, G, K, e].
-
-        Args:
-            query: The queries.
-            key: The keys.
-            cached: How many tokens are in its cache; None without one.
-            causal: As in the attributes.
-        """
-        return cls(
-            max(query.shape[0], key.shape[0]),
-            query.shape[1],
-            query.shape[2],
-            key.shape[2],
-            first=cached or 0,
-            cached=cached is not None,
-            dtype=query.dtype,
-            device=query.device,
-            causal=causal,
-        )
+        """Return the call with queries [B, H, Q, e] and keys [B, G, K, e], and `cached` tokens in its cache, if any."""
+        batch, (heads, queries), keys = max(query.shape[0], key.shape[0]), query.shape[1:3], key.shape[2]
+        return cls(batch, heads, queries, keys, cached or 0, 0, cached is not None, query.dtype, query.device, causal)
 
     @property
     def query_positions(self) -> Tensor:
@@ -170,7 +151,7 @@ class Scores(Protocol):
 
 
 class RunningCall:
-    """How many tokens are in the cache of the running call, None without one, and whether it has attended."""
+    """The number of tokens in the cache of the running call, None without one, and whether it has attended."""
 
     def __init__(self) -> None:
         self.cached: int | None = None
@@ -214,21 +195,19 @@ def add_listener(owner: Any, listener: Observer | Bias, *then: Callable[[], obje
     return stop
 
 
+@dataclass(eq=False)
 class TorchScores:
     """The scores of a torch attention module; it must be headwise's own class before anything listens."""
 
+    module: nn.Module
     gives: tuple[str, ...] = ("values",)
-    written = False
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
+    written: bool = False
 
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it."""
-        module = self.module
-        if not hasattr(module, "observers"):
-            raise LayoutError(f"{type(module).__name__} computes its scores internally; adopt() it first.")
-        return add_listener(module, listener)
+        if not hasattr(self.module, "observers"):
+            raise LayoutError(f"{type(self.module).__name__} computes its scores internally; adopt() it first.")
+        return add_listener(self.module, listener)
 
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """Return what ends the mixing, and a check: nothing, as the module itself attends with its mixer."""
@@ -248,9 +227,7 @@ def sum_masks(
         keys: K.
         dtype: Dtype of the scores.
     """
-    total = _cast(biases[0], dtype)
-    for bias in biases[1:]:
-        total = total + _cast(bias, dtype)
+    total = functools.reduce(torch.add, (_cast(bias, dtype) for bias in biases))
     if mask is None and causal:
         positions = torch.arange(max(queries, keys), device=total.device)
         mask = positions[:queries, None] >= positions[None, :keys]
@@ -264,13 +241,9 @@ def sum_masks(
 
 
 def normalize_scores(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return softmax(scores) over keys, and 0 in a row of -inf alone: that of a query that may attend to nothing.
+    """Return softmax(scores) over keys [..., K], and 0 in a row of -inf alone, as of a query that attends to nothing.
 
     So does torch's scaled dot product attention; `torch.softmax` would return NaN, and NaN gradients.
-
-    Args:
-        scores: [..., K], with -inf where a mask forbids.
-        dtype: In which to compute; that of `torch.softmax` when None.
 
     >>> normalize_scores(torch.tensor([[0.0, 0.0], [0.0, -math.inf], [-math.inf, -math.inf]]))
     tensor([[0.5000, 0.5000],

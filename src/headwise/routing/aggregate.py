@@ -1,12 +1,12 @@
 """`aggregate`: replace the output projections of a model by aggregators, with a handle that undoes it.
 
-Aggregators in models of peft: trained and saved with an adapter, as its `modules_to_save` are.
+In models of peft aggregators are trained and saved with an adapter, as its `modules_to_save` are.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -47,8 +47,8 @@ def find_adapter(model: nn.Module) -> tuple[Any, str]:
     return configs[active[0]], active[0]
 
 
-def require_plain_projection(site: Site, old: nn.Module) -> None:
-    """Raise `LayoutError` where the output projection itself is adapted or saved by peft."""
+def _require_replaceable(heads: Heads, site: Site, old: nn.Module, *, keeps: bool) -> None:
+    """Raise `LayoutError` where W_O is not what the heads reach first, is not called, or belongs to an adapter."""
     if is_peft_layer(old) or is_peft_layer(site.output_projection.owner if site.output_projection else old):
         raise LayoutError(
             f"{site.label}: its output projection has an adapter of its own, which an aggregator would leave without "
@@ -59,29 +59,24 @@ def require_plain_projection(site: Site, old: nn.Module) -> None:
             f"{site.label}: peft trains a copy of its output projection (modules_to_save), which an aggregator would "
             "replace; leave it out of modules_to_save."
         )
-
-
-def wrap(old: nn.Module, new: Aggregator, adapter: str) -> Any:
-    """Return peft's wrapper, which calls the aggregator while its adapter is active, and else the projection."""
-    from peft.utils import ModulesToSaveWrapper
-
-    wrapper: Any = ModulesToSaveWrapper(old, adapter)
-    # a projection that the aggregator keeps is trained with it, and the wrapper's own stays as it is
-    wrapper.modules_to_save[adapter] = copy.deepcopy(new)
-    # also makes its parameters trainable
-    wrapper.set_adapter(adapter)
-    return wrapper
-
-
-def add_names(config: Any, names: Iterable[str]) -> None:
-    """Add modules to those that peft saves with an adapter and looks for when it loads it."""
-    config.modules_to_save = [*(config.modules_to_save or ()), *names]
-
-
-def remove_names(config: Any, names: Iterable[str]) -> None:
-    """Undo `add_names`."""
-    gone = set(names)
-    config.modules_to_save = [name for name in config.modules_to_save or () if name not in gone] or None
+    if hands_output(site):
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to a "
+            "function instead of calling it, so no aggregator can take its place."
+        )
+    parameters = list(old.parameters())
+    norm = bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
+    if site.output is None and not keeps and norm:
+        raise LayoutError(
+            f"{site.label}: its heads pass a {type(old).__name__} before W_O, which an aggregator in that place "
+            "would leave as it is; use hw.routing.Residual(...) or hw.routing.Gate(), which keep both."
+        )
+    require_unwrapped(heads, site, old, "an aggregator", "hw.aggregate")
+    if keeps and any(is_sharded(parameter) for parameter in old.parameters()):
+        raise LayoutError(
+            f"{site.label}: its output projection is divided by tensor parallelism, and this aggregator gives it all "
+            "heads; leave it out of the plan of parallelize_module."
+        )
 
 
 # What peft puts before the name of a module.
@@ -90,15 +85,10 @@ BASE = "base_model.model."
 
 @dataclass(frozen=True)
 class Replaced:
-    """An attention whose output projection was replaced.
+    """An attention by name whose output projection `old` was replaced by the aggregator `new`.
 
-    Attributes:
-        name: Name of the attention.
-        output_projection: The projection's place.
-        old: The projection.
-        new: The aggregator.
-        placed: What is in that place now: the aggregator, under peft in its wrapper of modules to save.
-        path: Name of the place in the model.
+    `placed` is the module at that place now: the aggregator, under peft in its wrapper of modules to save; `path` is
+    the name of the place in the model.
     """
 
     name: str
@@ -165,7 +155,9 @@ class Aggregation(Handle):
         for site in self.replaced:
             setattr(site.output_projection.owner, site.output_projection.attribute, site.old)
         if self._adapter is not None:
-            remove_names(self._adapter, [site.path for site in self.replaced])
+            removed = {site.path for site in self.replaced}
+            left = [name for name in self._adapter.modules_to_save or () if name not in removed]
+            self._adapter.modules_to_save = left or None
         for module in self.model.modules():
             own = vars(module).get("save_pretrained")
             if isinstance(own, SavePretrained) and not is_changed(module):
@@ -173,9 +165,12 @@ class Aggregation(Handle):
                 vars(module).update({} if own.before is None else {"save_pretrained": own.before})
 
     def __str__(self) -> str:
+        def count(module: nn.Module) -> int:
+            return sum(parameter.numel() for parameter in module.parameters())
+
         rows = [
             f"  {site.name or '(model)'}: {site.output_projection.attribute} is {type(site.new).__name__}, "
-            f"{_count_parameters(site.new):,} parameters instead of {_count_parameters(site.old):,}"
+            f"{count(site.new):,} parameters instead of {count(site.old):,}"
             for site in self.replaced
         ]
         first, left_out, last = shorten(rows, LINES - 1)
@@ -267,13 +262,13 @@ def aggregate(heads: Heads, setting: Setting) -> Aggregation:
                     "are not shared, so select one of the two."
                 )
             places.add((id(output_projection.owner), output_projection.attribute))
-            _require_replaceable(site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
-            _require_unwrapped(heads, site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
+            _require_replaceable(heads, site, output_projection.module, keeps=isinstance(setting, Residual | Gate))
             replaced.append(_build(site, output_projection, setting, names[id(output_projection.owner)], adapter))
         for place in replaced:
             setattr(place.output_projection.owner, place.output_projection.attribute, place.placed)
         if config is not None:
-            add_names(config, [place.path for place in replaced])
+            # what peft saves with an adapter, and looks for when it loads it
+            config.modules_to_save = [*(config.modules_to_save or ()), *(place.path for place in replaced)]
         set_saving(heads.model)
         return Aggregation(heads.model, setting, tuple(replaced), config, undo.pop_all().close)
 
@@ -289,53 +284,26 @@ def _build(
         new.register_forward_pre_hook(_GatherHeads(site))
     new = placed = match_placement(new, old).train(old.training)
     if adapter is not None:
-        placed = wrap(old, new, adapter)
-        new = placed.modules_to_save[adapter]
+        from peft.utils import ModulesToSaveWrapper
+
+        # calls the aggregator while its adapter is active, and else the projection
+        wrapper: Any = ModulesToSaveWrapper(old, adapter)
+        # a projection that the aggregator keeps is trained with it, and the wrapper's own stays as it is
+        wrapper.modules_to_save[adapter] = copy.deepcopy(new)
+        # also makes its parameters trainable
+        wrapper.set_adapter(adapter)
+        placed, new = wrapper, wrapper.modules_to_save[adapter]
     path = f"{owner}.{output_projection.attribute}" if owner else output_projection.attribute
     path = path.removeprefix(BASE)
     RequireTrained(path, "aggregator", "or call hw.aggregate after get_peft_model").watch(new)
     return Replaced(site.name, output_projection, old, new, placed, path)
 
 
+@dataclass(frozen=True, eq=False)
 class _GatherHeads:
     """A forward pre-hook that gathers the heads which tensor parallelism computes in other processes."""
 
-    def __init__(self, site: Site) -> None:
-        self.site = site
+    site: Site
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (self.site.gather_heads(args[0], -1, self.site.num_heads * self.site.head_size), *args[1:])
-
-
-def _require_unwrapped(heads: Heads, site: Site, old: nn.Module, *, keeps: bool) -> None:
-    """Raise `LayoutError` if each process would train the parameters of an aggregator separately."""
-    require_unwrapped(heads, site, old, "an aggregator", "hw.aggregate")
-    if keeps and any(is_sharded(parameter) for parameter in old.parameters()):
-        raise LayoutError(
-            f"{site.label}: its output projection is divided by tensor parallelism, and this aggregator gives it all "
-            "heads; leave it out of the plan of parallelize_module."
-        )
-
-
-def _require_replaceable(site: Site, old: nn.Module, *, keeps: bool) -> None:
-    """Raise `LayoutError` where W_O is not what the heads reach first, is not called, or belongs to an adapter."""
-    require_plain_projection(site, old)
-    if hands_output(site):
-        raise LayoutError(
-            f"{site.label} ({type(site.module).__name__}) hands the weight of its output projection to a "
-            "function instead of calling it, so no aggregator can take its place."
-        )
-    if site.output is None and not keeps and _is_norm(old):
-        raise LayoutError(
-            f"{site.label}: its heads pass a {type(old).__name__} before W_O, which an aggregator in that place "
-            "would leave as it is; use hw.routing.Residual(...) or hw.routing.Gate(), which keep both."
-        )
-
-
-def _is_norm(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
-    return bool(parameters) and all(parameter.dim() == 1 for parameter in parameters)
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

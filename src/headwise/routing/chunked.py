@@ -35,7 +35,7 @@ class Kernel(Protocol):
         ...
 
     def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Write the gradient of the votes into `into` and return those of the weights, given that of the capsules."""
+        """Given the gradient of the capsules, write the votes' into `into` and return the weights' gradients."""
         ...
 
 
@@ -49,23 +49,14 @@ def route_in_chunks(
     *,
     pad: bool,
 ) -> Tensor:
-    """Return the routed capsules, concatenated, keeping only `heads` for the backward pass.
+    """Return the routed capsules [T, N * c] of heads [T, H * e], keeping only the heads for the backward pass.
 
     Inside a model that is itself compiled, all tokens are routed at once and the compiler decides what is kept.
     Differentiable once, with respect to `heads` and all weights. Routing runs in float32, or in float64 if the
     votes are float64. Under autocast, votes are computed in the autocast dtype in both passes.
 
-    Args:
-        heads: Concatenated heads, [T, H * e].
-        vote_weights: Weights passed to `votes`.
-        routing_weights: Weights passed to `kernel`.
-        votes: (heads [t, H * e], *vote_weights) -> votes [t, H, N, c].
-        kernel: The routing.
-        sizes: Number of tokens whose votes exist at once, and number of tokens routed at once.
-        pad: Whether chunks are padded to a few sizes, so that a compiled kernel sees few shapes.
-
-    Returns:
-        Capsules [T, N * c], in the dtype of the votes.
+    `votes` maps heads [t, H * e] and its weights to votes [t, H, N, c]; `sizes` are the numbers of tokens whose votes
+    exist at once and that are routed at once; with `pad`, a compiled kernel sees few shapes.
 
     Raises:
         HeadwiseError: In the backward pass, when it runs with create_graph=True.
@@ -92,7 +83,8 @@ class _Plan:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, heads: Tensor, *weights: Tensor) -> Tensor:
-        ctx.plan, ctx.autocast = plan, _get_autocast_dtype(heads)
+        kind = heads.device.type
+        ctx.plan, ctx.autocast = plan, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.save_for_backward(heads, *weights)
         vote_weights, routing_weights = weights[: plan.vote_weights], weights[plan.vote_weights :]
         outputs = []
@@ -200,11 +192,6 @@ def _pad(tensor: Tensor, length: int) -> Tensor:
 
 def _cast_weights(votes: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [weight.to(torch.promote_types(votes.dtype, torch.float32)) for weight in weights]
-
-
-def _get_autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

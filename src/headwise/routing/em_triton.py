@@ -32,31 +32,19 @@ NATS_PER_DIMENSION = tl.constexpr(0.5 * (1.0 + math.log(2.0 * math.pi)))
 
 
 def launch_forward(votes: Tensor, betas: tuple[Tensor, ...], kernel: EMKernel, capsules: Tensor) -> None:
-    """Write the capsules of votes [T, H, N, c] into `capsules` [T, N, c], contiguous.
-
-    Args:
-        votes: V; the N * c numbers of each head are contiguous.
-        betas: beta_A and beta_mu, each [N], or empty.
-        kernel: Temperatures and floor.
-        capsules: The output.
-    """
-    arguments, constants = _prepare_launch(votes, betas, kernel)
-    scratch = make_scratch(votes, _count_state(votes, kernel, constants))
-    _forward[(len(scratch),)](*arguments, scratch, scratch.shape[1], capsules, **constants)
+    """Write the capsules of votes [T, H, N, c], whose N * c numbers are contiguous, into `capsules` [T, N, c]."""
+    arguments, numbers, constants = _prepare_launch(votes, betas, kernel)
+    scratch = make_scratch(votes, numbers)
+    _forward[(len(scratch),)](*arguments, scratch, numbers, capsules, **constants)
 
 
 def launch_backward(
     votes: Tensor, grad: Tensor, betas: tuple[Tensor, ...], kernel: EMKernel, into: Tensor
 ) -> tuple[Tensor, ...]:
-    """Write the gradient of the votes into `into` [T, H, N, c] and return the gradients of the betas.
-
-    `grad` is the gradient of the capsules, [T, N, c], contiguous. `into` has a layout that votes may have. The other
-    arguments are those of `launch_forward`.
-    """
-    arguments, constants = _prepare_launch(votes, betas, kernel)
+    """Given the contiguous gradient of the capsules, write the votes' into `into` and return the betas' gradients."""
+    arguments, numbers, constants = _prepare_launch(votes, betas, kernel)
     heads, capsules, size = votes.shape[1:]
-    received = 2 * (2 * capsules * size + 2 * capsules)
-    numbers = _count_state(votes, kernel, constants) + received + heads * capsules * size
+    numbers += 2 * (2 * capsules * size + 2 * capsules) + heads * capsules * size
     scratch = make_scratch(votes, numbers)
     # one row of sums per program, added up afterwards: the order, and so every bit, is the same in each run
     sums = votes.new_zeros((2, len(scratch), capsules), dtype=get_compute_dtype(votes))
@@ -67,19 +55,15 @@ def launch_backward(
 
 def _prepare_launch(
     votes: Tensor, betas: tuple[Tensor, ...], kernel: EMKernel
-) -> tuple[tuple[object, ...], dict[str, Any]]:
-    schedule = kernel.schedule
-    beta_a, beta_mu = betas or (votes, votes)
+) -> tuple[tuple[object, ...], int, dict[str, Any]]:
+    """Return arguments, the scratch of the M-steps of a token and their softmaxes, and constants."""
+    schedule, tile = kernel.schedule, choose_tile(votes)
+    (capsules, size), (beta_a, beta_mu) = votes.shape[2:], betas or (votes, votes)
+    numbers = len(schedule) * (2 * capsules * size + 3 * capsules + 2 * tile["HEADS"])
     step = (schedule[-1] - schedule[0]) / max(len(schedule) - 1, 1)
     strides = votes.stride(0), votes.stride(1)
     arguments = (votes, *strides, beta_a, beta_mu, *votes.shape, schedule[0], step, kernel.floor)
-    return arguments, {"ITERATIONS": len(schedule), "ACTIVE": bool(betas), **choose_tile(votes)}
-
-
-def _count_state(votes: Tensor, kernel: EMKernel, constants: dict[str, Any]) -> int:
-    """Return how many numbers the M-steps of a token and their softmaxes have; see `_forward_passes`."""
-    capsules, size = votes.shape[2:]
-    return len(kernel.schedule) * (2 * capsules * size + 3 * capsules + 2 * constants["HEADS"])
+    return arguments, numbers, {"ITERATIONS": len(schedule), "ACTIVE": bool(betas), **tile}
 
 
 @triton.jit

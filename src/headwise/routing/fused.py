@@ -52,15 +52,11 @@ class FusedKernel:
 
     def forward(self, votes: Tensor, *betas: Tensor) -> Tensor:
         """Return the capsules [T, N, c] of votes [T, H, N, c]; `betas` are beta_A and beta_mu, or nothing."""
-        if not self._trusts(votes, betas):
-            return self.plain.forward(votes, *betas)
-        return self._forward(votes, *betas)
+        return (self._forward if self._trusts(votes, betas) else self.plain.forward)(votes, *betas)
 
     def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
-        """Write the gradient of the votes into `into` and return those of the betas given."""
-        if not self._trusts(votes, betas):
-            return self.plain.gradient(votes, grad, into, *betas)
-        return self._gradient(votes, grad, into, *betas)
+        """Write the gradient of the votes into `into` and return the gradients of the betas given."""
+        return (self._gradient if self._trusts(votes, betas) else self.plain.gradient)(votes, grad, into, *betas)
 
     def _forward(self, votes: Tensor, *betas: Tensor) -> Tensor:
         votes = _pack_heads(votes)
@@ -105,30 +101,24 @@ class FusedKernel:
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:  # compilers fail in many ways; the plain kernel computes the same
-            _logger.warning(
-                "Triton failed for %s on votes of shape %s (%s: %s); using the plain kernel.",
-                type(self.plain).__name__,
-                tuple(votes.shape[1:]),
-                type(failure).__name__,
-                str(failure)[:200],
-            )
+            named = type(self.plain).__name__, tuple(votes.shape[1:]), type(failure).__name__, str(failure)[:200]
+            _logger.warning("Triton failed for %s on votes of shape %s (%s: %s); using the plain kernel.", *named)
             return False
         into = torch.empty_like(full_precision(votes))
         sums = self.plain.gradient(votes, grad, into, *betas)
         slow = (self.plain.forward(votes, *betas), into, *sums)
         # results in half precision are rounded once
         tolerance = max(TOLERANCE, torch.finfo(votes.dtype).eps)
-        errors = [_measure_error(one, other) for one, other in zip(fast, slow, strict=True)]
-        # NaN exceeds nothing
-        wrong = [error for error in errors if not error <= tolerance]
-        if wrong:
-            _logger.warning(
-                "Triton's %s differs by %.2g from the plain kernel on votes of shape %s; using the plain kernel.",
-                type(self.plain).__name__,
-                wrong[0],
-                tuple(votes.shape),
-            )
-        return not wrong
+        for one, other in zip(fast, slow, strict=True):
+            error = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+            # NaN exceeds nothing
+            if not error <= tolerance:
+                _logger.warning(
+                    "Triton's %s differs by %.2g from the plain kernel on votes of shape %s; using the plain kernel.",
+                    *(type(self.plain).__name__, error, tuple(votes.shape)),
+                )
+                return False
+        return True
 
 
 @functools.cache
@@ -140,8 +130,3 @@ def _pack_heads(votes: Tensor) -> Tensor:
     """Return votes with the N * c numbers of each head contiguous; copied if they are not."""
     good = votes.stride(3) == 1 and votes.stride(2) == votes.shape[3]
     return votes if good or votes.shape[3] == 1 == votes.stride(2) else votes.contiguous()
-
-
-def _measure_error(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference, relative to that of `other`."""
-    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))

@@ -1,6 +1,4 @@
-"""Modules that aggregate concatenated heads, [..., H * e] to [..., d], each built from a frozen setting.
-
-Settings of routing by agreement, and public functions from votes [T, H, N, c] to output capsules.
+"""Modules that aggregate concatenated heads, [..., H * e] to [..., d], their frozen settings, and the routing itself.
 
 Simple routing (Li et al. 2021, Algorithm 1), EM routing (Algorithm 2) and the mean of the votes (the control: the
 same votes with uniform weights).
@@ -10,18 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headwise.errors import (
-    SettingError,
-    ShapeError,
-    require_positive,
-    require_range,
-    require_shape,
-)
+from headwise.errors import SettingError, ShapeError, require_positive, require_range, require_shape
 from headwise.routing.algorithms import (
     EMKernel,
     SharedTrunk,
@@ -237,11 +229,8 @@ def em_routing(
     capsules, states = em_forward(votes, beta_a, beta_mu, setting.schedule, setting.floor)
     last = states[-1]
     uniform = votes.new_full(votes.shape[:3], 1.0 / votes.shape[2])
-    return Routed(
-        capsules,
-        uniform if last.weights is None else last.weights,
-        None if last.logit is None else torch.sigmoid(last.logit),
-    )
+    activations = None if last.logit is None else torch.sigmoid(last.logit)
+    return Routed(capsules, uniform if last.weights is None else last.weights, activations)
 
 
 def uniform_routing(votes: Tensor) -> Routed:
@@ -376,15 +365,9 @@ class _VoteAggregator(nn.Module, Generic[S]):
 
 
 class SimpleAggregator(_VoteAggregator[SimpleRouting]):
-    """Votes and simple routing: heads [..., H * e] to [..., d] (Li et al. 2021, Algorithm 1).
+    """Votes and simple routing: H heads of e numbers, [..., H * e], to [..., width] (Li et al. 2021, Algorithm 1).
 
     Only the input is kept for the backward pass; differentiable once.
-
-    Args:
-        setting: The routing.
-        num_heads: Heads H.
-        head_size: Width e of one head.
-        width: Width d of the output; the number of capsules must divide it.
 
     Raises:
         SettingError: The number of capsules does not divide `width`, or a size is not a positive integer.
@@ -452,12 +435,7 @@ class TrunkAggregator(_VoteAggregator[Trunk]):
 
 
 class ResidualAggregator(nn.Module):
-    """The old projection plus gamma times an aggregator; equal to the old projection while gamma is 0.
-
-    Args:
-        projection: The module that computed W_O; kept, with its weights.
-        aggregator: The module whose output is added.
-    """
+    """The old projection, which is kept, plus gamma times an aggregator; equal to that while gamma is 0."""
 
     def __init__(self, projection: nn.Module, aggregator: nn.Module) -> None:
         super().__init__()
@@ -480,14 +458,7 @@ class ResidualAggregator(nn.Module):
 
 
 class GatedProjection(nn.Module):
-    """A gate over the heads and the old projection; equal to the old projection while the gate is 0.
-
-    Args:
-        setting: The gate.
-        projection: The module that computed W_O; kept, with its weights.
-        num_heads: Heads H.
-        head_size: Width e of one head.
-        width: Width d of the output.
+    """A gate over the heads and the old projection, which it keeps; equal to that while the gate is 0.
 
     Example:
         >>> gated = GatedProjection(Gate(), nn.Linear(6, 4), num_heads=3, head_size=2, width=4)
@@ -525,11 +496,7 @@ Setting = Routing | Residual | Gate
 
 
 def build(
-    setting: Setting,
-    num_heads: int,
-    head_size: int,
-    width: int,
-    projection: nn.Module | None = None,
+    setting: Setting, num_heads: int, head_size: int, width: int, projection: nn.Module | None = None
 ) -> Aggregator:
     """Return a new aggregator, with parameters of dtype float32 on the default device.
 
@@ -558,12 +525,9 @@ def build(
     if isinstance(setting, Gate) and projection is not None:
         return GatedProjection(setting, projection, num_heads, head_size, width)
     require_setting(setting)
-    if isinstance(setting, SimpleRouting):
-        return SimpleAggregator(setting, num_heads, head_size, width)
-    if isinstance(setting, EMRouting):
-        return EMAggregator(setting, num_heads, head_size, width)
-    assert isinstance(setting, Trunk)
-    return TrunkAggregator(setting, num_heads, head_size, width)
+    kinds: dict[type, Any] = {SimpleRouting: SimpleAggregator, EMRouting: EMAggregator, Trunk: TrunkAggregator}
+    kind = next(kind for cls, kind in kinds.items() if isinstance(setting, cls))
+    return kind(setting, num_heads, head_size, width)
 
 
 def require_setting(setting: Setting) -> None:

@@ -67,7 +67,7 @@ def record(value: Any) -> Any:
     """Return a setting as JSON: {"setting": its class, "fields": {name: value}}; tuples become lists.
 
     Raises:
-        DataError: A field holds something that JSON cannot represent, or the class has the name of one of headwise's.
+        DataError: A field holds something that JSON does not have, or the class has the name of one of headwise's.
 
     Example:
         >>> record(Residual(SimpleRouting(iterations=4)))["fields"]["routing"]["fields"]["iterations"]
@@ -88,11 +88,7 @@ def record(value: Any) -> Any:
 
 
 def restore(value: Any, classes: Sequence[type] = ()) -> Any:
-    """Return the setting that `record` wrote.
-
-    Args:
-        value: The result of `record`.
-        classes: User-defined classes that may appear in it.
+    """Return the setting that `record` wrote; `classes` of the user may appear in it.
 
     Raises:
         DataError: A class is unknown, or does not have those fields.
@@ -171,32 +167,29 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise SettingError(f"model is a {type(model).__name__}; expected the torch module that holds the aggregators.")
-    inner = unwrap_compiled(model)
-    with without_wrappers(inner):
-        _save(inner, Path(folder), state_dict, parse_size(max_shard_size))
-
-
-def _save(model: nn.Module, target: Path, state_dict: Mapping[str, Tensor] | None, limit: int) -> None:
-    name, stock = type(model).__name__, _describe_stock(model)
-    if not is_changed(model):
-        raise DataError(
-            f"{name} holds no aggregator, and no sizes that its configuration does not give; save it "
-            "as you would without headwise (save_pretrained, or torch.save of its state_dict)."
-        )
-    if any(isinstance(module, HeadMixer) for module in model.modules()):
-        raise DataError(f"{name} has talking heads, which load() does not make; save its state_dict.")
-    if stock and any(isinstance(module, HeadDifference) for module in model.modules()):
-        raise DataError(f"{name} has differential attention, which load() does not make; save its state_dict.")
-    _refuse_stock_weights(target)
-    given = None if state_dict is None else {strip_wrappers(name): tensor for name, tensor in state_dict.items()}
-    tensors, tied = collect_tensors(model, given)
-    written = {"format": FORMAT, "surgeries": list(_list_surgeries(model)), "tied": tied}
-    with new_folder(target, replaced=_Replaced(), wait=True) as temporary, name_write_errors(target):
-        files = write_tensors(tensors, temporary, limit)
-        text = encode_json({"model_type": "headwise", **stock}, indent=2)
-        (temporary / CONFIG).write_text(text, encoding="utf-8")
-        sealed = seal({**written, "weights": files[0]}, temporary, [*files, CONFIG])
-        (temporary / RECORD).write_text(encode_json(sealed, indent=2), encoding="utf-8")
+    target, limit = Path(folder), parse_size(max_shard_size)
+    model = unwrap_compiled(model)
+    with without_wrappers(model):
+        name, stock = type(model).__name__, _describe_stock(model)
+        if not is_changed(model):
+            raise DataError(
+                f"{name} holds no aggregator, and no sizes that its configuration does not give; save it "
+                "as you would without headwise (save_pretrained, or torch.save of its state_dict)."
+            )
+        if any(isinstance(module, HeadMixer) for module in model.modules()):
+            raise DataError(f"{name} has talking heads, which load() does not make; save its state_dict.")
+        if stock and any(isinstance(module, HeadDifference) for module in model.modules()):
+            raise DataError(f"{name} has differential attention, which load() does not make; save its state_dict.")
+        _refuse_stock_weights(target)
+        given = None if state_dict is None else {strip_wrappers(name): tensor for name, tensor in state_dict.items()}
+        tensors, tied = collect_tensors(model, given)
+        written = {"format": FORMAT, "surgeries": list(_list_surgeries(model)), "tied": tied}
+        with new_folder(target, replaced=_Replaced(), wait=True) as temporary, name_write_errors(target):
+            files = write_tensors(tensors, temporary, limit)
+            text = encode_json({"model_type": "headwise", **stock}, indent=2)
+            (temporary / CONFIG).write_text(text, encoding="utf-8")
+            sealed = seal({**written, "weights": files[0]}, temporary, [*files, CONFIG])
+            (temporary / RECORD).write_text(encode_json(sealed, indent=2), encoding="utf-8")
 
 
 def _list_surgeries(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -314,10 +307,21 @@ def load_saved(
 
 def _replay(saved: Saved, model: nn.Module, tensors: Mapping[str, Tensor], settings: Sequence[type]) -> None:
     """Do the surgeries on a model and load the tensors, or leave it as it was."""
-    adopted = [_find_adopted(saved, model, name) for name in saved.surgeries["adopt"]]
+    adopted = [_find_module(saved, model, name) for name in saved.surgeries["adopt"]]
+    for name, module in zip(saved.surgeries["adopt"], adopted, strict=True):
+        if not isinstance(module, MultiheadAttention) and type(module) is not nn.MultiheadAttention:
+            raise DataError(
+                f"{saved.path} names {name[:60]!r} as an attention of torch, and it is a {type(module).__name__}; pass "
+                "a model of the same structure."
+            )
     with ExitStack() as undo:
         for name, described in saved.surgeries["resize"].items():
-            _resize(saved, _find_resized(saved, model, name), name, described["sizes"], tensors, undo)
+            # an aggregator keeps the output projection under a name of its own, which there is not yet
+            place = next((place for place in saved.surgeries["aggregate"] if name.startswith(f"{place}.")), None)
+            module = _find_module(saved, model, name if place is None else place)
+            if isinstance(module, Aggregator):
+                module = _find_module(saved, model, name)
+            _resize(saved, module, name, described["sizes"], tensors, undo)
         placed = []
         for name, described in saved.surgeries["aggregate"].items():
             parent, _, attribute = name.rpartition(".")
@@ -347,23 +351,6 @@ def _find_module(saved: Saved, model: nn.Module, name: str) -> nn.Module:
         raise DataError(
             f"the model has no module {name[:60]!r}, which {saved.path} names; pass a model of the same structure."
         ) from None
-
-
-def _find_resized(saved: Saved, model: nn.Module, name: str) -> nn.Module:
-    """Return a module, or the output projection that an aggregator will keep under this name."""
-    place = next((place for place in saved.surgeries["aggregate"] if name.startswith(f"{place}.")), None)
-    kept = None if place is None else _find_module(saved, model, place)
-    return _find_module(saved, model, name) if kept is None or isinstance(kept, Aggregator) else kept
-
-
-def _find_adopted(saved: Saved, model: nn.Module, name: str) -> nn.Module:
-    module = _find_module(saved, model, name)
-    if not isinstance(module, MultiheadAttention) and type(module) is not nn.MultiheadAttention:
-        raise DataError(
-            f"{saved.path} names {name[:60]!r} as an attention of torch, and it is a {type(module).__name__}; pass a "
-            "model of the same structure."
-        )
-    return module
 
 
 def _resize(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headwise.atomic import FILES, require_folder_unchanged, require_unchanged
 from headwise.errors import DataError, HeadwiseError, SettingError
-from headwise.input_files import encode_json, find_inside, is_file, parse_json, read_whole
+from headwise.input_files import encode_json, find_inside, is_file, parse_json, read_whole, refuse_failures
 from headwise.stock_folders import (
     CONFIG,
     LARGEST,
@@ -53,7 +53,7 @@ class Saved:
     """The content of a folder but for its tensors.
 
     Attributes:
-        path: Its `headwise.json`.
+        folder: The folder.
         stock: What the model is rebuilt from, as JSON data: its "class" as "module:class", its "config", the
             "attention" implementation of each part of that, and its "generation" config. None for a class that is not
             from transformers.
@@ -62,16 +62,16 @@ class Saved:
         files: The files of tensors.
     """
 
-    path: Path
+    folder: Path
     stock: Mapping[str, Any] | None
     surgeries: Mapping[str, Mapping[str, Any]]
     tied: Mapping[str, str]
     files: tuple[Path, ...]
 
     @property
-    def folder(self) -> Path:
-        """The folder of the saved model."""
-        return self.path.parent
+    def path(self) -> Path:
+        """Its `headwise.json`."""
+        return self.folder / RECORD
 
 
 def read_saved(folder: Path) -> Saved:
@@ -105,7 +105,7 @@ def read_saved(folder: Path) -> Saved:
             raise _fault(path, "weights", name, "a file with a digest such as headwise-1a2b.safetensors")
     tied = _take(path, written, "tied", dict)
     stock = read_stock(folder / CONFIG, read_config(folder / CONFIG))
-    return Saved(path, stock, _read_surgeries(path, written), tied, tuple(files))
+    return Saved(folder, stock, _read_surgeries(path, written), tied, tuple(files))
 
 
 def read_stock(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -169,11 +169,7 @@ def list_tensors(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def collect_tensors(model: nn.Module, given: Mapping[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to write by name, and for each other name the one that it is tied to.
-
-    Args:
-        model: The model.
-        given: Tensors that replace the model's, by name.
+    """Return the tensors to write by name, `given` ones instead of the model's, and the tied name of each other name.
 
     Raises:
         DataError: A tensor is sharded or on the meta device; or of the given ones, one is missing, is not in the model
@@ -216,12 +212,8 @@ def _choose_given(
     }
     missing = [name for name in own if name not in chosen and name not in unsaved]
     unknown = [name for name in given if name not in slots and not name.endswith("_extra_state")]
-    if missing or unknown:
-        raise DataError(
-            f"state_dict does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
-            f"{unknown[:4]} ({len(unknown)}) are not in the model; pass every tensor under the model's own name: strip "
-            "a prefix such as 'module.' from the names."
-        )
+    remedy = "pass every tensor under the model's own name: strip a prefix such as 'module.' from the names"
+    _require_all("state_dict", model, missing, unknown, remedy)
     for name, tensor in chosen.items():
         # DeepSpeed keeps the shape of a divided parameter apart
         expected = getattr(own[name], "ds_shape", own[name].shape)
@@ -231,6 +223,14 @@ def _choose_given(
                 "tensor of a model of the same structure."
             )
     return {**own, **chosen}
+
+
+def _require_all(source: object, model: nn.Module, missing: list[str], unknown: list[str], remedy: str) -> None:
+    if missing or unknown:
+        raise DataError(
+            f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
+            f"{unknown[:4]} ({len(unknown)}) are not in the model; {remedy}."
+        )
 
 
 def parse_size(size: int | str) -> int:
@@ -249,15 +249,10 @@ def _load_safetensors() -> Any:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, limit: int) -> list[str]:
-    """Write tensors as transformers does, in one file or in several and an index, under names of our own.
-
-    Args:
-        tensors: The tensors.
-        folder: Where they are written.
-        limit: Most bytes of a file, unless one tensor alone is larger.
+    """Write tensors as transformers does, in files of at most `limit` bytes with an index, or in one.
 
     Returns:
-        The names of the files, that of the one or of the index first.
+        The names of the files, which are headwise's own, that of the one or of the index first.
 
     Raises:
         DataError: safetensors has no such dtype.
@@ -296,12 +291,8 @@ def read_tensors(saved: Saved) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     read = _load_safetensors().load_file
     for path in saved.files:
-        try:
+        with refuse_failures(f"{path} cannot be read as tensors", REMEDY):
             tensors = read(path)
-        except Exception as error:
-            # whatever safetensors raises for a damaged file
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-            raise DataError(f"{path} cannot be read as tensors ({reason}); {REMEDY}") from None
         if twice := tensors.keys() & found.keys():
             raise DataError(f"{path} and another file both hold the tensor {min(twice)[:60]!r}; {REMEDY}")
         found |= tensors
@@ -320,17 +311,13 @@ def load_tensors(model: nn.Module, saved: Saved, tensors: Mapping[str, Tensor]) 
     slots, source, tied = _find_tensors(model), saved.folder, saved.tied
     missing = sorted(slots.keys() - tensors.keys() - tied.keys())
     unknown = sorted((tensors.keys() | tied.keys()) - slots.keys())
-    if missing or unknown:
-        remedy = "pass a model of the same structure"
-        if any("head_gates" in name.split(".") for name in unknown):
-            remedy = (
-                "load() does not make gates: change a new model as the saved one was, with hw.aggregate or hw.prune "
-                "and then hw.gate_heads, and pass it, load(folder, model)"
-            )
-        raise DataError(
-            f"{source} does not fit {type(model).__name__}: {missing[:4]} ({len(missing)}) are missing and "
-            f"{unknown[:4]} ({len(unknown)}) are not in the model; {remedy}."
+    remedy = "pass a model of the same structure"
+    if any("head_gates" in name.split(".") for name in unknown):
+        remedy = (
+            "load() does not make gates: change a new model as the saved one was, with hw.aggregate or hw.prune and "
+            "then hw.gate_heads, and pass it, load(folder, model)"
         )
+    _require_all(source, model, missing, unknown, remedy)
     for name, (_, _, own) in slots.items():
         _require_fitting(source, name, own, tensors[tied.get(name, name)])
     filled = {name: _copy(slots[name][2], tensor) for name, tensor in tensors.items()}
@@ -372,12 +359,7 @@ def count_stored(saved: Saved, tensors: Mapping[str, Tensor]) -> Stored:
 
 
 def rebuild(saved: Saved, tensors: Mapping[str, Tensor], *, trusted: bool) -> nn.Module:
-    """Return a new model of the class and configuration that a folder names.
-
-    Args:
-        saved: The content of the folder, which has a stock model.
-        tensors: Its tensors.
-        trusted: Whether Python files and kernels that the configuration names may run.
+    """Return a new model of the class and configuration that a folder names; code that these name runs if `trusted`.
 
     Raises:
         DataError: The class is no model of transformers, the configuration does not fit it or names code, or the model
@@ -392,17 +374,12 @@ def rebuild(saved: Saved, tensors: Mapping[str, Tensor], *, trusted: bool) -> nn
     def build(arguments: Mapping[str, bool]) -> nn.Module:
         return build_within(lambda: _build(cls, stock, arguments), tensors=stored.tensors, size=stored.size)
 
+    failed = f"{path}: no {cls.__name__} can be built from its configuration"
     try:
-        with refuse_foreign_code(saved.folder, trusted=trusted):
+        with refuse_failures(failed, REMEDY), refuse_foreign_code(saved.folder, trusted=trusted):
             return build(find_arguments(cls, {*tensors, *saved.tied}, build))
     except TooLarge as error:
         raise DataError(describe_excess(path, config, stored, error)) from None
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        # whatever a class of transformers raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DataError(f"{path}: no {cls.__name__} can be built from its configuration ({reason}); {REMEDY}") from None
 
 
 def find_class(path: Path, named: str) -> Any:
@@ -439,12 +416,9 @@ def _build(cls: Any, stock: Mapping[str, Any], arguments: Mapping[str, bool]) ->
 def find_arguments(
     cls: type, names: Collection[str], build: Callable[[Mapping[str, bool]], nn.Module]
 ) -> dict[str, bool]:
-    """Return the switches of a class of models, such as `add_pooling_layer`, that give its tensors certain names.
+    """Return the switches of a class of models, such as `add_pooling_layer`, that give its tensors these names.
 
-    Args:
-        cls: The class.
-        names: The names.
-        build: Builds a model with such switches; called without memory for its weights.
+    `build` builds a model with such switches; it is called without memory for its weights.
     """
     switches = {
         name: not parameter.default

@@ -28,43 +28,30 @@ from headwise.routing.triton_tiles import (
 
 
 def launch_forward(votes: Tensor, _weights: tuple[Tensor, ...], kernel: SimpleKernel, capsules: Tensor) -> None:
-    """Write the capsules of votes [T, H, N, c] into `capsules` [T, N, c], contiguous.
-
-    Args:
-        votes: V; the N * c numbers of each head are contiguous.
-        kernel: Iterations, axis of the softmax and floor.
-        capsules: The output.
-    """
-    arguments, constants = _prepare_launch(votes, kernel)
-    scratch = make_scratch(votes, _count_state(votes, kernel, constants))
-    _forward[(len(scratch),)](*arguments, scratch, scratch.shape[1], capsules, **constants)
+    """Write the capsules of votes [T, H, N, c], whose N * c numbers are contiguous, into `capsules` [T, N, c]."""
+    arguments, numbers, constants = _prepare_launch(votes, kernel)
+    scratch = make_scratch(votes, numbers)
+    _forward[(len(scratch),)](*arguments, scratch, numbers, capsules, **constants)
 
 
 def launch_backward(
     votes: Tensor, grad: Tensor, _weights: tuple[Tensor, ...], kernel: SimpleKernel, into: Tensor
 ) -> tuple[Tensor, ...]:
-    """Write the gradient of the votes into `into` [T, H, N, c]; there are no weights.
-
-    `grad` is the gradient of the capsules, [T, N, c], contiguous. `into` has a layout that votes may have. The other
-    arguments are those of `launch_forward`.
-    """
-    arguments, constants = _prepare_launch(votes, kernel)
+    """Given the contiguous gradient of the capsules, write the votes' into `into`, laid out as votes may be."""
+    arguments, numbers, constants = _prepare_launch(votes, kernel)
     heads, capsules, size = votes.shape[1:]
-    numbers = _count_state(votes, kernel, constants) + (2 + heads) * capsules * size
+    numbers += (2 + heads) * capsules * size
     scratch = make_scratch(votes, numbers)
     _backward[(len(scratch),)](*arguments, scratch, numbers, grad, into, into.stride(0), into.stride(1), **constants)
     return ()
 
 
-def _prepare_launch(votes: Tensor, kernel: SimpleKernel) -> tuple[tuple[object, ...], dict[str, Any]]:
+def _prepare_launch(votes: Tensor, kernel: SimpleKernel) -> tuple[tuple[object, ...], int, dict[str, Any]]:
+    """Return arguments, the scratch of the iterations of a token and their softmaxes, and constants."""
+    tile = choose_tile(votes)
+    numbers = kernel.iterations * (2 * votes.shape[2] * votes.shape[3] + 2 * tile["HEADS"])
     arguments = (votes, votes.stride(0), votes.stride(1), *votes.shape, kernel.floor)
-    constants = {"ITERATIONS": kernel.iterations, "OVER_CAPSULES": kernel.over_capsules}
-    return arguments, {**constants, **choose_tile(votes)}
-
-
-def _count_state(votes: Tensor, kernel: SimpleKernel, constants: dict[str, Any]) -> int:
-    """Return how many numbers the iterations of a token and their softmaxes have; see `_forward_passes`."""
-    return kernel.iterations * (2 * votes.shape[2] * votes.shape[3] + 2 * constants["HEADS"])
+    return arguments, numbers, {"ITERATIONS": kernel.iterations, "OVER_CAPSULES": kernel.over_capsules, **tile}
 
 
 @triton.jit
