@@ -258,10 +258,10 @@ def test_grams_read_strided_views_and_change_nothing(dtype: torch.dtype):
 
 def test_zero_particles_are_refused_by_name():
     particles = draw(4, 3)
-    require_nonzero(particles)
+    require_nonzero("particles", [particles])
     particles[[1, 3]] = 0
     with pytest.raises(ShapeError, match=r"particles \[1, 3\] of 4 are zero"):
-        require_nonzero(particles)
+        require_nonzero("particles", [particles])
 
 
 @pytest.mark.parametrize("kernel", [Cosine(), NormalizedRBF()], ids=str)

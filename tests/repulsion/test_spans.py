@@ -21,7 +21,7 @@ def test_the_force_is_that_of_autograd(bandwidth):
     torch.manual_seed(0)
     heads = torch.randn(4, 3, 9, dtype=torch.float64)
     rule = hw.repulsion.SpanSVGD(alpha=0.3, step_size=0.2, bandwidth=bandwidth)
-    mixing, push, equal = find_turns(rule, heads)
+    mixing, push, geometry = find_turns(rule, heads)
     distances = torch.stack([torch.stack([squared_distance(a, b) for b in heads]) for a in heads])
     h = bandwidth.resolve(distances)
     for i in range(4):
@@ -29,7 +29,7 @@ def test_the_force_is_that_of_autograd(bandwidth):
         energy = sum(torch.exp(-distances[i, j] / h) / h * squared_distance(own, heads[j]) for j in range(4) if j != i)
         (expected,) = torch.autograd.grad(energy, own)
         torch.testing.assert_close(push[i], 0.2 / 4 * 0.3 * expected, rtol=1e-8, atol=1e-12)
-    assert not equal
+    assert geometry.squared_distances[0, 1] > 0
     torch.testing.assert_close(mixing.drive, 0.05 * torch.eye(4, dtype=torch.float64))
 
 
@@ -50,8 +50,8 @@ def test_equal_spans_do_not_part_and_are_reported():
     torch.manual_seed(2)
     head = torch.randn(3, 9, dtype=torch.float64)
     mix = torch.randn(4, 3, 3, dtype=torch.float64)
-    _, push, equal = find_turns(hw.repulsion.SpanSVGD(), mix @ head)
-    assert equal
+    _, push, geometry = find_turns(hw.repulsion.SpanSVGD(), mix @ head)
+    assert not geometry.squared_distances.any()
     assert push.abs().max() < 1e-4
 
 

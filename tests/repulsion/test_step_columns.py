@@ -109,21 +109,14 @@ def test_heads_of_which_two_are_close_are_mixed_in_float64(difference: float, ta
     require_close(model, expected)
 
 
-def test_distances_above_the_share_are_apart_and_those_below_are_not():
+@pytest.mark.parametrize(("ratio", "wanted"), [(1.3, ["query", "key", "value"]), (0.7, ["key", "value"])])
+def test_distances_above_the_share_are_apart_and_those_below_are_not(ratio: float, wanted: list, taken: list):
     model = make()
-    weight = model.in_proj_weight.detach()
-    (query, *_) = find_groups(hw.find_heads(model))
-    heads = query.slices[0].of(weight)
-    common = torch.randn(heads.shape[1:])
-    own = heads.clone() / heads.std()
-    for ratio, wanted in ((1.3, True), (0.7, False)):
-        # two heads c + s x and c + s y: squared distance 2 s^2 of squared norms 2 (1 + s^2)
-        size = math.sqrt(ratio * step.APART)
-        heads.copy_(common + size * own)
-        gradients = query.gradients()
-        (rows,), grams = step.find_apart(RULES["svgd"], [(query, query.views(gradients))])
-        assert (rows is not None) == wanted
-        assert (grams is not None) == wanted
+    heads = hw.find_heads(model).slices()[0].of(model.in_proj_weight.detach())
+    # two heads c + s x and c + s y: squared distance 2 s^2 of squared norms 2 (1 + s^2)
+    heads.copy_(torch.randn(heads.shape[1:]) + math.sqrt(ratio * step.APART) * heads / heads.std())
+    act(model, RULES["svgd"])
+    assert taken == wanted
 
 
 @pytest.mark.parametrize("most", [2**18, 2**10])
