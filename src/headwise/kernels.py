@@ -110,7 +110,7 @@ def plain_gram(view: Tensor) -> Tensor:
 
 
 def cross_gram(view: Tensor, other: Tensor) -> Tensor:
-    """The inner products of the entries of one view with those of another of its shape: float64 [M, M].
+    """The inner products of the particles in two views [M, ...] of one shape: float64 [M, M].
 
     >>> cross_gram(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).tolist()
     [[11.0]]
@@ -416,10 +416,7 @@ class Cosine:
     needs_inner: ClassVar[bool] = True
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
-        """The kernel's values and repulsion coefficients, each [*, M, M].
-
-        A zero particle counts as orthogonal to all others; it neither pushes nor is pushed.
-        """
+        """Values and repulsion coefficients [*, M, M]; a zero particle is orthogonal to all and is not pushed."""
         inverse, cosine, apart = _directions(geometry)
         toward_self = inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
         repulsion = _pairwise(toward_self, cosine * inverse.square().unsqueeze(-2), apart)
@@ -442,10 +439,7 @@ class NormalizedRBF(BandwidthKernel):
     needs_inner: ClassVar[bool] = True
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
-        """The kernel's values and repulsion coefficients, each [*, M, M].
-
-        A zero particle counts as orthogonal to all others; it neither pushes nor is pushed.
-        """
+        """Values and repulsion coefficients [*, M, M]; a zero particle is orthogonal to all and is not pushed."""
         inverse, cosine, apart = _directions(geometry)
         distances = torch.where(apart, 2 - 2 * cosine, 0.0)
         h = self.bandwidth.resolve(distances)[..., None, None]
@@ -472,10 +466,7 @@ class RadialRBF(BandwidthKernel):
     needs_inner: ClassVar[bool] = True
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
-        """The kernel's values and repulsion coefficients, each [*, M, M]; the latter diagonal.
-
-        A zero particle has no direction, and is not pushed.
-        """
+        """Values and repulsion coefficients [*, M, M], the latter diagonal; a zero particle is not pushed."""
         inverse, _, _ = _directions(geometry)
         assert geometry.inner is not None  # `_directions` read it
         kernel = RBF(self.bandwidth).matrices(geometry)
@@ -484,10 +475,9 @@ class RadialRBF(BandwidthKernel):
 
 
 def cosine_gradient(geometry: Geometry) -> Tensor:
-    """The coefficients [*, M, M] of grad_{theta_i} sum_j cos(theta_i, theta_j), for a penalty on cosines.
+    """The coefficients [*, M, M] of grad_{theta_i} sum_j cos(theta_i, theta_j), from a geometry with inner products.
 
-    Row i is sum_j [theta_j / (n_i n_j) - cos_ij theta_i / n_i^2], orthogonal to theta_i. Its argument must hold inner
-    products.
+    Row i is sum_j [theta_j / (n_i n_j) - cos_ij theta_i / n_i^2], orthogonal to theta_i.
     """
     inverse, cosine, apart = _directions(geometry)
     on_self = cosine * inverse.square().unsqueeze(-1)

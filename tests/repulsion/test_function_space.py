@@ -1,4 +1,4 @@
-"""Repulsion of what heads compute: the pull-back against autograd, and blindness to the basis a head happens to use."""
+"""Repulsion of what heads compute, and of subspaces: against autograd, and blind to the basis a head happens to use."""
 
 from __future__ import annotations
 
@@ -169,33 +169,10 @@ def test_a_product_tied_between_layers_is_acted_on_once():
         stepped(nn.ModuleList([one, two, three]), rule)
 
 
-def test_what_makes_no_product_is_refused():
-    model = attention()
-    heads = hw.find_heads(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hw.errors.LayoutError, match="make no product; select query and key"):
-        hw.repel(heads.projection("key"), FunctionSVGD(), optimizer)
-    with pytest.raises(hw.errors.SettingError, match="leave joint out"):
-        hw.repel(heads, FunctionSVGD(), optimizer, joint=True)
-    with pytest.raises(hw.errors.SettingError, match=r"alpha"):
-        FunctionSVGD(alpha=-1.0)
+def test_products_are_those_of_the_projections_selected():
+    heads = hw.find_heads(attention())
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("query", "key"))] == ["query-key"]
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("value"))] == ["output-value"]
-
-
-def test_grouped_queries_are_refused():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=12,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=11,
-    )
-    model = transformers.LlamaModel(config)
-    with pytest.raises(hw.errors.SettingError, match="4 query heads share 2 key/value heads"):
-        hw.repel(hw.find_heads(model), FunctionSVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_keys_of_another_size_than_queries_make_no_product():
@@ -211,10 +188,11 @@ def test_keys_of_another_size_than_queries_make_no_product():
     hw.repel(heads.projection("value"), FunctionSVGD(), optimizer)
 
 
-def test_heads_divided_over_processes_are_refused(monkeypatch):
+@pytest.mark.parametrize("rule", [FunctionSVGD(), hw.repulsion.SpanSVGD()])
+def test_heads_divided_over_processes_are_refused(rule, monkeypatch):
     monkeypatch.setattr("headwise.repulsion.groups.is_sharded", lambda tensor: tensor.dim() == 2)
-    with pytest.raises(hw.errors.SettingError, match=r"query-key is divided over processes.*use SVGD there"):
-        FunctionSVGD().find_groups(hw.find_heads(attention()))
+    with pytest.raises(hw.errors.SettingError, match=r"query.* is divided over processes.*use SVGD there"):
+        rule.find_groups(hw.find_heads(attention()))
 
 
 def test_on_directions_of_functions_neither_factor_is_lengthened():

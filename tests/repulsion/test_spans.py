@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.errors import LayoutError, SettingError
+from headwise.errors import LayoutError
 from headwise.repulsion.function_space import find_turns
 
 
@@ -80,12 +80,8 @@ def test_norms_grow_only_at_second_order():
     assert grown[0] / grown[1] == pytest.approx(100, rel=0.05)
 
 
-def test_heads_wider_than_their_input_are_refused():
-    model = torch.nn.MultiheadAttention(16, 2, kdim=3, vdim=8)
-    optimizer, heads = torch.optim.SGD(model.parameters(), lr=0.1), hw.find_heads(model)
-    with pytest.raises(SettingError, match="the heads of key have 8 features of 3 inputs, so that each spans all of"):
-        hw.repel(heads, hw.repulsion.SpanSVGD(), optimizer)
-    hw.repel(heads.projection("query", "value"), hw.repulsion.SpanSVGD(), optimizer)
+def test_a_penalty_on_spans_refuses_heads_wider_than_their_input():
+    heads = hw.find_heads(torch.nn.MultiheadAttention(16, 2, kdim=3, vdim=8))
     with pytest.raises(LayoutError, match="its key heads have 8 features of 3 inputs"):
         hw.Disagreement(heads, hw.similarity.SpanOverlap("key"))
     hw.Disagreement(heads, hw.similarity.SpanOverlap("value"))
@@ -103,12 +99,3 @@ def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient(
     assert repulsion.last.finite.tolist() == [True, False, True]
     assert torch.equal(weight.grad[8:16], before[8:16])
     assert not torch.allclose(weight.grad[:8], before[:8])
-
-
-def test_wrong_settings_are_refused():
-    model = torch.nn.MultiheadAttention(8, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SettingError, match="SpanSVGD compares the spans of one projection"):
-        hw.repel(hw.find_heads(model), hw.repulsion.SpanSVGD(), optimizer, joint=True)
-    with pytest.raises(SettingError, match=r"SpanSVGD\.bandwidth is 3"):
-        hw.repulsion.SpanSVGD(bandwidth=3)

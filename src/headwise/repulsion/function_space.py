@@ -106,7 +106,7 @@ class FunctionSVGD(KernelRule, OwnSpace):
     compared: ClassVar[str] = "products of projections"
 
     def mixing(self, geometry: Geometry) -> Mixing:
-        """The coefficients [*, M, M] of one step; those of the repulsion multiply the heads' products."""
+        """The coefficients [*, M, M] of one step; the repulsion's multiply the products of heads."""
         repulsion = self.kernel.matrices(geometry).repulsion
         share = self.step_size / repulsion.shape[-1]
         return Mixing(share * identity(repulsion), None, share * self._weight * repulsion, self._ratio)
@@ -242,7 +242,7 @@ class SpanSVGD(OwnSpace):
         return False
 
     def mixing(self, geometry: Geometry) -> Mixing:
-        """The coefficients [*, M, M] of one step from distances of spans; alpha k_ij / h in those of the repulsion."""
+        """The coefficients [*, M, M] of one step from distances of spans; the repulsion's hold alpha k_ij / h."""
         distances = geometry.squared_distances
         h = self.bandwidth.resolve(distances)[..., None, None]
         pull = torch.where(distances > 0, torch.exp(-distances / h) / h, 0.0)

@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -216,7 +216,6 @@ class ParticleGroup:
 BeforeStep = Callable[["Attachment", Tensor | None], None]
 
 
-@dataclass(eq=False)
 class Attachment:
     """One optimizer, the particle groups whose parameters it holds, and its progress through the current step.
 
@@ -231,22 +230,16 @@ class Attachment:
         noisy: Whether the gradients that were acted on have their noise.
     """
 
-    optimizer: Optimizer
-    groups: tuple[ParticleGroup, ...]
-    steps: int = 0
-    turn: int = 0
-    last: ForceNorms | None = None
-    idle: set[str] = field(default_factory=set)
-    noisy: bool = False
-    _applied_to: tuple[weakref.ref[Tensor], ...] = field(default=(), repr=False)
-    _before: BeforeStep | None = field(default=None, repr=False)
-    _handles: tuple[RemovableHandle, ...] = field(default=(), repr=False)
-    _watch: Watch = field(default_factory=Watch, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, optimizer: Optimizer, groups: tuple[ParticleGroup, ...]) -> None:
+        self.optimizer, self.groups, self.idle = optimizer, groups, {group.name for group in groups}
+        self.steps, self.turn, self.noisy = 0, 0, False
+        self.last: ForceNorms | None = None
         self._trained = self._list_trained()
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
-        self.idle = {group.name for group in self.groups}
+        self._applied_to: tuple[weakref.ref[Tensor], ...] = ()
+        self._before: BeforeStep | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self._watch = Watch()
 
     @property
     def keys(self) -> dict[tuple[int, int], str]:
@@ -255,7 +248,7 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
-        """Whether the optimizer still calls the hooks: a copy of it, or an unpickled one, has none."""
+        """Whether the optimizer still calls the hooks, which a copied or unpickled optimizer has lost."""
         return any(own is self for own in find_attachments(self.optimizer))
 
     @property

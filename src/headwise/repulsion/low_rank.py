@@ -89,7 +89,8 @@ class Carrier:
     @property
     def shared(self) -> Tensor | None:
         """The gradient of the factor that all heads share; None without LoRA."""
-        return None if self.factors is None else self.factors[1].grad
+        factors = self.factors
+        return None if factors is None else factors[1].grad
 
     @property
     def _targets(self) -> list[Tensor]:
@@ -236,23 +237,18 @@ class ParameterSpace:
 
     def evaluate(self, group: ParticleGroup) -> Evaluation:
         """Return the evaluation of a group at its present parameters."""
-        state, evaluation = self._known.get(group, (None, None))
-        if evaluation is None or state != _describe_state(group):
-            self._renew(group)
-            _, evaluation = self._known[group]
-        assert evaluation is not None  # it was renewed
+        if self._known.get(group, (None, None))[0] != _describe_state(group):
+            batches: dict[tuple[int, torch.device], dict[ParticleGroup, object]] = defaultdict(dict)
+            for own in {**self._known, group: None}:
+                state = _describe_state(own)
+                if self._known.get(own, (None, None))[0] != state:
+                    batches[own.particles, own.parameters[0].device][own] = state
+            for batch in batches.values():
+                found = _evaluate(self.rule, list(batch))
+                self._known |= {own: (batch[own], evaluation) for own, evaluation in zip(batch, found, strict=True)}
+        evaluation = self._known[group][1]
+        assert evaluation is not None
         return evaluation
-
-    def _renew(self, group: ParticleGroup) -> None:
-        """Evaluate a group, and all others whose parameters have changed."""
-        batches: dict[tuple[int, torch.device], dict[ParticleGroup, object]] = defaultdict(dict)
-        for own in {**self._known, group: None}:
-            state = _describe_state(own)
-            if self._known.get(own, (None, None))[0] != state:
-                batches[own.particles, own.parameters[0].device][own] = state
-        for batch in batches.values():
-            found = _evaluate(self.rule, list(batch))
-            self._known |= {own: (batch[own], evaluation) for own, evaluation in zip(batch, found, strict=True)}
 
     @torch.no_grad()
     def _carry(self, group: ParticleGroup, strength: Strength, scale: Tensor | None) -> ForceNorms:

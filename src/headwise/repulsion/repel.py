@@ -189,47 +189,6 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
                 write_own_part(head_slice.parameter, every)
 
 
-def add_noise(
-    group: ParticleGroup,
-    deviation: float,
-    rates: Mapping[int, float | Tensor],
-    *,
-    seed: int,
-    step: int,
-    scale: Tensor | None,
-    drawn: set[int],
-) -> None:
-    """Add N(0, (deviation rate)^2) to the gradients of the heads, the same for the same (seed, step, parameter).
-
-    A process that holds a part of a gradient adds what a single process would have added to that part. Under LoRA the
-    noise is on the parameters trained, A and B; A, which several groups may share, gets it once: `drawn` holds the ids
-    of shared gradients that have theirs. `rates` are those of `find_langevin_rates`.
-    """
-    if group.gradients() is None:
-        return
-
-    def add(gradient: Tensor, parameter: Tensor, part: HeadView, *names: str) -> None:
-        noise = _draw_noise(gradient, seed, step, part, *names) * (deviation * rates[id(parameter)])
-        gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
-
-    with torch.no_grad():
-        for part in group.parts:
-            gradient = part.parameter.grad
-            if gradient is not None and is_sharded(gradient):
-                every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-                add(part.of(every), part.parameter, part)
-                add_own_part(gradient, every)
-                continue
-            for carrier in list_carriers(part):
-                own, common = carrier.factors or (part.parameter, part.parameter)
-                names = () if carrier.adapter is None else (carrier.adapter.name,)
-                add(carrier.own, own, part, *names)
-                shared = carrier.shared
-                if shared is not None and id(shared) not in drawn:
-                    drawn.add(id(shared))
-                    add(shared, common, part, *names, "shared")
-
-
 def find_langevin_rates(optimizer: Optimizer) -> dict[int, float | Tensor]:
     """Return the factor on Langevin noise that gives it the right temperature, for each parameter by its id.
 
@@ -286,11 +245,10 @@ class Repel(Method):
     """Repulsion between the parameters of heads: `repel`, as a value.
 
     Attributes:
-        rule: How heads repel each other.
+        rule, joint, when, noise, every: As for `repel`.
         projections: Projections it acts on, of query, key and value; None for all.
         grouping: Under grouped queries, "within" for query heads that repel those of their group, "across" for groups
             that repel one another; None for all query heads. See `Heads.grouped`.
-        joint, when, noise, every: As for `repel`.
 
     Raises:
         SettingError: A setting is of the wrong type or out of range.
@@ -327,8 +285,10 @@ class Repel(Method):
         if self.grouping is not None:
             chosen = chosen.grouped(self.grouping)
         require_proved(chosen)
-        find = self.rule.find_groups if isinstance(self.rule, Space) else find_groups
-        groups = find(chosen, joint=self.joint)
+        if isinstance(self.rule, Space):
+            groups = self.rule.find_groups(chosen, joint=self.joint)
+        else:
+            groups = find_groups(chosen, joint=self.joint)
         _require_particles(groups, chosen, self.rule)
         return Repulsion(chosen, divide_groups(unwrapped, groups), self, seed)
 
@@ -461,7 +421,7 @@ class Repulsion(Handle):
         return joined
 
     def stats(self) -> dict[str, Tensor]:
-        """Return "force_ratio": the norm of all repulsion over that of all driving terms at the last step, if any."""
+        """Return "force_ratio" of the last step, if any: norm of all repulsion over norm of all driving terms."""
         last = ForceNorms.join(attachment.last for attachment in self._attachments)
         if last is None:
             return {}
@@ -590,7 +550,12 @@ class Repulsion(Handle):
             self._add_noise(attachment, scale)
 
     def _add_noise(self, attachment: Attachment, scale: Tensor | None) -> None:
-        deviation = self.rule.noise_scale()
+        """Add N(0, (deviation rate)^2) to the gradients of the heads, the same for the same (seed, step, parameter).
+
+        A process that holds a part of a gradient adds what a single process would have added to that part. Under LoRA
+        the noise is on the parameters trained, A and B; A, which several groups may share, gets it once.
+        """
+        deviation, drawn = self.rule.noise_scale(), set[int]()
         if deviation == 0.0:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -599,9 +564,29 @@ class Repulsion(Handle):
                 "and again; leave optimizer.step() out of the graph, or use a rule without noise such as hw.SVGD()."
             )
         seed = self.seed if attachment.turn == 0 else derive_seed(self.seed, "turn", attachment.turn)
-        rates, drawn = find_langevin_rates(attachment.optimizer), set[int]()
-        for group in attachment.groups:
-            add_noise(group, deviation, rates, seed=seed, step=attachment.steps, scale=scale, drawn=drawn)
+        rates = find_langevin_rates(attachment.optimizer)
+
+        def add(gradient: Tensor, parameter: Tensor, part: HeadView, *names: str) -> None:
+            noise = _draw_noise(gradient, seed, attachment.steps, part, *names) * (deviation * rates[id(parameter)])
+            gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
+
+        with torch.no_grad():
+            ready = [group for group in attachment.groups if group.gradients() is not None]
+            for part in (part for group in ready for part in group.parts):
+                gradient = part.parameter.grad
+                if gradient is not None and is_sharded(gradient):
+                    every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+                    add(part.of(every), part.parameter, part)
+                    add_own_part(gradient, every)
+                    continue
+                for carrier in list_carriers(part):
+                    own, common = carrier.factors or (part.parameter, part.parameter)
+                    names = () if carrier.adapter is None else (carrier.adapter.name,)
+                    add(carrier.own, own, part, *names)
+                    shared = carrier.shared
+                    if shared is not None and id(shared) not in drawn:
+                        drawn.add(id(shared))
+                        add(shared, common, part, *names, "shared")
 
 
 def _require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule) -> None:

@@ -296,7 +296,8 @@ class SVGD(SteinRule):
         """The coefficients [*, M, M] of one step."""
         influence, repulsion = self._influence(geometry)
         drive = self.inverse_temperature * self.data_size * influence
-        return Mixing(drive, _weigh_prior(self.prior_precision, influence), repulsion, self._ratio)
+        prior = None if self.prior_precision == 0 else self.prior_precision * influence
+        return Mixing(drive, prior, repulsion, self._ratio)
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ class SPOS(SteinRule):
         """The coefficients [*, M, M] of one step, without the noise."""
         influence, repulsion = self._influence(geometry)
         influence = influence + self.step_size / self.inverse_temperature * identity(influence)
-        prior = _weigh_prior(self.prior_precision, influence)
+        prior = None if self.prior_precision == 0 else self.prior_precision * influence
         return Mixing(self.data_size * influence, prior, repulsion, self._ratio)
 
 
@@ -359,7 +360,8 @@ class SGLD:
     def mixing(self, geometry: Geometry) -> Mixing:
         """The coefficients [*, M, M] of one step, without the noise."""
         own = self.step_size * identity(geometry.squared_distances)
-        return Mixing(self.data_size * own, _weigh_prior(self.prior_precision, own), torch.zeros_like(own), None)
+        prior = None if self.prior_precision == 0 else self.prior_precision * own
+        return Mixing(self.data_size * own, prior, torch.zeros_like(own), None)
 
 
 @dataclass(frozen=True)
@@ -461,10 +463,6 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
     _require_particles("noise", noise, particles)
     kick = deviation * noise.to(dtype)
     return Forces(driving, repulsion, kick, driving - repulsion - kick)
-
-
-def _weigh_prior(precision: float, influence: Tensor) -> Tensor | None:
-    return None if precision == 0 else precision * influence
 
 
 def _require_particles(name: str, tensor: Tensor, like: Tensor | None) -> None:

@@ -161,7 +161,7 @@ def stacks_on(device: torch.device) -> bool:
 def _apply_local(
     rule: Rule, members: Sequence[Member], strength: Strength, scale: Tensor | None, process_groups: Sequence[Any]
 ) -> list[ForceNorms]:
-    """Apply a rule to groups whose columns are divided over the members of these process groups, or over none."""
+    """Apply a rule to groups that are whole, or whose columns are divided over the members of process groups."""
     batches: dict[tuple[int, torch.device], list[Member]] = defaultdict(list)
     for member in members:
         batches[member.group.particles, member.gradients[0].device].append(member)
