@@ -140,6 +140,17 @@ def test_a_run_goes_on_from_what_was_saved_in_the_same_handle_or_another(gone_on
         assert all(torch.equal(parameters[name], tensor) for name, tensor in found[0][1].items())
     with pytest.raises(SettingError, match="the state holds none; expected those of layers"):
         repulsion.load_state_dict({name: value for name, value in state.items() if name != "controls"})
+    name, control = next(iter(state["controls"].items()))
+    for broken, message in (
+        ({**control, "ratio": -1.0}, r"Control\.ratio is -1\.0"),
+        ({**control, "effective_heads": "3"}, r"Control\.effective_heads is '3'"),
+        ({**control, "integral": float("nan")}, r"Control\.integral is nan"),
+        ({**control, "at_highest": 1.5}, r"Control\.at_highest is 1\.5"),
+        ({"ratio": 0.5}, "expected a mapping with ratio, effective_heads, integral, at_highest"),
+    ):
+        with pytest.raises(SettingError, match=rf"the controller of layers\.0\.self_attn.*{message}"):
+            repulsion.load_state_dict({**state, "controls": {**state["controls"], name: broken}})
+    assert repulsion.steering.controls == found[0][0]
 
 
 def test_closures_that_are_called_again_and_steps_left_out_are_no_steps_of_a_controller():

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.heads import Heads, Site, group_slices
 from headwise.heads.view import HeadView, gather_full, is_sharded
-from headwise.kernels import Geometry, find_collapsed, geometry_from_grams, require_nonzero, shifted_gram
+from headwise.kernels import Geometry, find_collapsed, geometry_from_grams, shifted_gram
 from headwise.repulsion.optimizers import Watch, find_holder, has_gradient, is_within_step, list_held
 
 
@@ -191,10 +191,6 @@ class ParticleGroup:
                     raise LayoutError(f"{name} has a sparse gradient; repulsion needs a dense one.")
                 gradients.append(tensor.grad)
         return gradients
-
-    def require_nonzero(self) -> None:
-        """Raise `ShapeError` naming the heads that are zero, which have no direction."""
-        require_nonzero(f"{self.name}: heads", self.whole_views())
 
     def require_apart(self) -> None:
         """Raise `HeadwiseError` where heads are not finite, or all of them equal; `LayoutError` on the meta device."""

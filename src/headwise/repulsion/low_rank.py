@@ -314,8 +314,7 @@ class DriveRoutes(Handle):
 
     def __init__(self, groups: Sequence[ParticleGroup], drive: Callable[[ParticleGroup], Tensor]) -> None:
         super().__init__()
-        members: dict[tuple[nn.Module, str], list[Member]] = defaultdict(list)
-        adapters: dict[tuple[nn.Module, str], Adapter] = {}
+        members: dict[tuple[nn.Module, str], tuple[Adapter, list[Member]]] = {}
         for group in groups:
             for head_slice in group.slices:
                 # the columns of W_O are heads: there A is divided by heads
@@ -323,9 +322,9 @@ class DriveRoutes(Handle):
                     continue
                 for adapter in head_slice.adapters:
                     if adapter.trained:
-                        adapters[adapter.down, adapter.name] = adapter
-                        members[adapter.down, adapter.name].append((group, head_slice))
-        self.routes = [Route(adapter, members[key], drive) for key, adapter in adapters.items()]
+                        _, held = members.setdefault((adapter.down, adapter.name), (adapter, []))
+                        held.append((group, head_slice))
+        self.routes = [Route(*one, drive) for one in members.values()]
         for route in self.routes:
             route.refresh()
             self.hook_before(route.adapter.down, route.before_down)

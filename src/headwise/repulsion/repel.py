@@ -32,6 +32,7 @@ from headwise.heads.method import Method, Stage, require_tuple
 from headwise.heads.sharding import add_own_part, average_finite_over, is_distributed, write_own_part
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
 from headwise.heads.view import HeadView, gather_full, is_sharded
+from headwise.kernels import require_nonzero
 from headwise.nn.hooks import Handle
 from headwise.repulsion.groups import Attachment, ForceNorms, ParticleGroup, divide_groups, find_groups
 from headwise.repulsion.low_rank import DriveRoutes, ParameterSpace, list_carriers
@@ -615,4 +616,4 @@ def _require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule
     for group in groups:
         group.require_apart()
         if rule.needs_inner:
-            group.require_nonzero()
+            require_nonzero(f"{group.name}: heads", group.whole_views())
