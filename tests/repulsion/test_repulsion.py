@@ -152,6 +152,29 @@ def test_a_closure_is_wrapped_so_that_the_rule_sees_its_gradients():
         assert_gradients(model, expected)
 
 
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice in a step."""
+
+    def step(self, closure):
+        closure()
+        return closure()
+
+
+def test_gradients_that_a_closure_writes_in_place_are_acted_on_at_each_evaluation():
+    model = model_with_gradients()
+    expected = expected_gradients(model, RULE)
+    given = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer = Twice(model.parameters(), lr=0.0)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
+
+    def closure():
+        for name, parameter in model.named_parameters():
+            parameter.grad.copy_(given[name])
+
+    optimizer.step(closure)
+    assert_gradients(model, expected)
+
+
 def test_a_scale_of_the_gradients_multiplies_all_and_is_left_out_of_the_record():
     model, scale = model_with_gradients(), torch.tensor(1024.0)
     expected = {name: 1024.0 * value for name, value in expected_gradients(model, RULE).items()}
