@@ -1,15 +1,13 @@
-"""Kernels on particles, as [M, M] matrices, and the rules that choose their bandwidth.
+"""Kernels on particles, as [M, M] matrices, the rules that choose their bandwidth, and the Gram matrices they read.
 
 With R_i the repulsion on particle i, `repulsion @ particles` is R. Every kernel is written as
 R_i = sum_j (a_ij theta_i - b_ij theta_j) over the pairs that are apart, so that particles equal to rounding do not push
 each other. The bandwidth h is a constant of the step: nothing is differentiated through it. A group of one particle, or
 one whose median distance is zero, gets h = 1, so that its kernel stays finite and its repulsion is zero.
 
-Gram matrices of particles, and the squared distances computed from them.
-
 Sums are in float64 whatever the dtype of the parameters, and distances are taken between particles shifted by particle
 0 of their group: when heads collapse, the Gram matrix of unshifted float32 weights has no correct digit left. The Gram
-matrix of a group of several slices is the sum of theirs.
+matrix of a group of several slices is the sum of their matrices.
 """
 
 from __future__ import annotations
@@ -17,13 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from functools import partial
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError, ShapeError, require_positive
+from headwise.errors import SettingError, ShapeError
 from headwise.heads.sharding import sum_over
+from headwise.settings import Positive, check_fields
 
 __all__ = [
     "IMQ",
@@ -110,7 +110,7 @@ def plain_gram(view: Tensor) -> Tensor:
 
 
 def cross_gram(view: Tensor, other: Tensor) -> Tensor:
-    """The inner products of the entries of one view with those of another of its shape: float64 [M, M].
+    """The inner products of the particles in two views [M, ...] of one shape: float64 [M, M].
 
     >>> cross_gram(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).tolist()
     [[11.0]]
@@ -137,24 +137,28 @@ def find_collapsed(geometry: Geometry) -> Tensor:
     return equal if geometry.squared_distances.shape[-1] > 1 else torch.zeros_like(equal)
 
 
-def require_nonzero(particles: Tensor) -> None:
-    """Raise `ShapeError` naming the particles of [M, D] that are zero, which a kernel on directions cannot take.
+def find_medoids(geometry: Geometry) -> Tensor:
+    """The particle nearest to all others, [*]: differences to it have the smallest rounding errors."""
+    return geometry.squared_distances.sum(-1).argmin(-1)
 
-    >>> require_nonzero(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+
+def require_nonzero(name: str, views: Sequence[Tensor]) -> None:
+    """Raise `ShapeError` naming the particles of some [M, ...] views that are zero, and so have no direction.
+
+    >>> require_nonzero("particles", [torch.tensor([[1.0, 0.0], [0.0, 2.0]])])
     """
-    zero = (squared_norms(particles) <= SMALLEST).nonzero().flatten().tolist()
+    squares = add_up([squared_norms(view) for view in views])
+    zero = (squares <= SMALLEST).nonzero().flatten().tolist()
     if zero:
         raise ShapeError(
-            f"particles {zero} of {len(particles)} are zero and have no direction; expected nonzero particles. "
-            "Initialize those heads, or use a kernel on distances such as RBF()."
+            f"{name} {zero} of {len(squares)} are zero and have no direction; initialize those heads, or use a kernel "
+            "on distances such as RBF()."
         )
 
 
 @dataclass(frozen=True, eq=False)
 class GramSums:
     """Inner products of G groups of M particles, float64: what a step needs of whole particles and gradients.
-
-    Where processes hold different columns of them, each adds up its columns and `add_over_processes` adds the sums.
 
     Attributes:
         shifted: Of the particles less particle 0, [G, M, M].
@@ -172,14 +176,18 @@ class GramSums:
 
     def driving_norms(self, driving: Tensor, prior: Tensor | None) -> Tensor | None:
         """Return the norms of K g + P theta, [G]: ||K g||^2 = tr(K g g^T K^T), and so on; None for whole gradients."""
+
+        def trace(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+            return (left @ matrix * right).sum((-2, -1))
+
         if self.gradients is None:
             return None
-        squares = _quadratic(driving, self.gradients, driving)
+        squares = trace(driving, self.gradients, driving)
         if prior is not None:
             assert self.products is not None  # the sums of a rule with a prior have them, and these too
             assert self.plain is not None
-            squares = squares + 2.0 * _quadratic(driving, self.products, prior)
-            squares = squares + _quadratic(prior, self.plain, prior)
+            squares = squares + 2.0 * trace(driving, self.products, prior)
+            squares = squares + trace(prior, self.plain, prior)
         return torch.where(squares > 0, squares, squares * 0.0).sqrt()
 
 
@@ -195,30 +203,23 @@ def add_over_processes(process_groups: Sequence[Any], every: Sequence[GramSums])
     """
     if not process_groups:
         return list(every)
-    parts = [part for sums in every for part in _pack(sums)]
+    matrices = [{name: own for name, own in vars(sums).items() if own is not None} for sums in every]
+    parts = [
+        own if name in NOT_SYMMETRIC else own[:, *_triangle(name, own)]
+        for sums in matrices
+        for name, own in sums.items()
+    ]
     added = iter(sum_over(process_groups, parts))
-    return [_unpack(sums, added) for sums in every]
-
-
-def _pack(sums: GramSums) -> Iterator[Tensor]:
-    for name, matrix in _list_matrices(sums):
-        yield matrix if name in NOT_SYMMETRIC else matrix[:, *_triangle(name, matrix)]
-
-
-def _unpack(sums: GramSums, added: Iterator[Tensor]) -> GramSums:
-    found: dict[str, Tensor] = {}
-    for name, matrix in _list_matrices(sums):
-        found[name] = part = next(added)
-        if name not in NOT_SYMMETRIC:
-            rows, columns = _triangle(name, matrix)
-            found[name] = torch.zeros_like(matrix)
-            found[name][:, rows, columns] = part
-            found[name][:, columns, rows] = part
-    return GramSums(**found)
-
-
-def _list_matrices(sums: GramSums) -> list[tuple[str, Tensor]]:
-    return [(name, matrix) for name, matrix in vars(sums).items() if matrix is not None]
+    for sums in matrices:
+        for name, own in sums.items():
+            part = next(added)
+            if name not in NOT_SYMMETRIC:
+                rows, columns = _triangle(name, own)
+                whole = torch.zeros_like(own)
+                whole[:, rows, columns] = whole[:, columns, rows] = part
+                part = whole
+            sums[name] = part
+    return [GramSums(**sums) for sums in matrices]
 
 
 def _triangle(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,11 +227,6 @@ def _triangle(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
     first = 1 if name == "shifted" else 0
     rows, columns = torch.triu_indices(matrix.shape[-1] - first, matrix.shape[-1] - first, device=matrix.device) + first
     return rows, columns
-
-
-def _quadratic(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
-    """Return tr(left @ matrix @ right^T) of each group."""
-    return (left @ matrix * right).sum((-2, -1))
 
 
 def _empty_gram(view: Tensor) -> Tensor:
@@ -246,6 +242,15 @@ def _columns(view: Tensor) -> Iterator[Tensor]:
         yield columns.to(torch.float64, copy=True)
 
 
+def require_instance(kind: type, expected: str, name: str, value: object) -> None:
+    """Raise `SettingError` unless a value has what a protocol asks for; a class is not one of its instances.
+
+    >>> require_instance(Bandwidth, "a rule such as Median()", "RBF.bandwidth", Fixed(1.0))
+    """
+    if isinstance(value, type) or not isinstance(value, kind):
+        raise SettingError(f"{name} is {value!r}; expected {expected}.")
+
+
 @runtime_checkable
 class Bandwidth(Protocol):
     """A rule for h: `Median()`, `ReleasedMedian()`, `Fixed(value)`, or your own frozen dataclass."""
@@ -253,6 +258,11 @@ class Bandwidth(Protocol):
     def resolve(self, squared_distances: Tensor) -> Tensor:
         """The bandwidth [*] of groups with squared distances [*, M, M]."""
         ...
+
+
+AnyBandwidth = Annotated[
+    Bandwidth, partial(require_instance, Bandwidth, "a rule such as Median() or Fixed(1.0), an instance")
+]
 
 
 @dataclass(frozen=True)
@@ -302,10 +312,9 @@ class Fixed:
         value: the bandwidth, in squared units of the particles; above 0.
     """
 
-    value: float
+    value: Positive
 
-    def __post_init__(self) -> None:
-        require_positive("Fixed.value", self.value)
+    __post_init__ = check_fields
 
     def resolve(self, squared_distances: Tensor) -> Tensor:
         """The bandwidth [*] of groups with squared distances [*, M, M]."""
@@ -342,16 +351,11 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class BandwidthKernel:
-    """What kernels with a bandwidth share."""
+    """Kernels with a bandwidth."""
 
-    bandwidth: Bandwidth = field(default_factory=Median)
+    bandwidth: AnyBandwidth = field(default_factory=Median)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.bandwidth, type) or not isinstance(self.bandwidth, Bandwidth):
-            raise SettingError(
-                f"{type(self).__name__}.bandwidth is {self.bandwidth!r}; expected a rule such as Median() or "
-                "Fixed(1.0), an instance."
-            )
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -412,10 +416,7 @@ class Cosine:
     needs_inner: ClassVar[bool] = True
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
-        """The kernel's values and repulsion coefficients, each [*, M, M].
-
-        A zero particle counts as orthogonal to all others; it neither pushes nor is pushed.
-        """
+        """Values and repulsion coefficients [*, M, M]; a zero particle is orthogonal to all and is not pushed."""
         inverse, cosine, apart = _directions(geometry)
         toward_self = inverse.unsqueeze(-1) * inverse.unsqueeze(-2)
         repulsion = _pairwise(toward_self, cosine * inverse.square().unsqueeze(-2), apart)
@@ -438,10 +439,7 @@ class NormalizedRBF(BandwidthKernel):
     needs_inner: ClassVar[bool] = True
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
-        """The kernel's values and repulsion coefficients, each [*, M, M].
-
-        A zero particle counts as orthogonal to all others; it neither pushes nor is pushed.
-        """
+        """Values and repulsion coefficients [*, M, M]; a zero particle is orthogonal to all and is not pushed."""
         inverse, cosine, apart = _directions(geometry)
         distances = torch.where(apart, 2 - 2 * cosine, 0.0)
         h = self.bandwidth.resolve(distances)[..., None, None]
@@ -468,10 +466,7 @@ class RadialRBF(BandwidthKernel):
     needs_inner: ClassVar[bool] = True
 
     def matrices(self, geometry: Geometry) -> KernelMatrices:
-        """The kernel's values and repulsion coefficients, each [*, M, M]; the latter diagonal.
-
-        A zero particle has no direction, and is not pushed.
-        """
+        """Values and repulsion coefficients [*, M, M], the latter diagonal; a zero particle is not pushed."""
         inverse, _, _ = _directions(geometry)
         assert geometry.inner is not None  # `_directions` read it
         kernel = RBF(self.bandwidth).matrices(geometry)
@@ -480,10 +475,9 @@ class RadialRBF(BandwidthKernel):
 
 
 def cosine_gradient(geometry: Geometry) -> Tensor:
-    """The coefficients [*, M, M] of grad_{theta_i} sum_j cos(theta_i, theta_j), for a penalty on cosines.
+    """The coefficients [*, M, M] of grad_{theta_i} sum_j cos(theta_i, theta_j), from a geometry with inner products.
 
-    Row i is sum_j [theta_j / (n_i n_j) - cos_ij theta_i / n_i^2], orthogonal to theta_i. Its argument must hold inner
-    products.
+    Row i is sum_j [theta_j / (n_i n_j) - cos_ij theta_i / n_i^2], orthogonal to theta_i.
     """
     inverse, cosine, apart = _directions(geometry)
     on_self = cosine * inverse.square().unsqueeze(-1)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from headwise.errors import SettingError, require_integer, require_range
-from headwise.settings import NonNegative, Positive, Rate, check_fields
+from headwise.errors import SettingError, require_range
+from headwise.settings import Natural, NonNegative, Positive, Rate, Real, check_fields
 
 _logger = logging.getLogger(__name__)
 # How many measurements in a row a controller may stand at its highest ratio before it counts as saturated.
@@ -81,10 +81,10 @@ class Control:
         at_highest: Number of measurements in a row with the ratio at its highest.
     """
 
-    ratio: float = 0.0
-    effective_heads: float | None = None
-    integral: float = 0.0
-    at_highest: int = 0
+    ratio: NonNegative = 0.0
+    effective_heads: Real | None = None
+    integral: Real = 0.0
+    at_highest: Natural = 0
 
     @property
     def saturated(self) -> bool:
@@ -145,17 +145,13 @@ def read_controls(state: Any, names: Iterable[str]) -> dict[str, Control]:
             f"the state holds {held}; expected those of {', '.join(expected) or 'nothing'}: resume with the strength "
             "it was saved with."
         )
-    return {name: _read_control(name, own) for name, own in state.items()}
-
-
-def _read_control(name: str, own: Any) -> Control:
-    fields = asdict(Control())
-    if not isinstance(own, Mapping) or own.keys() != fields.keys():
-        raise SettingError(f"the controller of {name} is {own!r}; expected a mapping with {', '.join(fields)}.")
-    control = Control(**own)
-    require_range(f"ratio of {name}", control.ratio, low=0.0)
-    require_range(f"integral of {name}", control.integral)
-    if control.effective_heads is not None:
-        require_range(f"effective_heads of {name}", control.effective_heads)
-    require_integer(f"at_highest of {name}", control.at_highest)
-    return control
+    fields, controls = asdict(Control()), {}
+    for name, own in state.items():
+        if not isinstance(own, Mapping) or own.keys() != fields.keys():
+            raise SettingError(f"the controller of {name} is {own!r}; expected a mapping with {', '.join(fields)}.")
+        controls[name] = Control(**own)
+        try:
+            check_fields(controls[name])
+        except SettingError as error:
+            raise SettingError(f"the controller of {name}: {error}") from None
+    return controls

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 from torch import Tensor
 
 from equations.draws import draw
 from headwise.errors import SettingError, ShapeError
-from headwise.kernels import RBF, Cosine, NormalizedRBF
+from headwise.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF
 from headwise.repulsion.function_space import FunctionSVGD, SpanSVGD
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
-from headwise.strength import Relative
+from headwise.strength import Relative, Target
 
 NOISY = (SPOS, SGLD)
 
@@ -27,15 +28,16 @@ def test_noise_is_required_where_the_rule_adds_it_and_refused_elsewhere():
         update(SGLD(1.7), theta, g, draw(4, 6))
 
 
-@pytest.mark.parametrize("rule", ["svgd", None, SVGD])
-def test_what_is_no_rule_is_refused(rule):
-    with pytest.raises(SettingError, match=r"rule is .*; expected a particle rule"):
-        update(rule, draw(4, 5), draw(4, 5, seed=1))
-
-
-@pytest.mark.parametrize("rule", [SpanSVGD(alpha=0.3), FunctionSVGD(alpha=0.3)])
-def test_a_rule_on_what_heads_span_or_compute_is_refused(rule: Rule):
-    with pytest.raises(SettingError, match=f"{type(rule).__name__}.* compares what heads span or compute"):
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        *((rule, "rule is .*; expected a particle rule") for rule in ("svgd", None, SVGD)),
+        *((kind(0.3), f"{kind.__name__}.* compares what heads span or compute") for kind in (SpanSVGD, FunctionSVGD)),
+        (SVGD(Target(3.0)), "has no strength without a model"),
+    ],
+)
+def test_what_is_no_rule_on_particles_is_refused(rule, message: str):
+    with pytest.raises(SettingError, match=message):
         update(rule, draw(4, 5), draw(4, 5, seed=1))
 
 
@@ -69,41 +71,44 @@ def test_bad_particles_are_refused(particles: Tensor, gradients: Tensor, message
         update(SVGD(), particles, gradients)
 
 
-BAD_SETTINGS = [
-    ("alpha", -0.1),
-    ("alpha", math.nan),
-    ("alpha", None),
-    ("step_size", 0.0),
-    ("kernel", RBF),
-    ("kernel", "rbf"),
-    ("smoothing", 1),
-    ("prior_precision", -1.0),
-    ("data_size", 0.0),
-    ("inverse_temperature", 0.0),
-    ("inverse_temperature", math.inf),
-]
+BAD = {
+    "alpha": [-0.1, math.nan, None],
+    "step_size": [0.0],
+    "kernel": [RBF, "rbf"],
+    "bandwidth": [Median, 2.0, None],
+    "smoothing": [1],
+    "prior_precision": [-1.0],
+    "data_size": [0.0],
+    "inverse_temperature": [0.0, math.inf],
+    "value": [0.0, -1.0, math.nan, math.inf, True, "1"],
+    "ratio": [0.0, -1.0, math.inf, True],
+    "effective_heads": [0.5],
+    "highest": [0.0],
+    "proportional": [-1.0],
+    "integral": [-1.0],
+    "back": [-1.0],
+    "decay": [1.0],
+}
+NEEDED = {
+    SPOS: {"inverse_temperature": 1.7},
+    SGLD: {"inverse_temperature": 1.7},
+    Fixed: {"value": 1.0},
+    Relative: {"ratio": 0.1},
+    Target: {"effective_heads": 2.0},
+}
+OWNERS = (SVGD, SPOS, SGLD, CosinePenalty, CosineRepulsion, FunctionSVGD, SpanSVGD, RBF, IMQ, NormalizedRBF, RadialRBF)
 
 
-@pytest.mark.parametrize(
-    ("owner", "field", "value"),
-    [
-        (owner, field, value)
-        for owner in (SVGD, SPOS, SGLD, CosinePenalty, CosineRepulsion)
-        for field, value in BAD_SETTINGS
-        if field in owner.__dataclass_fields__
-    ],
-)
-def test_settings_out_of_range_are_refused_by_name(owner: type, field: str, value: object):
-    needed = {"inverse_temperature": 1.7} if owner in NOISY else {}
+@pytest.mark.parametrize("owner", [*OWNERS, Fixed, Relative, Target])
+def test_settings_out_of_range_are_refused_by_name(owner: type):
+    held = [field.name for field in fields(owner)]
+    needed = NEEDED.get(owner, {})
     owner(**needed)
-    with pytest.raises(SettingError, match=f"{owner.__name__}.{field}"):
-        owner(**{**needed, field: value})
-
-
-@pytest.mark.parametrize("ratio", [0.0, -1.0, math.inf, True])
-def test_a_relative_strength_is_positive(ratio: float):
-    with pytest.raises(SettingError, match=r"Relative\.ratio"):
-        Relative(ratio)
+    checked = [(name, value) for name in held for value in BAD[name]]
+    assert checked
+    for name, value in checked:
+        with pytest.raises(SettingError, match=rf"{owner.__name__}\.{name} is "):
+            owner(**{**needed, name: value})
 
 
 def test_the_temperature_of_a_noisy_rule_has_no_default():

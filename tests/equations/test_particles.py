@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equations.draws import draw
+from equations.draws import EPS, close, draw
+from equations.test_kernels import kappa_and_repulsion
 from headwise.kernels import (
     IMQ,
     RBF,
@@ -26,34 +27,11 @@ from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepu
 from headwise.strength import Relative
 from reference import particles as reference
 
-EPS = torch.finfo(torch.float64).eps
 NOISY = (SPOS, SGLD)
 
 
 def matrix(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
-
-
-def close(actual: Tensor, wanted: Tensor, *, terms: float = 1024) -> None:
-    scale = max(1.0, float(wanted.abs().max()))
-    torch.testing.assert_close(actual, wanted, rtol=0, atol=terms * EPS * scale)
-
-
-def kappa_and_repulsion(kernel: Kernel, theta: Tensor) -> tuple[reference.Kappa, Tensor]:
-    match kernel:
-        case RBF(bandwidth=ReleasedMedian()):
-            kappa = reference.rbf(reference.released_bandwidth(theta))
-        case RBF():
-            kappa = reference.rbf(reference.median_bandwidth(theta))
-        case IMQ(bandwidth=Fixed(value=h)):
-            kappa = reference.imq(h)
-        case NormalizedRBF():
-            units = theta / theta.norm(dim=1, keepdim=True)
-            kappa = reference.directions(reference.rbf(reference.median_bandwidth(units)))
-            return kappa, reference.tangential_repulsion(theta, kappa)
-        case _:
-            kappa = reference.cosine
-    return kappa, reference.repulsion(theta, kappa)
 
 
 kernels = st.sampled_from([RBF(), RBF(ReleasedMedian()), IMQ(Fixed(1.3)), Cosine(), NormalizedRBF()])
@@ -70,38 +48,34 @@ RULES: list[Rule] = [
 ]
 
 
-def test_svgd_under_the_papers_bandwidth_gives_the_golden_gradient():
-    theta, g = matrix([[0, 0], [1, 0], [0, 2]]), matrix([[1, 0], [0, 1], [1, 1]])
-    wanted = matrix([[0.05140082, 0.04254237], [0.02449531, 0.04641353], [0.04676324, 0.03103497]])
-    step = update(SVGD(alpha=0.5, step_size=0.1), theta, g)
-    torch.testing.assert_close(step.gradient, wanted, rtol=0, atol=1e-8)
+TRIANGLE = [[0, 0], [1, 0], [0, 2]]
+CORNER = [[1, 0], [1, 1], [0, 2]]
+GOLDEN = [
+    (SVGD(0.5, 0.1), TRIANGLE, [[0.05140082, 0.04254237], [0.02449531, 0.04641353], [0.04676324, 0.03103497]]),
+    (
+        SVGD(0.5, 0.1, RBF(ReleasedMedian())),
+        TRIANGLE,
+        [[0.04501599, 0.00882456], [-0.00323169, 0.03345614], [0.03350867, 0.03291462]],
+    ),
+    (CosinePenalty(0.5, 0.1), CORNER, [[0.1, 0.02845180], [0, 0.1], [0.11422589, 0.1]]),
+    (
+        CosineRepulsion(0.5, 0.1),
+        CORNER,
+        [[0.08577411, 0.00589256], [-0.00589256, 0.08821489], [0.10589256, 0.07744078]],
+    ),
+    (SVGD(0.5, 0.1, Cosine()), CORNER, [[0.01910744, 0.02946278], [0.04124790, 0.04511845], [0.03922589, 0.03434434]]),
+]
 
 
-def test_svgd_under_the_released_bandwidth_gives_the_golden_gradient():
-    theta, g = matrix([[0, 0], [1, 0], [0, 2]]), matrix([[1, 0], [0, 1], [1, 1]])
-    wanted = matrix([[0.04501599, 0.00882456], [-0.00323169, 0.03345614], [0.03350867, 0.03291462]])
-    step = update(SVGD(alpha=0.5, step_size=0.1, kernel=RBF(ReleasedMedian())), theta, g)
-    torch.testing.assert_close(step.gradient, wanted, rtol=0, atol=1e-8)
+@pytest.mark.parametrize(("rule", "theta", "wanted"), GOLDEN, ids=str)
+def test_rules_give_the_golden_gradients(rule: Rule, theta: list, wanted: list):
+    g = matrix([[1, 0], [0, 1], [1, 1]])
+    digits = 1e-7 if rule.needs_inner else 1e-8
+    torch.testing.assert_close(update(rule, matrix(theta), g).gradient, matrix(wanted), rtol=0, atol=digits)
 
 
-@pytest.mark.parametrize(
-    ("rule", "wanted"),
-    [
-        (CosinePenalty(0.5, 0.1), [[0.1, 0.02845180], [0, 0.1], [0.11422589, 0.1]]),
-        (
-            CosineRepulsion(0.5, 0.1),
-            [[0.08577411, 0.00589256], [-0.00589256, 0.08821489], [0.10589256, 0.07744078]],
-        ),
-        (
-            SVGD(0.5, 0.1, Cosine()),
-            [[0.01910744, 0.02946278], [0.04124790, 0.04511845], [0.03922589, 0.03434434]],
-        ),
-    ],
-    ids=["penalty", "repulsion", "smoothed"],
-)
-def test_the_cosine_family_gives_the_golden_gradients(rule: Rule, wanted: list[list[float]]):
-    theta, g = matrix([[1, 0], [1, 1], [0, 2]]), matrix([[1, 0], [0, 1], [1, 1]])
-    torch.testing.assert_close(update(rule, theta, g).gradient, matrix(wanted), rtol=0, atol=1e-7)
+target = st.fixed_dictionaries({"prior_precision": amounts, "data_size": amounts, "inverse_temperature": amounts})
+LETTERS = {"prior_precision": "tau", "data_size": "N", "inverse_temperature": "beta"}
 
 
 @settings(max_examples=40)
@@ -110,89 +84,29 @@ def test_the_cosine_family_gives_the_golden_gradients(rule: Rule, wanted: list[l
     width=st.integers(2, 5),
     seed=st.integers(0, 999),
     kernel=kernels,
-    alpha=amounts,
-    epsilon=amounts,
-    tau=amounts,
-    size=amounts,
-    beta=amounts,
+    strength=st.tuples(amounts, amounts),
+    target=target,
     smoothing=st.booleans(),
 )
-def test_svgd_and_spos_equal_the_loops(
-    count: int,
-    width: int,
-    seed: int,
-    kernel: Kernel,
-    alpha: float,
-    epsilon: float,
-    tau: float,
-    size: float,
-    beta: float,
-    smoothing: bool,
-):
-    theta, g, xi = draw(count, width, seed=seed), draw(count, width, seed=seed + 1), draw(count, width, seed=seed + 2)
+def test_svgd_and_spos_equal_the_loops(count, width, seed, kernel, strength, target, smoothing):
+    theta, g, xi = (draw(count, width, seed=seed + one) for one in range(3))
     kappa, repulsion = kappa_and_repulsion(kernel, theta)
-    svgd = SVGD(
-        alpha,
-        epsilon,
-        kernel,
-        smoothing=smoothing,
-        prior_precision=tau,
-        data_size=size,
-        inverse_temperature=beta,
-    )
-    spos = SPOS(
-        alpha,
-        epsilon,
-        kernel,
-        smoothing=smoothing,
-        prior_precision=tau,
-        data_size=size,
-        inverse_temperature=beta,
-    )
+    letters = {LETTERS[name]: value for name, value in target.items()}
+    letters |= {"alpha": strength[0], "epsilon": strength[1], "smoothing": smoothing}
+    svgd, spos = (kind(*strength, kernel, smoothing=smoothing, **target) for kind in (SVGD, SPOS))
     # Cosines near 1 cost a kernel on directions half its digits.
     terms = 1e6 if kernel.needs_inner else 1024
-    close(
-        update(svgd, theta, g).gradient,
-        reference.svgd(
-            theta, g, kappa, repulsion, alpha=alpha, epsilon=epsilon, tau=tau, N=size, beta=beta, smoothing=smoothing
-        ),
-        terms=terms,
-    )
-    close(
-        update(spos, theta, g, xi).gradient,
-        reference.spos(
-            theta,
-            g,
-            kappa,
-            repulsion,
-            xi,
-            alpha=alpha,
-            epsilon=epsilon,
-            tau=tau,
-            N=size,
-            beta=beta,
-            smoothing=smoothing,
-        ),
-        terms=terms,
-    )
+    close(update(svgd, theta, g).gradient, reference.svgd(theta, g, kappa, repulsion, **letters), terms=terms)
+    close(update(spos, theta, g, xi).gradient, reference.spos(theta, g, kappa, repulsion, xi, **letters), terms=terms)
 
 
 @settings(max_examples=15)
-@given(
-    count=st.sampled_from([1, 2, 4]),
-    seed=st.integers(0, 999),
-    epsilon=amounts,
-    tau=amounts,
-    size=amounts,
-    beta=amounts,
-)
-def test_sgld_equals_the_loop(count: int, seed: int, epsilon: float, tau: float, size: float, beta: float):
-    theta, g, xi = draw(count, 3, seed=seed), draw(count, 3, seed=seed + 1), draw(count, 3, seed=seed + 2)
-    rule = SGLD(beta, epsilon, prior_precision=tau, data_size=size)
-    close(
-        update(rule, theta, g, xi).gradient,
-        reference.sgld(theta, g, xi, epsilon=epsilon, tau=tau, N=size, beta=beta),
-    )
+@given(count=st.sampled_from([1, 2, 4]), seed=st.integers(0, 999), epsilon=amounts, target=target)
+def test_sgld_equals_the_loop(count: int, seed: int, epsilon: float, target: dict):
+    theta, g, xi = (draw(count, 3, seed=seed + one) for one in range(3))
+    letters = {LETTERS[name]: value for name, value in target.items()}
+    found = update(SGLD(step_size=epsilon, **target), theta, g, xi).gradient
+    close(found, reference.sgld(theta, g, xi, epsilon=epsilon, **letters))
 
 
 @settings(max_examples=15)
@@ -311,12 +225,8 @@ def test_the_noise_has_the_papers_scale():
 
 
 def test_rules_say_which_geometry_they_read():
-    assert not SVGD().needs_inner
-    assert not SGLD(1.7).needs_inner
-    assert SVGD(kernel=Cosine()).needs_inner
-    assert SPOS(kernel=NormalizedRBF(), inverse_temperature=1.7).needs_inner
-    assert CosinePenalty().needs_inner
-    assert CosineRepulsion().needs_inner
+    read = [SVGD(kernel=Cosine()), SPOS(kernel=NormalizedRBF(), inverse_temperature=1.7), CosinePenalty()]
+    assert [rule.needs_inner for rule in (*read, CosineRepulsion(), SVGD(), SGLD(1.7))] == [True] * 4 + [False] * 2
 
 
 def test_a_flat_prior_costs_nothing():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from equations.draws import close, draw
 from headwise.kernels import (
     IMQ,
     RBF,
@@ -23,8 +24,6 @@ from headwise.kernels import (
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion, Rule, update
 from headwise.strength import Relative
 
-EPS = torch.finfo(torch.float64).eps
-
 bandwidths = st.sampled_from([Median(), ReleasedMedian(), Fixed(1.3)])
 kernels = st.one_of(
     st.builds(RBF, bandwidths), st.builds(IMQ, bandwidths), st.builds(NormalizedRBF, bandwidths), st.just(Cosine())
@@ -39,15 +38,6 @@ rules = st.one_of(
     st.builds(CosinePenalty, strengths, amounts),
     st.builds(CosineRepulsion, strengths, amounts),
 )
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(actual: Tensor, wanted: Tensor, *, terms: float = 4096) -> None:
-    scale = max(1.0, float(wanted.abs().max()))
-    torch.testing.assert_close(actual, wanted, rtol=0, atol=terms * EPS * scale)
 
 
 def step(rule: Rule, theta: Tensor, g: Tensor, xi: Tensor) -> Tensor:
@@ -116,22 +106,14 @@ def test_without_repulsion_svgd_is_smoothing_alone(kernel: Kernel):
     assert not forces.repulsion.any()
 
 
-@pytest.mark.parametrize("kernel", [RBF, IMQ])
-def test_a_huge_bandwidth_gives_every_head_the_mean_gradient(kernel):
-    g = draw(5, 4, seed=1)
-    huge = 1e14
-    gradient = update(SVGD(0.7, 0.3, kernel(Fixed(huge))), draw(5, 4), g).gradient
-    torch.testing.assert_close(gradient, 0.3 * g.mean(0).expand_as(g), rtol=0, atol=1e3 / huge)
-
-
-@pytest.mark.parametrize("kernel", [RBF(Fixed(1e-6)), IMQ(Fixed(1e-26))], ids=str)
-def test_a_tiny_bandwidth_gives_every_head_its_own_gradient_over_the_number_of_heads(kernel: Kernel):
-    g = draw(5, 4, seed=1)
-    torch.testing.assert_close(update(SVGD(0.0, 0.3, kernel), draw(5, 4), g).driving, 0.3 / 5 * g, rtol=0, atol=1e-12)
-
-
-def test_a_tiny_bandwidth_leaves_an_rbf_without_repulsion():
-    assert not update(SVGD(0.7, 0.3, RBF(Fixed(1e-6))), draw(5, 4), draw(5, 4, seed=1)).repulsion.any()
+def test_a_huge_bandwidth_gives_the_mean_gradient_and_a_tiny_one_each_heads_own():
+    theta, g, huge = draw(5, 4), draw(5, 4, seed=1), 1e14
+    for large, tiny in ((RBF(Fixed(huge)), RBF(Fixed(1e-6))), (IMQ(Fixed(huge)), IMQ(Fixed(1e-26)))):
+        gradient = update(SVGD(0.7, 0.3, large), theta, g).gradient
+        torch.testing.assert_close(gradient, 0.3 * g.mean(0).expand_as(g), rtol=0, atol=1e3 / huge)
+        driving = update(SVGD(0.0, 0.3, tiny), theta, g).driving
+        torch.testing.assert_close(driving, 0.3 / 5 * g, rtol=0, atol=1e-12)
+    assert not update(SVGD(0.7, 0.3, RBF(Fixed(1e-6))), theta, g).repulsion.any()
 
 
 @pytest.mark.parametrize("count", [3, 4, 8, 30])

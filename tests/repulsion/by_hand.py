@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,38 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return (model(batch(step, model)) - 1.0).square().mean()
 
 
+def run(
+    model: nn.Module,
+    optimizer: Optimizer,
+    edit: Callable[[], None] = lambda: None,
+    *,
+    steps: int = 4,
+    closure: Literal["", "given", "keyword"] = "",
+    set_to_none: bool = True,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Steps of a training loop; `before` comes between the backward pass and `edit`, `after` after the step."""
+    for step in range(steps):
+
+        def forward_and_backward(step: int = step) -> Tensor:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(model, step)
+            loss.backward()
+            before()
+            edit()
+            return loss
+
+        if not closure:
+            forward_and_backward()
+            optimizer.step()
+        else:
+            given = {"closure": forward_and_backward} if closure == "keyword" else {}
+            loss = optimizer.step(**given) if given else optimizer.step(forward_and_backward)
+            assert loss.requires_grad
+        after()
+
+
 def trained(loop: Loop, how: str, dtype: torch.dtype = torch.float64, rule: Rule = RULE) -> dict[str, Tensor]:
     """Parameters after a loop: "plain", with repulsion written in "by hand", or by `hw.repel`."""
     torch.manual_seed(0)
@@ -73,6 +106,22 @@ def trained(loop: Loop, how: str, dtype: torch.dtype = torch.float64, rule: Rule
     for handle in made:
         handle.check()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_gradients(model: nn.Module, expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    """Assert that every parameter has the gradient that is expected."""
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.double(), expected[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def repelled(rule: Rule = RULE, *, lr: float = 0.0, dtype: torch.dtype = torch.float32, **sizes):
+    """A model with gradients, an optimizer, and the handle of a repulsion."""
+    options = {name: sizes.pop(name) for name in ("when", "noise", "joint", "seed") if name in sizes}
+    model = model_with_gradients(dtype=dtype, **sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return model, optimizer, hw.repel(hw.find_heads(model), rule, optimizer, **options)
 
 
 def assert_as_by_hand(loop: Loop, dtype: torch.dtype = torch.float64, **tolerance: float) -> None:

@@ -49,7 +49,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
-        if packet in WAITING or _by_mask(packet, args) or _crosses(packet, args, kwargs or {}):
+        if _waits(packet, args, kwargs or {}):
             raise AssertionError(f"{func} waits for the device")
         if not func.is_view and packet not in SILENT:
             self.counts[str(packet)] += 1
@@ -64,21 +64,16 @@ class Waits(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
-        if packet in WAITING or _by_mask(packet, args) or _crosses(packet, args, kwargs or {}):
-            self.counts[str(packet)] += 1
+        if _waits(func.overloadpacket, args, kwargs or {}):
+            self.counts[str(func.overloadpacket)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _crosses(packet: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor goes from one device to another."""
+def _waits(packet: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host waits: it reads a value, a tensor goes to another device, or a shape depends on a mask."""
     given = [argument.device for argument in args if isinstance(argument, torch.Tensor) and argument.dim() > 0]
     asked = kwargs.get("device")
     kinds = {device.type for device in given} | ({asked.type} if asked is not None and given else set())
-    return packet in (aten._to_copy, aten.copy_) and len(kinds) > 1
-
-
-def _by_mask(packet: Any, args: Any) -> bool:
-    """Whether the shape of what comes out depends on which entries of a mask are True."""
+    crosses = packet in (aten._to_copy, aten.copy_) and len(kinds) > 1
     indices = args[1] if packet in (aten.index, aten.index_put_) else ()
-    return any(index is not None and index.dtype == torch.bool for index in indices)
+    return packet in WAITING or crosses or any(i is not None and i.dtype == torch.bool for i in indices)

@@ -1,4 +1,4 @@
-"""Repulsion of what heads compute: the pull-back against autograd, and blindness to the basis a head happens to use."""
+"""Repulsion of what heads compute, and of subspaces: against autograd, and blind to the basis a head happens to use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads.attentions import SeparateAttention
-from headwise.kernels import geometry
-from headwise.repulsion.function_space import FunctionSVGD, compute_products, pull_back
+from headwise.repulsion.function_space import FunctionSVGD
 
 HEADS, SIZE, WIDTH = 3, 4, 12
 
@@ -31,30 +30,16 @@ def stepped(model: nn.Module, rule: object, gradient: float = 0.0) -> dict[str, 
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("kernel", [hw.kernels.RBF(hw.kernels.Fixed(3.0)), hw.kernels.IMQ(hw.kernels.Fixed(2.0))])
-def test_the_force_is_the_gradient_of_the_kernel_in_the_parameters(kernel):
-    torch.manual_seed(1)
-    first = torch.randn(HEADS, SIZE, 5, dtype=torch.float64, requires_grad=True)
-    second = torch.randn(HEADS, SIZE, 7, dtype=torch.float64, requires_grad=True)
-    flat = compute_products(first, second).flatten(1)
-    distances = (flat[:, None] - flat).square().sum(-1)
-    h = kernel.bandwidth.value
-    values = torch.exp(-distances / h) if isinstance(kernel, hw.kernels.RBF) else (1 + distances / h) ** -0.5
-    # R_i = -sum_j grad_i k(F_i, F_j); each pair stands in the sum twice
-    wanted = torch.autograd.grad(-values.sum() / 2, (first, second))
-    functions = compute_products(first, second).detach()
-    mixing = FunctionSVGD(alpha=0.7, step_size=0.3, kernel=kernel).mixing(geometry(functions.flatten(1), inner=False))
-    force = torch.tensordot(mixing.repulsion, functions, dims=1)
-    found = pull_back(force, first.detach(), second.detach())
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.allclose(one, 0.7 * 0.3 / HEADS * other, rtol=1e-10, atol=1e-12)
+KERNELS = {
+    hw.kernels.RBF(hw.kernels.Fixed(5.0)): lambda distances: torch.exp(-distances / 5.0),
+    hw.kernels.IMQ(hw.kernels.Fixed(2.0)): lambda distances: (1 + distances / 2.0) ** -0.5,
+}
 
 
-def test_a_step_is_the_gradient_of_the_whole_models_kernel():
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_a_step_is_the_gradient_of_the_whole_models_kernel(kernel):
     model = attention()
-    found = stepped(
-        model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=hw.kernels.RBF(hw.kernels.Fixed(5.0))), gradient=0.25
-    )
+    found = stepped(model, FunctionSVGD(alpha=0.7, step_size=0.3, kernel=kernel), gradient=0.25)
     packed = model.in_proj_weight.detach().clone().requires_grad_(True)
     output = model.out_proj.weight.detach().clone().requires_grad_(True)
     query, key, value = (part.view(HEADS, SIZE, WIDTH) for part in packed.chunk(3))
@@ -62,7 +47,8 @@ def test_a_step_is_the_gradient_of_the_whole_models_kernel():
     energy = torch.zeros((), dtype=torch.float64)
     for functions in (query.mT @ key, out @ value):
         flat = functions.flatten(1)
-        energy = energy - torch.exp(-(flat[:, None] - flat).square().sum(-1) / 5.0).sum() / 2
+        # R_i = -sum_j grad_i k(F_i, F_j); each pair stands in the sum twice
+        energy = energy - KERNELS[kernel]((flat[:, None] - flat).square().sum(-1)).sum() / 2
     pushes = torch.autograd.grad(energy, (packed, output))
     drive = 0.3 / HEADS * 0.25
     for name, push in zip(("in_proj_weight", "out_proj.weight"), pushes, strict=True):
@@ -183,33 +169,10 @@ def test_a_product_tied_between_layers_is_acted_on_once():
         stepped(nn.ModuleList([one, two, three]), rule)
 
 
-def test_what_makes_no_product_is_refused():
-    model = attention()
-    heads = hw.find_heads(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hw.errors.LayoutError, match="make no product; select query and key"):
-        hw.repel(heads.projection("key"), FunctionSVGD(), optimizer)
-    with pytest.raises(hw.errors.SettingError, match="leave joint out"):
-        hw.repel(heads, FunctionSVGD(), optimizer, joint=True)
-    with pytest.raises(hw.errors.SettingError, match=r"alpha"):
-        FunctionSVGD(alpha=-1.0)
+def test_products_are_those_of_the_projections_selected():
+    heads = hw.find_heads(attention())
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("query", "key"))] == ["query-key"]
     assert [one.name for one in FunctionSVGD().find_groups(heads.projection("value"))] == ["output-value"]
-
-
-def test_grouped_queries_are_refused():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=12,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=11,
-    )
-    model = transformers.LlamaModel(config)
-    with pytest.raises(hw.errors.SettingError, match="4 query heads share 2 key/value heads"):
-        hw.repel(hw.find_heads(model), FunctionSVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_keys_of_another_size_than_queries_make_no_product():
@@ -225,10 +188,11 @@ def test_keys_of_another_size_than_queries_make_no_product():
     hw.repel(heads.projection("value"), FunctionSVGD(), optimizer)
 
 
-def test_heads_divided_over_processes_are_refused(monkeypatch):
+@pytest.mark.parametrize("rule", [FunctionSVGD(), hw.repulsion.SpanSVGD()])
+def test_heads_divided_over_processes_are_refused(rule, monkeypatch):
     monkeypatch.setattr("headwise.repulsion.groups.is_sharded", lambda tensor: tensor.dim() == 2)
-    with pytest.raises(hw.errors.SettingError, match=r"query-key is divided over processes.*use SVGD there"):
-        FunctionSVGD().find_groups(hw.find_heads(attention()))
+    with pytest.raises(hw.errors.SettingError, match=r"query.* is divided over processes.*use SVGD there"):
+        rule.find_groups(hw.find_heads(attention()))
 
 
 def test_on_directions_of_functions_neither_factor_is_lengthened():

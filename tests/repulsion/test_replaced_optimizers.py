@@ -16,34 +16,31 @@ from torch.optim import optimizer as hooks
 import headwise as hw
 from heads.attentions import SeparateAttention
 from headwise.repulsion import optimizers
-from repulsion.by_hand import RULE, loss_of
+from repulsion.by_hand import RULE, run
 
 SAME_HEADS = r"another AdamW than the AdamW that hw\.repel was called on steps the same heads"
 NEVER_STEPPED = r"called on an AdamW that never took a step, and another one.*headwise\.integrations"
 
 
-def build(rate: float = 0.01) -> tuple[SeparateAttention, AdamW]:
+def build() -> tuple[SeparateAttention, AdamW]:
     torch.manual_seed(0)
     model = SeparateAttention()
-    return model, AdamW(model.parameters(), lr=rate)
+    return model, AdamW(model.parameters(), lr=0.01)
 
 
-def take_steps(model, optimizer, count: int) -> None:
-    for step in range(count):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+def attached() -> tuple[SeparateAttention, AdamW, hw.repulsion.Repulsion]:
+    model, optimizer = build()
+    return model, optimizer, hw.repel(hw.find_heads(model), RULE, optimizer)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_an_optimizer_built_anew_over_the_same_model_is_said_at_its_second_step_and_once(steps_before: int):
-    model, optimizer = build()
-    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
-    take_steps(model, optimizer, steps_before)
+    model, optimizer, handle = attached()
+    run(model, optimizer, steps=steps_before)
     rebuilt = AdamW(model.parameters(), lr=0.1)
-    take_steps(model, rebuilt, 1)
+    run(model, rebuilt, steps=1)
     with pytest.warns(UserWarning, match=SAME_HEADS) as said:
-        take_steps(model, rebuilt, 3)
+        run(model, rebuilt, steps=3)
     assert len(said) == 1
     assert f"({steps_before} steps with repulsion so far)" in str(said[0].message)
     assert handle.steps == steps_before
@@ -51,19 +48,17 @@ def test_an_optimizer_built_anew_over_the_same_model_is_said_at_its_second_step_
 
 def test_a_model_and_optimizer_that_were_thrown_away_before_their_first_step_are_said_at_the_next_ones_step():
     # as Trainer(model_init=...) does with what trainer.create_optimizer() returned
-    model, optimizer = build()
-    hw.repel(hw.find_heads(model), RULE, optimizer)
-    del model, optimizer
+    model, optimizer, _ = attached()
+    del model, optimizer, _
     gc.collect()
     with pytest.warns(UserWarning, match=NEVER_STEPPED) as said:
-        take_steps(*build(), 3)
+        run(*build(), steps=3)
     assert len(said) == 1
 
 
 def test_a_handle_that_is_kept_is_said_when_it_goes():
-    model, optimizer = build()
-    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
-    take_steps(*build(), 3)  # until now this may be a model of its own
+    model, optimizer, handle = attached()
+    run(*build(), steps=3)  # until now this may be a model of its own
     assert handle.steps == 0
     del handle, model, optimizer
     with pytest.warns(UserWarning, match=NEVER_STEPPED):
@@ -105,27 +100,26 @@ def rebuilt_and_attached_again() -> None:
         model, optimizer = build()
         hw.repel(hw.find_heads(model), RULE, optimizer)
         gc.collect()
-    take_steps(model, optimizer, 3)
+    run(model, optimizer, steps=3)
 
 
 def a_plain_twin_is_trained_first() -> None:
     (model, optimizer), (twin, twins) = build(), build()
     hw.repel(hw.find_heads(model), RULE, optimizer)
-    take_steps(twin, twins, 3)
-    take_steps(model, optimizer, 3)
+    run(twin, twins, steps=3)
+    run(model, optimizer, steps=3)
 
 
 def an_optimizer_around_the_one_attached_to() -> None:
-    model, optimizer = build()
-    hw.repel(hw.find_heads(model), RULE, optimizer)
-    take_steps(model, Outer(optimizer), 3)
+    model, optimizer, _ = attached()
+    run(model, Outer(optimizer), steps=3)
 
 
 def an_optimizer_inside_the_one_attached_to() -> None:
     model, optimizer = build()
     outer = Outer(optimizer)
     hw.repel(hw.find_heads(model), RULE, outer)
-    take_steps(model, outer, 3)
+    run(model, outer, steps=3)
 
 
 def optimizers_that_take_turns() -> None:
@@ -133,34 +127,32 @@ def optimizers_that_take_turns() -> None:
     other = SGD(model.parameters(), lr=0.01)
     hw.repel(hw.find_heads(model), RULE, optimizer)
     for _ in range(3):
-        take_steps(model, optimizer, 1)
-        take_steps(model, other, 1)
+        run(model, optimizer, steps=1)
+        run(model, other, steps=1)
 
 
 def a_handle_that_was_removed() -> None:
-    model, optimizer = build()
-    hw.repel(hw.find_heads(model), RULE, optimizer).remove()
-    take_steps(model, AdamW(model.parameters()), 3)
-    take_steps(*build(), 3)
+    model, _, handle = attached()
+    handle.remove()
+    run(model, AdamW(model.parameters()), steps=3)
+    run(*build(), steps=3)
 
 
 def a_copy_of_the_handle() -> None:
-    model, optimizer = build()
-    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
+    model, optimizer, handle = attached()
     twin = copy.deepcopy((model, optimizer, handle))
-    take_steps(model, optimizer, 1)
+    run(model, optimizer, steps=1)
     del twin
     gc.collect()
-    take_steps(model, optimizer, 3)
+    run(model, optimizer, steps=3)
 
 
 def another_model() -> None:
-    model, optimizer = build()
-    hw.repel(hw.find_heads(model), RULE, optimizer)
-    del model, optimizer
+    model, optimizer, _ = attached()
+    del model, optimizer, _
     gc.collect()
     other = SeparateAttention(num_heads=3)
-    take_steps(other, AdamW(other.parameters()), 3)
+    run(other, AdamW(other.parameters()), steps=3)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +176,12 @@ def test_nothing_is_said_of(loop):
 
 
 def test_torch_calls_nothing_of_headwise_once_no_repulsion_is_left():
-    model, optimizer = build()
-    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
+    model, optimizer, handle = attached()
     assert optimizers._look in hooks._global_optimizer_post_hooks.values()
     handle.remove()
     assert optimizers._look not in hooks._global_optimizer_post_hooks.values()
-    model, optimizer = build()
-    hw.repel(hw.find_heads(model), RULE, optimizer)
-    take_steps(model, optimizer, 1)
-    del model, optimizer
+    model, optimizer, _ = attached()
+    run(model, optimizer, steps=1)
+    del model, optimizer, _
     gc.collect()
     assert optimizers._look not in hooks._global_optimizer_post_hooks.values()

@@ -1,10 +1,14 @@
-"""Repulsion under LoRA of peft: the heads of W + s B A repel one another, and A and B get their force exactly."""
+"""Repulsion under LoRA of peft: the heads of W + s B A repel one another, and A and B get their force exactly.
+
+Also in the loops people have: compiled, with noise, and attached at a wrong time.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from repulsion.lora_by_hand import base_weight, expected_gradients, lora_layers,
 peft = pytest.importorskip("peft")
 
 RULE = hw.SVGD(alpha=0.7, step_size=0.3, prior_precision=0.2, data_size=3.0, inverse_temperature=1.7)
+ALL = ("query", "key", "value")
 X = torch.randn(3, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
@@ -129,20 +134,6 @@ def test_a_step_carries_the_rule_on_the_effective_weight_to_a_and_b(rule, settin
     assert not any(torch.allclose(found[name], others[name], rtol=1e-2) for name in expected)
 
 
-def test_coefficients_that_are_not_symmetric_mix_in_the_right_direction():
-    model = adapted(SeparateAttention())
-    heads = hw.find_heads(model)
-    rule = OneWay()
-    assert_same(stepped(model, heads, squares, rule), expected_gradients(model, heads, squares, rule))
-
-
-def test_joined_projections_are_one_particle_of_three_adapters():
-    model = adapted(SeparateAttention())
-    heads = hw.find_heads(model)
-    expected = expected_gradients(model, heads, squares, RULE, joint=True)
-    assert_same(stepped(model, heads, squares, RULE, joint=True), expected)
-
-
 @pytest.mark.parametrize("projections", [("query",), ("query", "value"), ("query", "key", "value")])
 @pytest.mark.parametrize(
     ("family", "target"),
@@ -167,23 +158,54 @@ def test_fused_layers_share_a_between_query_key_and_value(family, target, projec
     assert_same(stepped(model, heads, loss, RULE), expected)
 
 
-def test_a_layer_without_hooks_of_peft_works_alike():
+def dropped(own: nn.Module) -> Tensor:
+    torch.manual_seed(7)
+    return squares(own.train())
+
+
+def through_checkpoint(own: nn.Module, reentrant: bool) -> Tensor:
+    x = X.clone().requires_grad_()
+    return (torch.utils.checkpoint.checkpoint(own, x, use_reentrant=reentrant) - 1.0).square().mean()
+
+
+def of_ones_own() -> nn.Module:
     model = wrap(SeparateAttention().double(), "q_proj", "v_proj").double()
     fill(model)
-    heads = hw.find_heads(model).projection("query", "value")
-    expected = expected_gradients(model, heads, squares, RULE)
-    assert_same(stepped(model, heads, squares, RULE), expected)
+    return model
 
 
-def test_dropout_drops_the_same_inputs_for_a_and_b():
-    model = adapted(SeparateAttention(), lora_dropout=0.4)
-    heads = hw.find_heads(model)
+CASES = {
+    # name: the model, projections, the rule, whether joined, its loss, the loss by hand
+    "not symmetric": (lambda: adapted(SeparateAttention()), ALL, OneWay(), False, squares, squares),
+    "joined": (lambda: adapted(SeparateAttention()), ALL, RULE, True, squares, squares),
+    "without hooks of peft": (of_ones_own, ("query", "value"), RULE, False, squares, squares),
+    "dropout": (lambda: adapted(SeparateAttention(), lora_dropout=0.4), ALL, RULE, False, dropped, dropped),
+    "checkpoint": (
+        lambda: adapted(SeparateAttention()),
+        ALL,
+        RULE,
+        False,
+        partial(through_checkpoint, reentrant=False),
+        squares,
+    ),
+    "reentrant checkpoint": (
+        lambda: adapted(SeparateAttention()),
+        ALL,
+        RULE,
+        False,
+        partial(through_checkpoint, reentrant=True),
+        squares,
+    ),
+}
 
-    def loss(own: nn.Module) -> Tensor:
-        torch.manual_seed(7)
-        return squares(own.train())
 
-    assert_same(stepped(model, heads, loss, RULE), expected_gradients(model, heads, loss, RULE))
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_one_by_hand(name):
+    build, projections, rule, joint, loss, by_hand = CASES[name]
+    model = build()
+    heads = hw.find_heads(model).projection(*projections)
+    expected = expected_gradients(model, heads, by_hand, rule, joint=joint)
+    assert_same(stepped(model, heads, loss, rule, joint=joint), expected)
 
 
 def test_of_two_active_adapters_each_gets_its_force_and_a_frozen_one_counts_as_weight():
@@ -290,19 +312,6 @@ def test_a_copy_of_the_model_is_not_routed():
     assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_the_same_way(reentrant):
-    model = adapted(SeparateAttention())
-    heads = hw.find_heads(model)
-
-    def loss(own: nn.Module) -> Tensor:
-        x = X.clone().requires_grad_()
-        output = torch.utils.checkpoint.checkpoint(own, x, use_reentrant=reentrant)
-        return (output - 1.0).square().mean()
-
-    assert_same(stepped(model, heads, loss, RULE), expected_gradients(model, heads, squares, RULE))
-
-
 def test_autocast_keeps_the_small_numbers_of_a_small_step():
     model = adapted(SeparateAttention(width=64, head_dim=16)).float()
     x = torch.randn(8, 20, 64, generator=torch.Generator().manual_seed(1))
@@ -361,3 +370,198 @@ def test_functions_and_spans_of_heads_repel_as_those_of_the_effective_weights(ru
         ):
             torch.testing.assert_close(found[f"{name}.{key}.default.weight"], expected, rtol=1e-9, atol=1e-12)
     assert {name.rpartition(".")[2] for name in layers} == merged
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
+def test_a_compiled_model_trains_as_it_does_uncompiled_and_without_a_break():
+    model = adapted(SeparateAttention())
+    models = [model, copy.deepcopy(model)]
+    optimizers = [sgd(model) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        hw.repel(hw.find_heads(model), RULE, optimizer)
+    calls = (torch.compile(models[0], backend="aot_eager", fullgraph=True), models[1])
+    for _ in range(3):
+        for call, optimizer in zip(calls, optimizers, strict=True):
+            optimizer.zero_grad()
+            squares(call).backward()
+            optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Quiet(torch.optim.Optimizer):
+    """Writes parameters without their version numbers."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.3})
+
+    def step(self, _closure=None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.3)
+
+
+def test_functions_of_heads_repel_as_they_are_now_whatever_the_optimizer():
+    model = adapted(SeparateAttention(), ("q_proj", "k_proj", "v_proj", "o_proj"))
+    rule = hw.repulsion.FunctionSVGD(alpha=0.8, step_size=0.3)
+    optimizer = Quiet([p for p in model.parameters() if p.requires_grad])
+    first = hw.repel(hw.find_heads(model), rule, optimizer)
+    squares(model).backward()
+    optimizer.step()
+    fresh = copy.deepcopy(model)
+    for own, steps in ((model, optimizer), (fresh, sgd(fresh, 0.0))):
+        if own is fresh:
+            hw.repel(hw.find_heads(fresh), rule, steps)
+        own.zero_grad()
+        squares(own).backward()
+        steps.step()
+    assert first.steps == 2
+    assert_same(gradients(model), gradients(fresh))
+
+
+@pytest.mark.parametrize("written_by", ["optimizer", "loading"])
+def test_what_was_written_without_a_trace_or_between_two_steps_is_seen(written_by):
+    model = adapted(SeparateAttention())
+    heads = hw.find_heads(model)
+    quiet = written_by == "optimizer"
+    optimizer = Quiet([p for p in model.parameters() if p.requires_grad]) if quiet else sgd(model, 0.0)
+    hw.repel(heads, RULE, optimizer)
+    squares(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if not quiet:
+        model.load_state_dict({name: 1.5 * tensor for name, tensor in model.state_dict().items()})
+    expected = expected_gradients(model, heads, squares, RULE)
+    squares(model).backward()
+    optimizer.step()
+    assert_same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_noise_is_that_of_a_and_b_once_each_and_the_same_for_a_seed(joint):
+    rates = {"lora_A": 0.25, "lora_B": 4.0}
+    rule = hw.SGLD(inverse_temperature=5.0, step_size=0.3)
+    found = []
+    for seed in (3, 3, 4):
+        model = adapted(SeparateAttention())
+        quiet = copy.deepcopy(model)
+        for own, chosen in ((model, rule), (quiet, hw.SVGD(alpha=0.0, smoothing=False, step_size=0.3 * 4))):
+            trained = [(name, parameter) for name, parameter in own.named_parameters() if parameter.requires_grad]
+            parts = [{"params": [p for name, p in trained if kind in name], "lr": rates[kind]} for kind in rates]
+            optimizer = torch.optim.SGD(parts)
+            hw.repel(hw.find_heads(own), chosen, optimizer, seed=seed, joint=joint)
+            squares(own).backward()
+            optimizer.step()
+        found.append({name: gradient - gradients(quiet)[name] for name, gradient in gradients(model).items()})
+    # to the rounding of the gradients that it was added to
+    assert_same(found[0], found[1])
+    assert not any(torch.allclose(found[0][name], found[2][name]) for name in found[0])
+    for kind, rate in rates.items():
+        draws = torch.cat([noise.flatten() for name, noise in found[0].items() if kind in name])
+        # sqrt(2 eps / beta / lr), known to 1/sqrt(2 n) with n = 108 draws for A and 180 for B: 7 % and 5 %
+        assert float(draws.std()) == pytest.approx((2 * 0.3 / 5.0 / rate) ** 0.5, rel=0.2), kind
+
+
+def test_noise_in_a_that_query_key_and_value_share_is_drawn_once():
+    entry = BY_NAME["GPT-NeoX"]
+    model = adapted(entry.build(), ("query_key_value",), r=16)
+    optimizer = sgd(model, 1.0)
+    hw.repel(hw.find_heads(model), hw.SGLD(inverse_temperature=2.0, step_size=1e-4), optimizer)
+    (1e-9 * model(**entry.inputs())[0].square().mean()).backward()
+    optimizer.step()
+    for name, gradient in gradients(model).items():
+        assert float(gradient.std()) == pytest.approx((2 * 1e-4 / 2.0) ** 0.5, rel=0.15), name
+
+
+def test_heads_repelled_after_the_forward_pass_are_refused():
+    model = adapted(SeparateAttention())
+    optimizer, loss = sgd(model), squares(model)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
+    loss.backward()
+    with pytest.raises(
+        hw.errors.NotFired, match=r"'default' of \S+q_proj\S+ has a gradient from a forward pass that ran without"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    squares(model).backward()
+    optimizer.step()
+    handle.check()
+
+
+def test_another_adapter_that_becomes_active_is_noticed():
+    model = adapted(SeparateAttention())
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"]))
+    fill(model.double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hw.repel(hw.find_heads(model), RULE, optimizer)
+    model.set_adapter("second")
+    squares(model).backward()
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"q_proj\.lora_A\.default\.weight is another tensor .* adapter became active"
+    ):
+        optimizer.step()
+
+
+def test_what_is_not_trained_is_refused():
+    model = adapted(SeparateAttention())
+    without = [parameter for name, parameter in model.named_parameters() if "lora_B" not in name]
+    with pytest.raises(hw.errors.LayoutError, match=r"query: its parameters are not held by the optimizer"):
+        hw.repel(hw.find_heads(model), RULE, torch.optim.SGD(without, lr=0.1))
+    model = adapted(SeparateAttention(), ("q_proj", "v_proj"))
+    message = r"k_proj\.weight does not require a gradient; unfreeze it \(under LoRA: name"
+    with pytest.raises(hw.errors.LayoutError, match=message):
+        hw.repel(hw.find_heads(model), RULE, sgd(model))
+
+
+def test_jitter_in_a_base_that_no_adapter_saves_is_refused():
+    model = adapted(SeparateAttention())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(hw.errors.LayoutError, match=r"call hw\.repulsion\.jitter before adding the adapter"):
+        hw.repulsion.jitter(hw.find_heads(model), 1e-3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class ListOfHeads(nn.Module):
+    """Heads as layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([OneHead() for _ in range(4)])
+        self.proj = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class OneHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(12, 3, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+def test_heads_that_are_layers_of_their_own_are_read_under_lora_and_not_repelled():
+    model = adapted(ListOfHeads(), ("query", "key", "value"))
+    heads = hw.find_heads(model)
+    (site,) = heads.sites
+    layer = model.base_model.model.heads[2].key
+    torch.testing.assert_close(site.slices[1].read()[2], layer(torch.eye(12, dtype=torch.float64)).T)
+    with pytest.raises(
+        hw.errors.LayoutError, match=r"query: each head is a layer of its own with its own LoRA adapter"
+    ):
+        hw.repel(heads, RULE, sgd(model))
+
+
+def test_a_gradient_that_is_not_finite_stays_for_the_loop_to_notice():
+    model = adapted(SeparateAttention())
+    optimizer = sgd(model, 0.0)
+    handle = hw.repel(hw.find_heads(model), RULE, optimizer)
+    (squares(model) * float("inf")).backward()
+    optimizer.step()
+    assert not handle.last.finite.any()
+    assert not any(gradient.isfinite().all() for gradient in gradients(model).values())

@@ -1,4 +1,4 @@
-"""The noise of Langevin rules: its size, its keys, its place in a step, and what a resumed run draws."""
+"""The noise of Langevin rules: its size, its keys, its place in a step."""
 
 from __future__ import annotations
 
@@ -72,24 +72,6 @@ def test_noise_comes_at_the_step_after_clipping_unless_asked_for_with_the_forces
     assert not torch.allclose(applied, 0.3 * before)
     optimizer.step()
     assert torch.equal(model.q_proj.weight.grad, applied)
-
-
-def test_a_resumed_run_goes_on_with_the_same_noise():
-    model, before, optimizer, handle = noisy()
-    for _ in range(3):
-        model.q_proj.weight.grad = before.clone()
-        optimizer.step()
-    saved = handle.state_dict()
-    model.q_proj.weight.grad = before.clone()
-    optimizer.step()
-    expected = model.q_proj.weight.grad.clone()
-    model, before, optimizer, handle = noisy()
-    handle.load_state_dict(saved)
-    optimizer.step()
-    assert torch.equal(model.q_proj.weight.grad, expected)
-    assert handle.steps == 4
-    with pytest.raises(hw.errors.SettingError, match=r"steps=\[1, 2\] and turns=\[0, 1\]; expected lists of 1"):
-        handle.load_state_dict({"steps": [1, 2], "turns": [0, 1], "strength": 1.0})
 
 
 def test_a_tensor_rate_of_zero_gives_finite_noise():

@@ -10,10 +10,9 @@ import torch
 
 import headwise as hw
 from headwise.errors import NotFired, SettingError
-from headwise.repulsion.repel import Steering
-from headwise.repulsion.rules import update
 from headwise.strength import SATURATED
 
+TARGET = hw.SVGD(alpha=hw.Target(3.0))
 RULES = {
     "svgd": lambda alpha: hw.SVGD(alpha=alpha, kernel=hw.kernels.NormalizedRBF()),
     "function": lambda alpha: hw.repulsion.FunctionSVGD(alpha=alpha),
@@ -35,7 +34,11 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int, to
     optimizer.step()
 
 
-def attach(model: torch.nn.Module, rule, **settings) -> tuple[torch.optim.Optimizer, hw.repulsion.Repulsion]:
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in model.layers]
+
+
+def attach(model: torch.nn.Module, rule=TARGET, **settings) -> tuple[torch.optim.Optimizer, hw.repulsion.Repulsion]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return optimizer, hw.repel(hw.find_heads(model), rule, optimizer, **settings)
 
@@ -86,7 +89,7 @@ def test_heads_that_are_diverse_enough_are_not_repelled():
 
 def test_outputs_are_captured_at_measured_steps_only():
     model = make()
-    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=3)
+    optimizer, repulsion = attach(model, every=3)
     held, numbers = [], []
     for seed in range(7):
         torch.manual_seed(seed)
@@ -112,60 +115,48 @@ def test_stacks_take_a_strength_for_each_group(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(found[0][1], found[1][1], rtol=0.0, atol=1e-6)
 
 
-def test_a_resumed_run_goes_on_with_the_same_strength():
-    model = make()
-    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=2)
+@pytest.mark.parametrize("gone_on", [3, 5, 6])
+def test_a_run_goes_on_from_what_was_saved_in_the_same_handle_or_another(gone_on: int):
+    def go_on(model, optimizer, repulsion):
+        repulsion.load_state_dict(state)
+        model.load_state_dict(weights)
+        for seed in range(3, 7):
+            step(model, optimizer, seed)
+        return repulsion.steering.controls, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    model, other = make(), make()
+    optimizer, repulsion = attach(model, every=3)
     for seed in range(3):
         step(model, optimizer, seed)
-    state, weights = (
-        json.loads(json.dumps(repulsion.state_dict())),
-        {k: v.clone() for k, v in model.state_dict().items()},
-    )
-    for seed in range(3, 6):
-        step(model, optimizer, seed)
-    again = make()
-    again.load_state_dict(weights)
-    optimizer, resumed = attach(again, hw.SVGD(alpha=hw.Target(3.0)), every=2)
-    resumed.load_state_dict(state)
-    for seed in range(3, 6):
-        step(again, optimizer, seed)
-    for one, two in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, two)
-    with pytest.raises(SettingError, match="the state holds none; expected those of layers"):
-        resumed.load_state_dict({name: value for name, value in state.items() if name != "controls"})
-
-
-@pytest.mark.parametrize("gone_on", [5, 6])
-def test_a_handle_in_use_goes_back_to_what_was_saved(gone_on: int):
-    model = make()
-    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=3)
-    for seed in range(3):
-        step(model, optimizer, seed)
-    saved = repulsion.state_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = json.loads(json.dumps(repulsion.state_dict()))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for seed in range(3, gone_on):
         step(model, optimizer, seed)
     # after five steps nothing is captured for the next; after six this call is
     model(torch.randn(4, 7, 12))
-    found = []
-    for _ in range(2):
-        repulsion.load_state_dict(saved[0])
-        model.load_state_dict(saved[1])
-        for seed in range(3, 7):
-            step(model, optimizer, seed)
-        found.append(repulsion.steering.controls)
-    again = make()
-    again.load_state_dict(saved[1])
-    optimizer, resumed = attach(again, hw.SVGD(alpha=hw.Target(3.0)), every=3)
-    resumed.load_state_dict(saved[0])
-    for seed in range(3, 7):
-        step(again, optimizer, seed)
-    assert found == [resumed.steering.controls] * 2
+    found = [go_on(model, optimizer, repulsion) for _ in range(2)] + [go_on(other, *attach(other, every=3))]
+    for controls, parameters in found[1:]:
+        assert controls == found[0][0]
+        assert all(torch.equal(parameters[name], tensor) for name, tensor in found[0][1].items())
+    with pytest.raises(SettingError, match="the state holds none; expected those of layers"):
+        repulsion.load_state_dict({name: value for name, value in state.items() if name != "controls"})
+    name, control = next(iter(state["controls"].items()))
+    for broken, message in (
+        ({**control, "ratio": -1.0}, r"Control\.ratio is -1\.0"),
+        ({**control, "effective_heads": "3"}, r"Control\.effective_heads is '3'"),
+        ({**control, "integral": float("nan")}, r"Control\.integral is nan"),
+        ({**control, "at_highest": 1.5}, r"Control\.at_highest is 1\.5"),
+        ({"ratio": 0.5}, "expected a mapping with ratio, effective_heads, integral, at_highest"),
+    ):
+        with pytest.raises(SettingError, match=rf"the controller of layers\.0\.self_attn.*{message}"):
+            repulsion.load_state_dict({**state, "controls": {**state["controls"], name: broken}})
+    assert repulsion.steering.controls == found[0][0]
 
 
 def test_closures_that_are_called_again_and_steps_left_out_are_no_steps_of_a_controller():
     model = make()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
-    repulsion = hw.repel(hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), optimizer, every=2)
+    repulsion = hw.repel(hw.find_heads(model), TARGET, optimizer, every=2)
     x, calls = torch.randn(4, 7, 12), []
 
     def closure() -> torch.Tensor:
@@ -180,7 +171,7 @@ def test_closures_that_are_called_again_and_steps_left_out_are_no_steps_of_a_con
     assert len(calls) > 4
     assert repulsion.steering.steps == repulsion.steps == 2
     repulsion.remove()
-    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=2, when="manual")
+    optimizer, repulsion = attach(model, every=2, when="manual")
     for left_out in (False, True, False):
         optimizer.zero_grad()
         (model(x) - 0.3).square().mean().backward()
@@ -190,9 +181,9 @@ def test_closures_that_are_called_again_and_steps_left_out_are_no_steps_of_a_con
     assert repulsion.steering.steps == repulsion.steps == 2
 
 
-def test_strength_that_was_never_measured_is_named():
+def test_strength_that_was_never_measured_is_named_and_removal_removes_what_measures():
     model = make()
-    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)))
+    optimizer, repulsion = attach(model)
     torch.manual_seed(0)
     (model(torch.randn(1, 3, 12)) - 0.3).square().mean().backward()
     optimizer.step()
@@ -201,33 +192,16 @@ def test_strength_that_was_never_measured_is_named():
         NotFired, match=r"layers\.0\.self_attn, layers\.1\.self_attn: the effective number of heads was nev"
     ):
         repulsion.check()
-
-
-def test_removing_the_repulsion_removes_what_measures():
-    model = make()
-    _, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)))
-    assert isinstance(repulsion.steering, Steering)
     repulsion.remove()
     assert not repulsion.steering.attached
-
-
-def test_what_cannot_be_is_refused():
-    model = make()
-    with pytest.raises(SettingError, match=r"asks for 4 effective heads, and layers\.0\.self_attn has 3"):
-        attach(model, hw.SVGD(alpha=hw.Target(4.0)))
-    with pytest.raises(SettingError, match="every is 0"):
-        attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=0)
-    with pytest.raises(SettingError, match="has no strength without a model"):
-        update(hw.SVGD(alpha=hw.Target(3.0)), torch.randn(3, 4), torch.randn(3, 4))
-    attach(model, hw.SVGD(alpha=hw.Target(3.0)))
 
 
 @pytest.mark.parametrize("when", ["step", "manual"])
 def test_the_first_of_several_optimizers_measures_for_all(when: str):
     alone, together = make(), make()
-    optimizer, expected = attach(alone, hw.SVGD(alpha=hw.Target(3.0)), every=2)
-    parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in together.layers]
-    repulsion = hw.repel(hw.find_heads(together), hw.SVGD(alpha=hw.Target(3.0)), parts, every=2, when=when)
+    optimizer, expected = attach(alone, every=2)
+    parts = make_optimizers(together)
+    repulsion = hw.repel(hw.find_heads(together), TARGET, parts, every=2, when=when)
     for seed in range(8):
         step(alone, optimizer, seed)
         torch.manual_seed(seed)
@@ -243,7 +217,7 @@ def test_the_first_of_several_optimizers_measures_for_all(when: str):
 
 def test_an_attention_that_was_not_called_leaves_the_others_controllers_to_go_on():
     model = make()
-    optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=1)
+    optimizer, repulsion = attach(model, every=1)
     for seed in range(2):
         torch.manual_seed(seed)
         optimizer.zero_grad()
@@ -261,7 +235,7 @@ def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatc
     found = []
     for skipped in (0, 3):
         model = make(layers=1)
-        optimizer, repulsion = attach(model, hw.SVGD(alpha=hw.Target(3.0)), every=1)
+        optimizer, repulsion = attach(model, every=1)
         for seed in range(skipped, 5):
             torch.manual_seed(seed)
             (model(torch.randn(4, 7, 12)) - 0.3).square().mean().backward()
@@ -273,8 +247,8 @@ def test_a_step_of_many_micro_batches_is_measured_on_the_last_of_them(monkeypatc
 
 def test_an_optimizer_that_goes_on_alone_is_measured():
     model = make()
-    parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in model.layers]
-    repulsion = hw.repel(hw.find_heads(model), hw.SVGD(alpha=hw.Target(3.0)), parts, every=2)
+    parts = make_optimizers(model)
+    repulsion = hw.repel(hw.find_heads(model), TARGET, parts, every=2)
     for seed in range(4):
         step(model, parts[0], seed)
     assert repulsion.steering.steps == 4
@@ -284,8 +258,7 @@ def test_an_optimizer_that_goes_on_alone_is_measured():
     # its first step might have been the second optimizer's part of the last
     assert repulsion.steering.steps == 7
     again = make()
-    parts = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in again.layers]
-    resumed = hw.repel(hw.find_heads(again), hw.SVGD(alpha=hw.Target(3.0)), parts, every=2)
+    resumed = hw.repel(hw.find_heads(again), TARGET, make_optimizers(again), every=2)
     resumed.load_state_dict(repulsion.state_dict())
     assert resumed.steering.steps == 7
     resumed.load_state_dict({name: value for name, value in repulsion.state_dict().items() if name != "control_steps"})

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
-from torch.optim import SGD, AdamW
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.optim import AdamW
+from transformers import Trainer, TrainingArguments
 
 import headwise as hw
 from heads.attentions import SeparateAttention
 from repulsion.by_hand import RULE, repel_by_hand
 
 RATE, CLIP, ACCUMULATED, UPDATES = 0.02, 0.2, 3, 4
-NOISY = hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)
 
 
 class Regression(nn.Module):
@@ -40,25 +37,6 @@ def examples(count: int = 2 * ACCUMULATED * UPDATES) -> list[dict[str, torch.Ten
 
 def collate(rows):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def arguments(folder: Path, **changes) -> TrainingArguments:
-    settings = {
-        "output_dir": str(folder),
-        "num_train_epochs": 1,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": CLIP,
-        "gradient_accumulation_steps": ACCUMULATED,
-        "per_device_train_batch_size": 2,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    return TrainingArguments(**(settings | changes))
 
 
 class InOrder(Trainer):
@@ -96,13 +74,23 @@ def test_the_trainer_needs_no_callback(tmp_path, made_by):
     model = Regression()
     heads = hw.find_heads(model)
     own = AdamW(model.parameters(), lr=RATE) if made_by == "user" else None
-    trainer = InOrder(
-        model,
-        arguments(tmp_path, weight_decay=0.01),
-        train_dataset=examples(),
-        data_collator=collate,
-        optimizers=(own, None),
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        num_train_epochs=1,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=CLIP,
+        gradient_accumulation_steps=ACCUMULATED,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
     )
+    trainer = InOrder(model, arguments, train_dataset=examples(), data_collator=collate, optimizers=(own, None))
     optimizer = trainer.create_optimizer()
     assert own is None or optimizer is own
     for group in optimizer.param_groups:
@@ -114,41 +102,6 @@ def test_the_trainer_needs_no_callback(tmp_path, made_by):
     assert handle.steps == UPDATES == trainer.state.global_step
     handle.check(trainer.optimizer)
     assert_repelled(model)
-
-
-class KeepRepulsion(TrainerCallback):
-    """Saves the handle beside each checkpoint: all that a resumed Trainer needs for the same noise."""
-
-    def __init__(self, handle: hw.repulsion.Repulsion) -> None:
-        self.handle = handle
-
-    def on_save(self, args, state, *_, **__):
-        torch.save(self.handle.state_dict(), Path(args.output_dir) / f"checkpoint-{state.global_step}" / "repulsion.pt")
-
-
-def test_a_resumed_trainer_goes_on_bit_for_bit_with_its_noise(tmp_path):
-    def trainer_of(folder, checkpoint=None):
-        model = Regression()
-        trainer = Trainer(
-            model,
-            arguments(folder, save_strategy="steps", save_steps=2),
-            train_dataset=examples(),
-            data_collator=collate,
-        )
-        handle = hw.repel(hw.find_heads(model), NOISY, trainer.create_optimizer(), seed=5)
-        if checkpoint is not None:
-            handle.load_state_dict(torch.load(checkpoint / "repulsion.pt", weights_only=True))
-        trainer.add_callback(KeepRepulsion(handle))
-        return model, trainer, handle
-
-    whole, trainer, _ = trainer_of(tmp_path / "run")
-    trainer.train()
-    checkpoint = tmp_path / "run" / "checkpoint-2"
-    resumed, trainer, handle = trainer_of(tmp_path / "rest", checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert handle.steps == UPDATES
-    for name, parameter in whole.named_parameters():
-        assert torch.equal(parameter, resumed.get_parameter(name)), name
 
 
 @pytest.fixture
@@ -183,26 +136,3 @@ def test_accelerates_wrapper_is_seen_through_and_accumulation_acts_once_an_updat
     with pytest.raises(hw.errors.SettingError, match="repelled by this optimizer already"):
         hw.repel(heads, RULE, wrapped)
     assert_repelled(model)
-
-
-def test_accelerates_closure_reaches_the_inner_step(accelerator):
-    results = []
-    for repelled in (False, True):
-        model = Regression()
-        optimizer = SGD(model.parameters(), lr=RATE)
-        if repelled:
-            hw.repel(hw.find_heads(model), RULE, optimizer)
-        prepared, wrapped = accelerator.prepare(model, optimizer)
-        inputs = collate(examples(2))
-
-        def closure(model=model, prepared=prepared, wrapped=wrapped, inputs=inputs, repelled=repelled):
-            wrapped.zero_grad()
-            loss = prepared(**inputs)["loss"]
-            accelerator.backward(loss)
-            if not repelled:
-                repel_by_hand(model)
-            return loss
-
-        wrapped.step(closure)
-        results.append(model.attention.q_proj.weight.detach())
-    torch.testing.assert_close(*results)

@@ -1,15 +1,12 @@
-"""Particle groups: the heads that repel one another, the optimizers that hold them, and what a step did to each.
-
-A force on heads goes to the gradient of their weight, or through LoRA to those of A and B.
-"""
+"""Particle groups: the heads that repel one another, the optimizers that hold them, and what a step did to each."""
 
 from __future__ import annotations
 
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -18,13 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
-from headwise.heads.adapters import Adapter
+from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.heads import Heads, Site, group_slices
 from headwise.heads.view import HeadView, gather_full, is_sharded
-from headwise.kernels import SMALLEST, geometry_from_grams, shifted_gram, squared_norms
+from headwise.kernels import Geometry, find_collapsed, geometry_from_grams, shifted_gram
 from headwise.repulsion.optimizers import Watch, find_holder, has_gradient, is_within_step, list_held
-from headwise.repulsion.rules import stays_finite
 
 
 @dataclass(frozen=True)
@@ -58,19 +53,43 @@ class ForceNorms:
         return self.repulsion_norm / self.driving_norm
 
     @staticmethod
-    def join(records: Sequence[ForceNorms]) -> ForceNorms:
-        """Return the records of several optimizers, or of groups of several sizes, as one."""
-        if len(records) == 1:
-            return records[0]
+    def of(
+        groups: Sequence[ParticleGroup],
+        driving: Tensor,
+        push: Tensor,
+        sizes: Tensor,
+        finite: Tensor,
+        geometry: Geometry,
+        scale: Tensor | None,
+    ) -> ForceNorms:
+        """Return the record of groups from tensors [G], or numbers of one group; `scale` multiplies the gradients."""
+        unscale = 1.0 if scale is None else scale.reciprocal()
+        return ForceNorms(
+            tuple(group.name for group in groups),
+            (driving * unscale).view(-1),
+            (push.to(driving.dtype) * unscale).view(-1),
+            sizes.to(driving.dtype).view(-1),
+            finite.view(-1),
+            find_collapsed(geometry).view(-1),
+            tuple(group.particles for group in groups),
+        )
+
+    @staticmethod
+    def join(given: Iterable[ForceNorms | None]) -> ForceNorms | None:
+        """Return the records of several optimizers, or of groups of several sizes, as one; None if there is no record.
+
+        >>> ForceNorms.join([None]) is None
+        True
+        """
+        records = [record for record in given if record is not None]
+        if len(records) < 2:
+            return records[0] if records else None
         device = records[0].driving_norm.device
         joined: dict[str, Any] = {}
         for entry in fields(ForceNorms):
             parts = [getattr(record, entry.name) for record in records]
-            joined[entry.name] = (
-                tuple(chain.from_iterable(parts))
-                if isinstance(parts[0], tuple)
-                else torch.cat([part.to(device) for part in parts])
-            )
+            whole = isinstance(parts[0], tuple)
+            joined[entry.name] = tuple(chain(*parts)) if whole else torch.cat([part.to(device) for part in parts])
         return ForceNorms(**joined)
 
     def __str__(self) -> str:
@@ -85,135 +104,6 @@ class ForceNorms:
             lines.append(f"{name:<40} " + " ".join(f"{float(c[index]):9.3g}" for c in columns) + notes)
         lines += [f"{name:<40} no gradient" for name in self.skipped]
         return "\n".join(lines)
-
-
-# Forces on what is divided by heads, [M, ...], and on what the heads share; the latter None without LoRA.
-Forces = tuple[Tensor, Tensor | None]
-
-
-@dataclass(frozen=True, eq=False)
-class Carrier:
-    """What one head slice is trained through: its parameter W, or one adapter of the LoRA layer that adds s B A to W.
-
-    A force F on the effective weight theta = W + s B A, [d_out, d_in], is J^T F on A and B, J the derivative of theta:
-
-    on B: s F A^T, [d_out, r], of which row c depends on row c of F alone, so that it is divided by heads as F is;
-    on A: s B^T F, [r, d_in], a sum over heads, which share A.
-
-    In W_O, whose heads are columns, A is divided by heads and B is shared. Without LoRA, J is the identity.
-
-    Attributes:
-        head_slice: The heads.
-        adapter: The adapter; None where they are trained through W.
-    """
-
-    head_slice: HeadView
-    adapter: Adapter | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of the adapter, if there is one."""
-        return () if self.adapter is None else (self.adapter.name,)
-
-    @property
-    def columns(self) -> bool:
-        """Whether the heads are columns of the effective weight, those of W_O."""
-        return self.head_slice.projection == "output"
-
-    @property
-    def trained(self) -> tuple[Tensor, Tensor]:
-        """The parameter that is divided by heads, and the one that all heads share; twice the same without LoRA."""
-        if self.adapter is None:
-            return self.head_slice.parameter, self.head_slice.parameter
-        first, second = self.adapter.first, self.adapter.second
-        return (first, second) if self.columns else (second, first)
-
-    @property
-    def own(self) -> Tensor:
-        """The part of the gradient that is divided by heads, [M, ...]: a view where there is one."""
-        return _join(self._targets)
-
-    @property
-    def shared(self) -> Tensor | None:
-        """The gradient of the factor that all heads share; None without LoRA."""
-        if self.adapter is None:
-            return None
-        return _get_gradient(self.trained[1])
-
-    @property
-    def _targets(self) -> list[Tensor]:
-        """The gradients that are divided by heads, as views of each part."""
-        if self.adapter is None:
-            return [part.of(_get_gradient(part.parameter)) for part in self.head_slice.parts]
-        first, second = _get_gradient(self.adapter.first), _get_gradient(self.adapter.second)
-        return self.list_own(first, second)
-
-    def list_own(self, first: Tensor, second: Tensor) -> list[Tensor]:
-        """Return what belongs to one head in tensors of the shapes of A and B, as views, one for each part."""
-        return [part.divide(first, second)[1 if self.columns else 0] for part in self.head_slice.parts]
-
-    def pull(self, force: Tensor) -> Forces:
-        """Return J^T of a force on the heads, [M, a, b] as they are read: on `own` and on `shared`."""
-        if self.adapter is None:
-            return force, None
-        force = self.adapter.scaling * self.head_slice.orient(force)
-        first, second = self.adapter.first.detach(), self.adapter.second.detach()
-        heads, shared = _join(self.list_own(first, second)), second if self.columns else first
-        heads, shared = heads.to(force.dtype), shared.to(force.dtype)
-        if self.columns:
-            return shared.mT @ force, torch.einsum("hoe,hre->or", force, heads)
-        return force @ shared.mT, heads.flatten(0, 1).mT @ force.flatten(0, 1)
-
-    def list_targets(self, own: Tensor, shared: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """Return the gradients, as views, each with its part of a force on `own` and on `shared`."""
-        targets = self._targets
-        pairs = list(zip(own.split([len(target) for target in targets]), targets, strict=True))
-        gradient = self.shared
-        return pairs if shared is None or gradient is None else [*pairs, (shared, gradient)]
-
-
-def list_carriers(head_slice: HeadView) -> list[Carrier]:
-    """Return what a head slice is trained through; frozen adapters are left out."""
-    if head_slice.lora is None:
-        return [Carrier(head_slice)]
-    return [Carrier(head_slice, adapter) for adapter in head_slice.adapters if adapter.trained]
-
-
-def write_forces(
-    carriers: Sequence[Carrier], driving: Sequence[Forces], pushes: Sequence[Forces], factor: Tensor, finite: Tensor
-) -> Tensor:
-    """Replace the gradients of carriers in place by driving - factor * push; return whether all of these are finite.
-
-    Where they are not, or their norms are not, as `finite` says, the gradients stay, for the loop or a GradScaler to
-    notice.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for carrier, drive, push in zip(carriers, driving, pushes, strict=True):
-        shared = None if drive[1] is None or push[1] is None else drive[1] - factor * push[1]
-        pairs += carrier.list_targets(drive[0] - factor * push[0], shared)
-    for force, target in pairs:
-        finite = stays_finite(finite, force, target.dtype)
-    for force, target in pairs:
-        torch.where(finite, force.to(target.dtype), target, out=target)
-    return finite
-
-
-def norm_of(forces: Sequence[Forces]) -> Tensor:
-    """The norm of all these forces on what is divided by heads."""
-    return torch.stack([torch.linalg.vector_norm(own) for own, _ in forces]).norm()
-
-
-def _join(views: list[Tensor]) -> Tensor:
-    return views[0] if len(views) == 1 else torch.cat(views)
-
-
-def _get_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None  # groups without a gradient are skipped
-    return gradient
-
-
-BeforeStep = Callable[["Attachment", Tensor | None], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,10 +146,7 @@ class ParticleGroup:
     @property
     def keys(self) -> dict[tuple[int, int], str]:
         """Parameter and first row of each part, which identify it, and its name for messages."""
-        return {
-            (id(head_slice.parameter), head_slice.start): f"{head_slice.projection} heads of {head_slice.name}"
-            for head_slice in self.parts
-        }
+        return {(id(part.parameter), part.start): f"{part.projection} heads of {part.name}" for part in self.parts}
 
     @property
     def sharded(self) -> bool:
@@ -276,13 +163,11 @@ class ParticleGroup:
 
     def write(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Put what was written to `views(tensors)` into the tensors, where those views are copies."""
-        if len(tensors) == len(self.slices):
-            return
         into = iter(tensors)
         for head_slice, view in zip(self.slices, views, strict=True):
-            tensors = [next(into) for _ in head_slice.parts]
+            own = [next(into) for _ in head_slice.parts]
             if head_slice.pieces:
-                head_slice.write(view, *tensors)
+                head_slice.write(view, *own)
 
     def whole_views(self) -> list[Tensor]:
         """Return `views()` of the whole parameters, gathered from the processes that hold them, with their adapters."""
@@ -297,24 +182,15 @@ class ParticleGroup:
             # of two adapters one may be frozen
             trained = {name: tensor for name, tensor in part.trained.items() if tensor.requires_grad}
             # a parameter frozen in mid-training may keep a gradient of zeros, which repulsion would move
-            if not trained or any(tensor.grad is None for tensor in trained.values()):
+            if not trained:
                 return None
             for name, tensor in trained.items():
-                assert tensor.grad is not None
+                if tensor.grad is None:
+                    return None
                 if tensor.grad.is_sparse:
                     raise LayoutError(f"{name} has a sparse gradient; repulsion needs a dense one.")
                 gradients.append(tensor.grad)
         return gradients
-
-    def require_nonzero(self) -> None:
-        """Raise `ShapeError` naming the heads that are zero, which have no direction."""
-        squares = sum((squared_norms(view) for view in self.whole_views()), torch.zeros(()))
-        zero = (squares <= SMALLEST).nonzero().flatten().tolist()
-        if zero:
-            raise ShapeError(
-                f"{self.name}: heads {zero} of {self.particles} are zero and have no direction; initialize them, or "
-                "use a kernel on distances such as RBF()."
-            )
 
     def require_apart(self) -> None:
         """Raise `HeadwiseError` where heads are not finite, or all of them equal; `LayoutError` on the meta device."""
@@ -326,14 +202,16 @@ class ParticleGroup:
                 "Separate them with hw.repulsion.jitter(heads, scale), for example scale=1e-3."
             )
 
+    @torch.no_grad()
     def measure_spread(self) -> float:
         """Return the largest distance between two particles."""
-        with torch.no_grad():
-            gram = sum((shifted_gram(view) for view in self.whole_views()), torch.zeros(()))
-            return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
+        gram = sum((shifted_gram(view) for view in self.whole_views()), torch.zeros(()))
+        return math.sqrt(float(geometry_from_grams(gram, None).squared_distances.max()))
 
 
-@dataclass(eq=False)
+BeforeStep = Callable[["Attachment", Tensor | None], None]
+
+
 class Attachment:
     """One optimizer, the particle groups whose parameters it holds, and its progress through the current step.
 
@@ -348,22 +226,16 @@ class Attachment:
         noisy: Whether the gradients that were acted on have their noise.
     """
 
-    optimizer: Optimizer
-    groups: tuple[ParticleGroup, ...]
-    steps: int = 0
-    turn: int = 0
-    last: ForceNorms | None = None
-    idle: set[str] = field(default_factory=set)
-    noisy: bool = False
-    _applied_to: tuple[weakref.ref[Tensor], ...] = field(default=(), repr=False)
-    _before: BeforeStep | None = field(default=None, repr=False)
-    _handles: tuple[RemovableHandle, ...] = field(default=(), repr=False)
-    _watch: Watch = field(default_factory=Watch, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, optimizer: Optimizer, groups: tuple[ParticleGroup, ...]) -> None:
+        self.optimizer, self.groups, self.idle = optimizer, groups, {group.name for group in groups}
+        self.steps, self.turn, self.noisy = 0, 0, False
+        self.last: ForceNorms | None = None
         self._trained = self._list_trained()
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
-        self.idle = {group.name for group in self.groups}
+        self._applied_to: tuple[weakref.ref[Tensor], ...] = ()
+        self._before: BeforeStep | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self._watch = Watch()
 
     @property
     def keys(self) -> dict[tuple[int, int], str]:
@@ -372,18 +244,14 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
-        """Whether the optimizer still calls the hooks: a copy of it, or an unpickled one, has none."""
+        """Whether the optimizer still calls the hooks, which a copied or unpickled optimizer has lost."""
         return any(own is self for own in find_attachments(self.optimizer))
 
     @property
     def applied(self) -> bool:
         """Whether the present gradients were acted on; new tensors were not, nor what a later backward added."""
-        present = self._gradients()
-        return (
-            bool(self._applied_to)
-            and len(present) == len(self._applied_to)
-            and all(was() is now for was, now in zip(self._applied_to, present, strict=True))
-        )
+        present, before = self._gradients(), [was() for was in self._applied_to]
+        return bool(before) and list(map(id, before)) == list(map(id, present))
 
     def attach(self, before: BeforeStep) -> None:
         """Call `before(self, scale)` once per step, when gradients are complete; `scale` is what multiplies them."""
@@ -392,7 +260,14 @@ class Attachment:
         taken = {other.turn for other in others if names & set(other.keys.values())}
         self.turn = min(set(range(len(others) + 1)) - taken)
         self._before = before
-        clear = _make_clearing_hook(weakref.ref(self))
+        # hooks on parameters keep neither the attachment nor its optimizer alive
+        own = weakref.ref(self)
+
+        def clear(_parameter: Tensor) -> None:
+            attachment = own()
+            if attachment is not None:
+                attachment.clear()
+
         self._handles = (
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
@@ -484,17 +359,6 @@ class Attachment:
         self.clear()
 
 
-def _make_clearing_hook(own: weakref.ref[Attachment]) -> Callable[[Tensor], None]:
-    """Return a hook on parameters that clears an attachment, without keeping it or its optimizer alive."""
-
-    def clear(_parameter: Tensor) -> None:
-        attachment = own()
-        if attachment is not None:
-            attachment.clear()
-
-    return clear
-
-
 def find_attachments(optimizer: Optimizer) -> list[Attachment]:
     """Return what is attached to an optimizer now, in order."""
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
@@ -513,10 +377,13 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
     groups: list[ParticleGroup] = []
     taken: set[tuple[int, int]] = set()
     for site in heads.sites:
+        every = site.slices
+        if heads.grouping:
+            every = (*group_slices(site, heads.grouping), *(own for own in every if own.projection != "query"))
         # a parameter tied between layers is one set of particles, acted on once per step
         slices = tuple(
             head_slice
-            for head_slice in _list_slices(site, heads.grouping)
+            for head_slice in every
             if head_slice.projection in heads.projections
             and not any((id(part.parameter), part.start) in taken for part in head_slice.parts)
         )
@@ -531,12 +398,6 @@ def find_groups(heads: Heads, *, joint: bool = False) -> tuple[ParticleGroup, ..
             name = f"{site.name} {'+'.join(part.projection for part in parts)}".strip()
             groups.append(ParticleGroup(name + _name_members(site, parts, heads.grouping), parts))
     return tuple(groups)
-
-
-def _list_slices(site: Site, grouping: str) -> tuple[HeadView, ...]:
-    if not grouping:
-        return site.slices
-    return (*group_slices(site, grouping), *(part for part in site.slices if part.projection != "query"))
 
 
 def _name_members(site: Site, parts: tuple[HeadView, ...], grouping: str) -> str:

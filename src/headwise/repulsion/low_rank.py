@@ -1,4 +1,4 @@
-"""A rule's step on heads under LoRA: the particles are the heads of the effective weight, the forces go to A and B.
+"""Forces on what heads are trained through: W itself, or under LoRA the factors A and B of what is added to W.
 
 theta = W + sum_a s_a B_a A_a, [d_out, d_in], with W frozen, A_a [r, d_in] and B_a [d_out, r]; particle h is the rows of
 head h. With G = dL/dtheta the rule asks for the force F = K G + P theta - alpha R (see `Mixing`), whose matrices mix
@@ -6,18 +6,13 @@ heads, and the optimizer gets J^T F (see `Carrier`): s F A^T for B and s B^T F f
 
 * P theta and R depend on the parameters alone.
 * K G on B: autograd's dL/dB = s G A^T, and mixing rows commutes with a factor from the right.
-* K G on A: s B^T K G = s (K^T B)^T G, what autograd would give A if B were K^T B. `low_rank_drive` has it compute that,
-  so that G, as large as W, is never formed. Under dropout both take the G of the dropped inputs that A sees.
+* K G on A: s B^T K G = s (K^T B)^T G, what autograd would give A if B were K^T B. Since G = g^T x over tokens, g the
+  gradient of the adapter's output [T, d_out], `DriveRoutes` replaces the product g B [T, r] on the way back to A by
+  g (K^T B): r numbers per token more and no matrix as large as W. Sums over micro-batches and processes, and the factor
+  of a GradScaler, stay what autograd makes of them. The values of the forward pass and all other gradients do not
+  change. Under dropout both take the G of the dropped inputs that A sees.
 
-Norms are those of the forces on B, whose rows belong to heads; A is shared, also by the projections of a fused layer.
-
-The driving term of A under LoRA: backward passes give A the gradient it would have if B were K^T B.
-
-An adapter computes s B A x. With G = dL/d(s B A) autograd gives A the gradient s B^T G, and the rule asks for
-s B^T K G = s (K^T B)^T G. Since G = g^T x over tokens, g the gradient of the adapter's output [T, d_out], only the
-product g B [T, r] on the way back to A is replaced, by g (K^T B): r numbers per token more and no matrix as large as W.
-Sums over micro-batches and processes, and the factor of a GradScaler, stay what autograd makes of them. The values of
-the forward pass and the gradients of B, of the inputs and of all else do not change.
+Norms are of the forces on B, whose rows belong to heads; A is shared, also by the projections of a fused layer.
 """
 
 from __future__ import annotations
@@ -34,17 +29,9 @@ from torch.optim import Optimizer
 from headwise.errors import NotFired
 from headwise.heads.adapters import Adapter
 from headwise.heads.view import HeadView
-from headwise.kernels import (
-    Geometry,
-    add_up,
-    find_collapsed,
-    geometry_from_grams,
-    plain_gram,
-    shifted_gram,
-    squared_norms,
-)
+from headwise.kernels import Geometry, add_up, find_medoids, plain_gram, shifted_gram, squared_norms
 from headwise.nn.hooks import Handle, PerThread, read_first_argument, replace_first_argument
-from headwise.repulsion.groups import Carrier, ForceNorms, Forces, ParticleGroup, list_carriers, norm_of, write_forces
+from headwise.repulsion.groups import ForceNorms, ParticleGroup
 from headwise.repulsion.rules import (
     Mixing,
     Rule,
@@ -54,130 +41,252 @@ from headwise.repulsion.rules import (
     find_strength,
     repulsion_factor,
     scale_prior,
+    write_finite,
 )
+from headwise.repulsion.step import apply_rule, evaluate
+
+# Forces on what is divided by heads, [M, ...], and on what the heads share; the latter None without LoRA.
+Forces = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Carrier:
+    """What one head slice is trained through: its parameter W, or one adapter of the LoRA layer that adds s B A to W.
+
+    A force F on the effective weight theta = W + s B A, [d_out, d_in], is J^T F on A and B, J the derivative of theta:
+
+    on B: s F A^T, [d_out, r], of which row c depends on row c of F alone, so that it is divided by heads as F is;
+    on A: s B^T F, [r, d_in], a sum over heads, which share A.
+
+    In W_O, whose heads are columns, A is divided by heads and B is shared. Without LoRA, J is the identity.
+
+    Attributes:
+        head_slice: The heads.
+        adapter: The adapter; None where they are trained through W.
+    """
+
+    head_slice: HeadView
+    adapter: Adapter | None = None
+
+    @property
+    def columns(self) -> bool:
+        """Whether the heads are columns of the effective weight, as in W_O."""
+        return self.head_slice.projection == "output"
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """The factor that is divided by heads, and the one that all heads share; None without LoRA."""
+        if self.adapter is None:
+            return None
+        first, second = self.adapter.first, self.adapter.second
+        return (first, second) if self.columns else (second, first)
+
+    @property
+    def own(self) -> Tensor:
+        """The part of the gradient that is divided by heads, [M, ...]: a view where there is one."""
+        return _join(self._targets)
+
+    @property
+    def shared(self) -> Tensor | None:
+        """The gradient of the factor that all heads share; None without LoRA."""
+        factors = self.factors
+        return None if factors is None else factors[1].grad
+
+    @property
+    def _targets(self) -> list[Tensor]:
+        """The gradients that are divided by heads, as views of each part."""
+        if self.adapter is None:
+            return [part.of(_get_gradient(part.parameter)) for part in self.head_slice.parts]
+        return self.list_own(_get_gradient(self.adapter.first), _get_gradient(self.adapter.second))
+
+    def list_own(self, first: Tensor, second: Tensor) -> list[Tensor]:
+        """Return the heads' own part of tensors of the shapes of A and B, as views, one for each part."""
+        return [part.divide(first, second)[1 if self.columns else 0] for part in self.head_slice.parts]
+
+    def mix(self, drive: Tensor | float, dtype: torch.dtype) -> Forces:
+        """Return the driving term of coefficients [M, M], or of the share of its own gradient that each head keeps.
+
+        The factor that rows share gets its driving term in the backward pass (`DriveRoutes`); the one that columns
+        share has no per-head gradient, so it is scaled by the common share.
+        """
+        own, shared = self.own, self.shared
+        if not isinstance(drive, Tensor):
+            return drive * own.to(dtype), drive * shared if shared is not None and self.columns else shared
+        mixed = torch.empty(own.shape, dtype=dtype, device=own.device)
+        add_mixed(mixed, drive, own, beta=0)
+        return mixed, shared
+
+    def pull(self, force: Tensor) -> Forces:
+        """Return J^T of a force on the heads, [M, a, b] as they are read: on `own` and on `shared`."""
+        if self.adapter is None:
+            return force, None
+        force = self.adapter.scaling * self.head_slice.orient(force)
+        first, second = self.adapter.first.detach(), self.adapter.second.detach()
+        heads, shared = _join(self.list_own(first, second)), second if self.columns else first
+        heads, shared = heads.to(force.dtype), shared.to(force.dtype)
+        if self.columns:
+            return shared.mT @ force, torch.einsum("hoe,hre->or", force, heads)
+        return force @ shared.mT, heads.flatten(0, 1).mT @ force.flatten(0, 1)
+
+    def list_targets(self, own: Tensor, shared: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return each part of a force on `own` and on `shared`, with the gradient that it replaces."""
+        targets, gradient = self._targets, self.shared
+        pairs = list(zip(own.split([len(target) for target in targets]), targets, strict=True))
+        return pairs if shared is None or gradient is None else [*pairs, (shared, gradient)]
+
+
+def list_carriers(head_slice: HeadView) -> list[Carrier]:
+    """Return what a head slice is trained through; frozen adapters are left out."""
+    if head_slice.lora is None:
+        return [Carrier(head_slice)]
+    return [Carrier(head_slice, adapter) for adapter in head_slice.adapters if adapter.trained]
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What a rule says of a group at its present parameters: coefficients, geometry, mean norm of the particles."""
+    """The coefficients of a rule for a group at its present parameters, its geometry and mean norm."""
 
     mixing: Mixing
     geometry: Geometry
-    particle_norm: Tensor
+    size: Tensor
 
 
-class Evaluations:
-    """A rule's evaluations of groups, each computed once until parameters change, and then all in one batch."""
+def carry(
+    group: ParticleGroup,
+    found: Evaluation,
+    pushes: Sequence[Tensor],
+    priors: Sequence[Tensor] | None = None,
+    share: float | None = None,
+    *,
+    strength: Strength,
+    scale: Tensor | None,
+) -> ForceNorms:
+    """Replace the gradients of a group in place by driving term - s * push, both as what its heads are trained through.
+
+    Args:
+        group: The group.
+        found: Its evaluation.
+        pushes: The repulsion on the heads of each slice [M, a, b], in at least single precision.
+        priors: The term of the prior, likewise; None when it is flat.
+        share: The share of its own gradient that each head keeps; None where gradients are mixed.
+        strength: Factor on the repulsion.
+        scale: What the gradients are multiplied by (GradScaler).
+    """
+    drive = found.mixing.drive if share is None else share
+    carriers: list[Carrier] = []
+    driving: list[Forces] = []
+    pulled: list[Forces] = []
+    for index, head_slice in enumerate(group.slices):
+        for carrier in list_carriers(head_slice):
+            own, shared = carrier.mix(drive, pushes[index].dtype)
+            if priors is not None:
+                more, also = carrier.pull(priors[index])
+                own, shared = own + more, None if shared is None or also is None else shared + also
+            carriers.append(carrier)
+            driving.append((own, shared))
+            pulled.append(carrier.pull(pushes[index]))
+    norm, push = (torch.stack([torch.linalg.vector_norm(own) for own, _ in term]).norm() for term in (driving, pulled))
+    factor = repulsion_factor(found.mixing, norm, push, find_strength(strength, group.name), scale)
+    forces: list[Tensor] = []
+    targets: list[Tensor] = []
+    for carrier, (own, shared), (push_own, push_shared) in zip(carriers, driving, pulled, strict=True):
+        common = None if shared is None or push_shared is None else shared - factor * push_shared
+        for force, target in carrier.list_targets(own - factor * push_own, common):
+            forces.append(force)
+            targets.append(target)
+    finite = write_finite(forces, targets, norm.isfinite() & (factor * push).isfinite())
+    return ForceNorms.of([group], norm, factor * push, found.size, finite, found.geometry, scale)
+
+
+def _join(views: list[Tensor]) -> Tensor:
+    return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def _get_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None  # groups without a gradient are skipped
+    return gradient
+
+
+class ParameterSpace:
+    """The heads' parameters as particles: under LoRA, the heads of the effective weight.
+
+    A rule's evaluation of a group under LoRA, which forward passes need too, is computed once until parameters change,
+    and then together with all others.
+    """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._known: dict[ParticleGroup, tuple[object, Evaluation | None]] = {}
 
-    def of(self, group: ParticleGroup) -> Evaluation:
+    def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
+        """Replace the gradient of every group in place; None if no group has a gradient."""
+        plain = [group for group in groups if not group.adapted]
+        adapted = [group for group in groups if group.adapted and group.gradients() is not None]
+        records = [
+            apply_rule(self.rule, plain, strength=strength, scale=scale),
+            *(self._carry(group, strength, scale) for group in adapted),
+        ]
+        # an optimizer may write parameters in ways that leave no trace
+        self._known = dict.fromkeys(self._known, (None, None))
+        return ForceNorms.join(records)
+
+    def drive(self, group: ParticleGroup) -> Tensor:
+        """Return the coefficients [M, M] of a group's driving term at its present parameters."""
+        return self.evaluate(group).mixing.drive
+
+    def evaluate(self, group: ParticleGroup) -> Evaluation:
         """Return the evaluation of a group at its present parameters."""
-        state, evaluation = self._known.get(group, (None, None))
-        if evaluation is None or state != _describe_state(group):
-            self._renew(group)
-            _, evaluation = self._known[group]
-        assert evaluation is not None  # it was renewed
+        if self._known.get(group, (None, None))[0] != _describe_state(group):
+            batches: dict[tuple[int, torch.device], dict[ParticleGroup, object]] = defaultdict(dict)
+            for own in {**self._known, group: None}:
+                state = _describe_state(own)
+                if self._known.get(own, (None, None))[0] != state:
+                    batches[own.particles, own.parameters[0].device][own] = state
+            for batch in batches.values():
+                found = _evaluate(self.rule, list(batch))
+                self._known |= {own: (batch[own], evaluation) for own, evaluation in zip(batch, found, strict=True)}
+        evaluation = self._known[group][1]
+        assert evaluation is not None
         return evaluation
 
-    def forget(self) -> None:
-        """Forget all, before the parameters change: an optimizer may write them in ways that leave no trace."""
-        self._known = dict.fromkeys(self._known, (None, None))
-
-    def _renew(self, group: ParticleGroup) -> None:
-        """Evaluate a group, and all others whose parameters have changed."""
-        batches: dict[tuple[int, torch.device], dict[ParticleGroup, object]] = defaultdict(dict)
-        for own in {**self._known, group: None}:
-            state = _describe_state(own)
-            if self._known.get(own, (None, None))[0] != state:
-                batches[own.particles, own.parameters[0].device][own] = state
-        for batch in batches.values():
-            found = _evaluate(self.rule, list(batch))
-            self._known |= {own: (batch[own], evaluation) for own, evaluation in zip(batch, found, strict=True)}
-
-
-@torch.no_grad()
-def apply_low_rank(
-    evaluations: Evaluations, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None
-) -> ForceNorms | None:
-    """Replace the gradients of A and B of every group in place by those of the rule; None when none has a gradient."""
-    ready = [group for group in groups if group.gradients() is not None]
-    records = [_apply(evaluations, group, find_strength(strength, group.name), scale) for group in ready]
-    evaluations.forget()
-    return ForceNorms.join(records) if records else None
-
-
-def _apply(evaluations: Evaluations, group: ParticleGroup, strength: float, scale: Tensor | None) -> ForceNorms:
-    evaluation = evaluations.of(group)
-    mixing, needs_inner = evaluation.mixing, evaluations.rule.needs_inner
-    prior = scale_prior(mixing, scale)
-    medoid = evaluation.geometry.squared_distances.sum(-1).argmin(-1)
-    carriers: list[Carrier] = []
-    driving: list[Forces] = []
-    pushes: list[Forces] = []
-    for head_slice in group.slices:
-        heads = head_slice.read()
-        heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
-        push = torch.zeros_like(heads, memory_format=torch.contiguous_format)
-        add_repulsion(push, mixing.repulsion, heads, torch.empty_like(push), medoid, needs_inner)
-        pull = None
-        if prior is not None:
-            pull = torch.empty_like(push)
-            add_mixed(pull, prior, heads, beta=0)
-        for carrier in list_carriers(head_slice):
-            gradient, shared = carrier.own, carrier.shared
-            own = torch.empty(gradient.shape, dtype=heads.dtype, device=heads.device)
-            add_mixed(own, mixing.drive, gradient, beta=0)
-            if pull is not None:
-                pulled, also = carrier.pull(pull)
-                own, shared = own + pulled, None if shared is None or also is None else shared + also
-            carriers.append(carrier)
-            driving.append((own, shared))
-            pushes.append(carrier.pull(push))
-    driving_norm, push_norm = norm_of(driving), norm_of(pushes)
-    factor = repulsion_factor(mixing, driving_norm, push_norm, strength, scale)
-    finite = driving_norm.isfinite() & (factor * push_norm).isfinite()
-    finite = write_forces(carriers, driving, pushes, factor, finite)
-    unscale = 1.0 if scale is None else scale.reciprocal()
-    return ForceNorms(
-        (group.name,),
-        (driving_norm * unscale).view(1),
-        (factor * push_norm * unscale).view(1),
-        evaluation.particle_norm.to(driving_norm.dtype).view(1),
-        finite.view(1),
-        find_collapsed(evaluation.geometry).view(1),
-        (group.particles,),
-    )
+    @torch.no_grad()
+    def _carry(self, group: ParticleGroup, strength: Strength, scale: Tensor | None) -> ForceNorms:
+        found = self.evaluate(group)
+        repulsion, prior = found.mixing.repulsion, scale_prior(found.mixing, scale)
+        medoid = find_medoids(found.geometry)
+        pushes, priors = [], []
+        for head_slice in group.slices:
+            heads = head_slice.read()
+            heads = heads.to(torch.promote_types(heads.dtype, torch.float32))
+            push = torch.zeros_like(heads, memory_format=torch.contiguous_format)
+            add_repulsion(push, repulsion, heads, torch.empty_like(push), medoid, self.rule.needs_inner)
+            pushes.append(push)
+            if prior is not None:
+                priors.append(torch.empty_like(push))
+                add_mixed(priors[-1], prior, heads, beta=0)
+        return carry(group, found, pushes, priors or None, strength=strength, scale=scale)
 
 
 @torch.no_grad()
 def _evaluate(rule: Rule, groups: Sequence[ParticleGroup]) -> list[Evaluation]:
-    """Return what a rule says of groups of equally many particles."""
-    shifted, plain, squares = [], [], []
+    """Return the evaluations of groups of equally many particles."""
+    every = []
     for group in groups:
         with torch.autocast(group.parameters[0].device.type, enabled=False):
-            views = [head_slice.read() for head_slice in group.slices]
-        shifted.append(add_up([shifted_gram(view) for view in views]))
-        squares.append(add_up([squared_norms(view) for view in views]))
-        if rule.needs_inner:
-            plain.append(add_up([plain_gram(view) for view in views]))
-    distances = geometry_from_grams(torch.stack(shifted), torch.stack(plain) if rule.needs_inner else None)
-    mixing = rule.mixing(distances)
-    norms = torch.stack(squares).sqrt().mean(-1)
-    evaluations = []
-    for index in range(len(groups)):
-        inner = None if distances.inner is None else distances.inner[index]
-        prior = None if mixing.prior is None else mixing.prior[index]
-        evaluations.append(
-            Evaluation(
-                Mixing(mixing.drive[index], prior, mixing.repulsion[index], mixing.relative),
-                Geometry(distances.squared_distances[index], inner),
-                norms[index],
-            )
-        )
-    return evaluations
+            every.append([head_slice.read() for head_slice in group.slices])
+
+    def add(gram: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack([add_up([gram(view) for view in views]) for views in every])
+
+    geometry, mixing, _ = evaluate(rule, add(shifted_gram), add(plain_gram) if rule.needs_inner else None)
+    sizes = add(squared_norms).sqrt().mean(-1)
+    priors = [None] * len(groups) if mixing.prior is None else mixing.prior.unbind()
+    each = zip(mixing.drive, priors, mixing.repulsion, geometry.squared_distances, sizes, strict=True)
+    return [
+        Evaluation(Mixing(drive, prior, repulsion, mixing.relative), Geometry(distances, None), size)
+        for drive, prior, repulsion, distances, size in each
+    ]
 
 
 def _describe_state(group: ParticleGroup) -> object:
@@ -205,8 +314,7 @@ class DriveRoutes(Handle):
 
     def __init__(self, groups: Sequence[ParticleGroup], drive: Callable[[ParticleGroup], Tensor]) -> None:
         super().__init__()
-        members: dict[tuple[nn.Module, str], list[Member]] = defaultdict(list)
-        adapters: dict[tuple[nn.Module, str], Adapter] = {}
+        members: dict[tuple[nn.Module, str], tuple[Adapter, list[Member]]] = {}
         for group in groups:
             for head_slice in group.slices:
                 # the columns of W_O are heads: there A is divided by heads
@@ -214,9 +322,9 @@ class DriveRoutes(Handle):
                     continue
                 for adapter in head_slice.adapters:
                     if adapter.trained:
-                        adapters[adapter.down, adapter.name] = adapter
-                        members[adapter.down, adapter.name].append((group, head_slice))
-        self.routes = [Route(adapter, members[key], drive) for key, adapter in adapters.items()]
+                        _, held = members.setdefault((adapter.down, adapter.name), (adapter, []))
+                        held.append((group, head_slice))
+        self.routes = [Route(*one, drive) for one in members.values()]
         for route in self.routes:
             route.refresh()
             self.hook_before(route.adapter.down, route.before_down)
@@ -227,8 +335,7 @@ class DriveRoutes(Handle):
         """Mix B as the parameters are after a step: a compiled forward pass cannot ask what changed."""
         for route in self.routes:
             # an optimizer may write parameters in ways that leave no trace
-            route.forget()
-            route.refresh()
+            route.refresh(always=True)
 
     def require_taken(self) -> None:
         """Raise `NotFired` where A has a gradient that did not come this way."""
@@ -242,12 +349,12 @@ class DriveRoutes(Handle):
                 )
 
 
+@dataclass
 class _Call:
-    """What the running call of an adapter was given, and A x of it."""
+    """The inputs of a running call of an adapter, and A x of them."""
 
-    def __init__(self) -> None:
-        self.inputs: Tensor | None = None
-        self.hidden: Tensor | None = None
+    inputs: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 class Route:
@@ -298,17 +405,13 @@ class Route:
         routed: Tensor = _ThroughMixed.apply(output, hidden, self.mixed)
         return routed
 
-    def forget(self) -> None:
-        """Forget what B was mixed from."""
-        self._mixed_from = None, []
-
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, *, always: bool = False) -> None:
         """Mix B again unless nothing changed; in place, since a compiled graph holds the tensor."""
         second, drives = self.adapter.second, [self._drive(group) for group, _ in self.members]
         state = (id(second), second.data_ptr(), second._version)
         known, before = self._mixed_from
-        if state == known and all(one is other for one, other in zip(drives, before, strict=True)):
+        if not always and state == known and all(one is other for one, other in zip(drives, before, strict=True)):
             return
         if self.mixed.dtype != second.dtype or self.mixed.device != second.device:
             self.mixed = second.clone()

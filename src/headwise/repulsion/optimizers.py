@@ -1,10 +1,8 @@
-"""The torch optimizers that hold the heads' parameters: unwrapped, hookable, and what a resumed run has for each.
-
-Says when another optimizer steps in the place of one that a repulsion is attached to.
+"""The torch optimizers that hold the heads' parameters: unwrapped, hookable, and watched for one that replaces another.
 
 A trainer may build its model or its optimizer anew, for each trial of a search or each phase of a training. A repulsion
-stays attached to the old ones and never acts again, which would go unnoticed. What is noticed here: an optimizer that
-holds the same parameters steps instead; or the optimizer attached to is discarded (or the program ends) before its
+stays attached to the old ones and never acts again, which would go unnoticed. A warning is given when an optimizer that
+holds the same parameters steps instead; or when the optimizer attached to is discarded (or the program ends) before its
 first step, and another one with parameters of the same shapes, which repels nothing, steps.
 """
 
@@ -149,21 +147,19 @@ _watches: set[Watch] = set()
 _hooks: list[RemovableHandle] = []
 # Optimizers that were discarded before their first step: the class's name, by the hash of what `_describe` returns.
 _discarded: dict[int, str] = {}
-# That hash of optimizers that step; None for those that take the place of none.
+# That hash of optimizers that step; None for an optimizer that replaces no other.
 _stepping: weakref.WeakKeyDictionary[Optimizer, int | None] = weakref.WeakKeyDictionary()
 
 
 class Watch:
     """Looks at the steps of other optimizers for one that a repulsion is attached to, without keeping it alive.
 
-    Attributes:
-        steps: Steps that the repulsion has acted on; kept by who attached it.
-        stepping: Whether the optimizer attached to is in the middle of a step; kept likewise.
+    `steps`, on which the repulsion has acted, and `stepping`, whether its optimizer is in the middle of a step, are
+    kept by the attachment.
     """
 
     def __init__(self) -> None:
-        self.steps, self.stepping = 0, False
-        self._twin_stepped = False
+        self.steps, self.stepping, self._twin_stepped = 0, False, False
         self._kind: tuple[object, ...] = ()
         self._parameters: frozenset[int] = frozenset()
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -190,15 +186,16 @@ class Watch:
             while _hooks:
                 _hooks.pop().remove()
 
-    def watches(self, optimizer: Optimizer) -> bool:
-        """Whether this is the optimizer that a repulsion is attached to."""
-        return self._optimizer is not None and self._optimizer() is optimizer
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that a repulsion is attached to, if it is alive."""
+        return None if self._optimizer is None else self._optimizer()
 
     def look(self, other: Optimizer) -> None:
         """Take note of a step of any optimizer."""
-        own = None if self._optimizer is None else self._optimizer()
-        # an optimizer that runs inside the one attached to is in the place of none
-        if self.watches(other) or self.stepping:
+        own = self.optimizer
+        # an optimizer that runs inside the one attached to does not replace it
+        if own is other or self.stepping:
             return
         if other not in self._known:
             shares = own is not None and not self._parameters.isdisjoint(list_held(other))
@@ -249,7 +246,7 @@ def _describe(optimizer: Optimizer) -> tuple[object, ...]:
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    return any(watch.watches(optimizer) for watch in _watches)
+    return any(watch.optimizer is optimizer for watch in _watches)
 
 
 def _look(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,24 +21,24 @@ from headwise.errors import (
     LayoutError,
     NotFired,
     SettingError,
-    require_boolean,
     require_choice,
     require_integer,
     require_positive,
     require_range,
 )
 from headwise.heads.capture import Capture
-from headwise.heads.heads import GROUPINGS, PROJECTIONS, Heads, heads_first, require_heads, require_proved
+from headwise.heads.heads import PROJECTIONS, Heads, heads_first, require_heads, require_proved
 from headwise.heads.method import Method, Stage, require_tuple
 from headwise.heads.sharding import add_own_part, average_finite_over, is_distributed, write_own_part
 from headwise.heads.taps import Taps, count_effective_heads, require_reachable
 from headwise.heads.view import HeadView, gather_full, is_sharded
+from headwise.kernels import require_nonzero
 from headwise.nn.hooks import Handle
-from headwise.repulsion.groups import Attachment, ForceNorms, ParticleGroup, divide_groups, find_groups, list_carriers
-from headwise.repulsion.low_rank import DriveRoutes, Evaluations, apply_low_rank
+from headwise.repulsion.groups import Attachment, ForceNorms, ParticleGroup, divide_groups, find_groups
+from headwise.repulsion.low_rank import DriveRoutes, ParameterSpace, list_carriers
 from headwise.repulsion.optimizers import require_state, unwrap_optimizers
-from headwise.repulsion.rules import Rule, Strength, acts_apart, require_rule
-from headwise.repulsion.step import apply_rule
+from headwise.repulsion.rules import AnyRule, Rule, Strength, acts_apart
+from headwise.settings import Count
 from headwise.strength import Control, Target, advance, read_controls, tell_saturated
 
 # Calls of an attention that are looked at, where a step has more: the last of many micro-batches.
@@ -52,8 +52,6 @@ class Steering(Handle):
     measured numbers are averaged over all of them, so that every process has the same strength.
 
     Attributes:
-        target: What is aimed at.
-        every: Number of steps from one measurement to the next.
         steps: Number of steps so far, of one or several optimizers.
         controls: The controller of each attention with several heads.
 
@@ -75,37 +73,29 @@ class Steering(Handle):
             for site in heads
             for part in (*site.parts, *(site.output.parts if site.output is not None else ()))
         }
-        self._taps = Taps(
-            replace(heads, sites=tuple(self._sites.values())), outputs=True, training_only=True, newest=NEWEST
-        )
+        several = replace(heads, sites=tuple(self._sites.values()))
+        self._taps = Taps(several, outputs=True, training_only=True, newest=NEWEST)
         self._removers.append(self._taps.remove)
         self._pauses = ExitStack()
         # the step of its optimizer at which each attachment acted
         self._acted: dict[int, int] = {}
 
     def find_strengths(self, actor: Attachment, strength: float) -> dict[str, float]:
-        """Return the factor on the repulsion of each group by its name, measured first if it is time to.
+        """Return `strength` times the ratio of each group that is about to be acted on, measured if it is time to.
 
-        Args:
-            actor: What is about to act. One whose optimizer has stepped since it acted has come to the next step;
-                others follow it in the same. A closure that is called again, and a step that was left out, are none.
-            strength: Factor on the repulsion of all of its groups.
+        The first attachment whose optimizer has stepped since it last acted starts a new step; the others join it.
+        Repeated closure calls and skipped steps do not count.
         """
         if not self._acted or self._acted.get(id(actor), actor.steps) != actor.steps:
             self._acted = {}
-            self._measure()
+            captures = self._taps.read_called()
+            if self.steps % self.every == 0:
+                self._advance(captures)
+            self.steps += 1
+            self._pause()
         self._acted[id(actor)] = actor.steps
-        return {group.name: strength * self._find_control(group).ratio for group in actor.groups}
-
-    def _measure(self) -> None:
-        captures = self._taps.read_called()
-        if self.steps % self.every == 0:
-            for name, number in self._count(captures).items():
-                heads = self._sites[name].num_heads
-                self.controls[name] = advance(self.controls[name], self.target, float(number), heads)
-                tell_saturated(name, self.controls[name], self.target)
-        self.steps += 1
-        self._pause()
+        sites = {group.name: self._names[id(group.parts[0].parameter)] for group in actor.groups}
+        return {name: strength * self.controls.get(site, Control()).ratio for name, site in sites.items()}
 
     def _pause(self) -> None:
         """Capture what is computed for the next step if it is to be measured, and nothing else."""
@@ -113,8 +103,8 @@ class Steering(Handle):
         if self.steps % self.every:
             self._pauses.enter_context(self._taps.paused())
 
-    def _count(self, captures: Sequence[Capture]) -> dict[str, Tensor]:
-        """Return the effective number of heads of each attention; NaN where its calls, if any, tell nothing."""
+    def _advance(self, captures: Sequence[Capture]) -> None:
+        """Advance each controller by the effective number of heads, NaN where no call of the attention was seen."""
         calls = {name: [call for call in captures if call.site.name == name] for name in self._sites}
         found = {name: count_effective_heads(own) for name, own in calls.items() if own}
         device = next((number.device for number in found.values()), torch.device("cpu"))
@@ -123,7 +113,9 @@ class Steering(Handle):
         if is_distributed():
             # every process takes part, also one whose batch did not use an attention
             numbers = average_finite_over(None, numbers)
-        return dict(zip(self._sites, numbers, strict=True))
+        for (name, site), number in zip(self._sites.items(), numbers, strict=True):
+            self.controls[name] = advance(self.controls[name], self.target, float(number), site.num_heads)
+            tell_saturated(name, self.controls[name], self.target)
 
     def require_measured(self) -> None:
         """Raise `NotFired` where nothing was ever measured, so that no strength was set."""
@@ -153,15 +145,6 @@ class Steering(Handle):
         # what was computed before is of no step to come
         self._taps.read_called()
         self._pause()
-
-    def _find_control(self, group: ParticleGroup) -> Control:
-        return self.controls.get(self._names[id(group.parts[0].parameter)], Control())
-
-
-def make_steering(heads: Heads, rule: object, every: int) -> Steering | None:
-    """Return the controllers of a rule whose strength is a `Target`, else None."""
-    target = getattr(rule, "alpha", None)
-    return Steering(heads, target, every) if isinstance(target, Target) else None
 
 
 def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
@@ -207,54 +190,6 @@ def jitter(heads: Heads, scale: float, *, seed: int = 0) -> None:
                 write_own_part(head_slice.parameter, every)
 
 
-def add_noise(
-    group: ParticleGroup,
-    deviation: float,
-    rates: Mapping[int, float | Tensor],
-    *,
-    seed: int,
-    step: int,
-    scale: Tensor | None,
-    drawn: set[int],
-) -> None:
-    """Add N(0, (deviation rate)^2) to the gradients of the heads, the same for the same (seed, step, parameter).
-
-    A process that holds a part of a gradient adds what a single process would have added to that part. Under LoRA the
-    noise is that of the parameters trained, A and B; A, which several groups may share, gets it once.
-
-    Args:
-        group: The particles.
-        deviation: Standard deviation at a rate of 1.
-        rates: The factor on the noise of each parameter: see `find_langevin_rates`.
-        seed: Seed.
-        step: The step.
-        scale: What the gradients are multiplied by; None for 1.
-        drawn: The ids of shared gradients that have their noise; this function adds to it.
-    """
-    if group.gradients() is None:
-        return
-
-    def add(gradient: Tensor, parameter: Tensor, part: HeadView, *names: str) -> None:
-        noise = _draw_noise(gradient, seed, step, part, *names) * (deviation * rates[id(parameter)])
-        gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
-
-    with torch.no_grad():
-        for part in group.parts:
-            gradient = part.parameter.grad
-            if gradient is not None and is_sharded(gradient):
-                every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-                add(part.of(every), part.parameter, part)
-                add_own_part(gradient, every)
-                continue
-            for carrier in list_carriers(part):
-                own, common = carrier.trained
-                add(carrier.own, own, part, *carrier.names)
-                shared = carrier.shared
-                if shared is not None and id(shared) not in drawn:
-                    drawn.add(id(shared))
-                    add(shared, common, part, *carrier.names, "shared")
-
-
 def find_langevin_rates(optimizer: Optimizer) -> dict[int, float | Tensor]:
     """Return the factor on Langevin noise that gives it the right temperature, for each parameter by its id.
 
@@ -264,8 +199,14 @@ def find_langevin_rates(optimizer: Optimizer) -> dict[int, float | Tensor]:
     """
     factors: dict[int, float | Tensor] = {}
     for options in optimizer.param_groups:
-        plain = type(optimizer) is SGD and options["momentum"] == 0
-        factor = _invert_root(options["lr"]) if plain else 1.0
+        factor: float | Tensor = 1.0
+        if type(optimizer) is SGD and options["momentum"] == 0:
+            rate = options["lr"]
+            # a rate of zero moves nothing, whatever the noise
+            if isinstance(rate, Tensor):
+                factor = torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
+            elif rate > 0.0:
+                factor = rate**-0.5
         factors |= dict.fromkeys(map(id, options["params"]), factor)
     return factors
 
@@ -276,13 +217,6 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _invert_root(rate: float | Tensor) -> float | Tensor:
-    """Return 1 / sqrt(rate), and 1 for a rate of zero, which moves nothing, whatever the noise."""
-    if isinstance(rate, Tensor):
-        return torch.where(rate > 0, rate.clamp_min(torch.finfo(rate.dtype).tiny).rsqrt(), 1.0)
-    return rate**-0.5 if rate > 0.0 else 1.0
-
-
 def _draw_noise(view: Tensor, seed: int, purpose: object, part: HeadView, *names: str) -> Tensor:
     generator = torch.Generator(view.device)
     run = (part.run,) if part.run else ()
@@ -291,44 +225,20 @@ def _draw_noise(view: Tensor, seed: int, purpose: object, part: HeadView, *names
 
 
 @runtime_checkable
-class Space(Protocol):
-    """What a rule's particles are: `FunctionSVGD` is its own space, other rules act on the heads' parameters."""
+class Space(Rule, Protocol):
+    """A rule that is its own space of particles, such as `FunctionSVGD`; other rules act on the heads' parameters."""
 
     def find_groups(self, heads: Heads, *, joint: bool) -> Sequence[ParticleGroup]:
         """Return the groups to act on."""
         ...
 
     def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
-        """Replace the gradient of every group in place; None when none has a gradient."""
+        """Replace the gradient of every group in place; None if no group has a gradient."""
         ...
 
     def drive(self, group: ParticleGroup) -> Tensor:
         """Return the coefficients [M, M] of a group's driving term at its present parameters."""
         ...
-
-
-@dataclass(frozen=True)
-class ParameterSpace:
-    """The space of rules whose particles are the heads' parameters: under LoRA, the heads of the effective weight."""
-
-    rule: Rule
-    evaluations: Evaluations
-
-    def find_groups(self, heads: Heads, *, joint: bool) -> Sequence[ParticleGroup]:
-        """Return one group per projection of each attention, or one per attention when `joint`."""
-        return find_groups(heads, joint=joint)
-
-    def apply(self, groups: Sequence[ParticleGroup], *, strength: Strength, scale: Tensor | None) -> ForceNorms | None:
-        """Replace the gradient of every group in place; None when none has a gradient."""
-        plain = apply_rule(self.rule, [group for group in groups if not group.adapted], strength=strength, scale=scale)
-        adapted = [group for group in groups if group.adapted]
-        carried = apply_low_rank(self.evaluations, adapted, strength=strength, scale=scale)
-        records = [record for record in (plain, carried) if record is not None]
-        return ForceNorms.join(records) if records else None
-
-    def drive(self, group: ParticleGroup) -> Tensor:
-        """Return the coefficients [M, M] of a group's driving term at its present parameters."""
-        return self.evaluations.of(group).mixing.drive
 
 
 @dataclass(frozen=True)
@@ -336,11 +246,10 @@ class Repel(Method):
     """Repulsion between the parameters of heads: `repel`, as a value.
 
     Attributes:
-        rule: How heads repel each other.
+        rule, joint, when, noise, every: As for `repel`.
         projections: Projections it acts on, of query, key and value; None for all.
         grouping: Under grouped queries, "within" for query heads that repel those of their group, "across" for groups
             that repel one another; None for all query heads. See `Heads.grouped`.
-        joint, when, noise, every: As for `repel`.
 
     Raises:
         SettingError: A setting is of the wrong type or out of range.
@@ -351,27 +260,20 @@ class Repel(Method):
         (0,)
     """
 
-    rule: Rule
+    rule: AnyRule
     projections: tuple[str, ...] | None = None
     grouping: Literal["within", "across"] | None = None
     joint: bool = False
     when: Literal["step", "manual"] = "step"
     noise: Literal["step", "apply"] = "step"
-    every: int = 20
+    every: Count = 20
     stage: ClassVar[Stage] = "step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_rule(self.rule)
-        if self.grouping is not None:
-            require_choice("grouping", self.grouping, GROUPINGS)
         require_tuple("projections", self.projections, "('query', 'key')")
         for projection in self.projections or ():
             require_choice("projections", projection, PROJECTIONS)
-        require_choice("when", self.when, ("step", "manual"))
-        require_choice("noise", self.noise, ("step", "apply"))
-        require_boolean("joint", self.joint)
-        require_integer("every", self.every, low=1)
 
     def attach(self, heads: Heads, optimizers: Optimizer | Sequence[Optimizer] = (), seed: int = 0) -> Repulsion:
         """Attach the rule to the optimizers of a model whose heads these are; errors as of `repel`."""
@@ -384,13 +286,12 @@ class Repel(Method):
         if self.grouping is not None:
             chosen = chosen.grouped(self.grouping)
         require_proved(chosen)
-        rule = self.rule
-        space = rule if isinstance(rule, Space) else ParameterSpace(rule, Evaluations(rule))
-        groups = space.find_groups(chosen, joint=self.joint)
-        _require_particles(groups, chosen, rule)
-        attachments = divide_groups(unwrapped, groups)
-        steering = make_steering(chosen, rule, self.every)
-        return Repulsion(chosen, attachments, rule, space, steering, when=self.when, noise=self.noise, seed=seed)
+        if isinstance(self.rule, Space):
+            groups = self.rule.find_groups(chosen, joint=self.joint)
+        else:
+            groups = find_groups(chosen, joint=self.joint)
+        _require_particles(groups, chosen, self.rule)
+        return Repulsion(chosen, divide_groups(unwrapped, groups), self, seed)
 
 
 @heads_first("optimizer")
@@ -460,28 +361,22 @@ class Repulsion(Handle):
         steering: The controllers of a `Target`; None for another strength.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        attachments: Sequence[Attachment],
-        rule: Rule,
-        space: Space,
-        steering: Steering | None,
-        *,
-        when: Literal["step", "manual"],
-        noise: Literal["step", "apply"],
-        seed: int,
-    ) -> None:
+    def __init__(self, heads: Heads, attachments: Sequence[Attachment], method: Repel, seed: int) -> None:
         super().__init__()
-        self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, when, noise, seed
-        self.steering, self._space, self._strength = steering, space, 1.0
-        if steering is not None:
-            self._removers.append(steering.remove)
+        rule = method.rule
+        self.heads, self.rule, self.when, self.noise, self.seed = heads, rule, method.when, method.noise, seed
+        self._space = rule if isinstance(rule, Space) else ParameterSpace(rule)
+        self._strength = 1.0
+        self.steering: Steering | None = None
+        target = getattr(rule, "alpha", None)
+        if isinstance(target, Target):
+            self.steering = Steering(heads, target, method.every)
+            self._removers.append(self.steering.remove)
         self._attachments = tuple(attachments)
         for attachment in self._attachments:
             attachment.attach(self._before_step)
             self._removers.append(attachment.detach)
-        self._routes = DriveRoutes(self.groups, space.drive)
+        self._routes = DriveRoutes(self.groups, self._space.drive)
         self._removers.append(self._routes.remove)
         if self._routes.routes:
             for attachment in self._attachments:
@@ -521,17 +416,18 @@ class Repulsion(Handle):
         Raises:
             NotFired: No step was taken yet.
         """
-        records = [attachment.last for attachment in self._attachments if attachment.last is not None]
-        if not records:
+        joined = ForceNorms.join(attachment.last for attachment in self._attachments)
+        if joined is None:
             raise NotFired("no optimizer step has been taken since repel(); there are no forces to report.")
-        return ForceNorms.join(records)
+        return joined
 
     def stats(self) -> dict[str, Tensor]:
-        """Return "force_ratio": the norm of all repulsion over that of all driving terms at the last step, if any."""
-        if all(attachment.last is None for attachment in self._attachments):
+        """Return "force_ratio" of the last step, if any: norm of all repulsion over norm of all driving terms."""
+        last = ForceNorms.join(attachment.last for attachment in self._attachments)
+        if last is None:
             return {}
-        driving = self.last.driving_norm.norm()
-        return {"force_ratio": self.last.repulsion_norm.norm() / driving.clamp_min(torch.finfo(driving.dtype).tiny)}
+        driving = last.driving_norm.norm()
+        return {"force_ratio": last.repulsion_norm.norm() / driving.clamp_min(torch.finfo(driving.dtype).tiny)}
 
     def apply(self) -> None:
         """Change the heads' gradients now, before clipping; the next `optimizer.step()` will not do it again.
@@ -655,7 +551,12 @@ class Repulsion(Handle):
             self._add_noise(attachment, scale)
 
     def _add_noise(self, attachment: Attachment, scale: Tensor | None) -> None:
-        deviation = self.rule.noise_scale()
+        """Add N(0, (deviation rate)^2) to the gradients of the heads, the same for the same (seed, step, parameter).
+
+        A process that holds a part of a gradient adds what a single process would have added to that part. Under LoRA
+        the noise is on the parameters trained, A and B; A, which several groups may share, gets it once.
+        """
+        deviation, drawn = self.rule.noise_scale(), set[int]()
         if deviation == 0.0:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -664,9 +565,29 @@ class Repulsion(Handle):
                 "and again; leave optimizer.step() out of the graph, or use a rule without noise such as hw.SVGD()."
             )
         seed = self.seed if attachment.turn == 0 else derive_seed(self.seed, "turn", attachment.turn)
-        rates, drawn = find_langevin_rates(attachment.optimizer), set[int]()
-        for group in attachment.groups:
-            add_noise(group, deviation, rates, seed=seed, step=attachment.steps, scale=scale, drawn=drawn)
+        rates = find_langevin_rates(attachment.optimizer)
+
+        def add(gradient: Tensor, parameter: Tensor, part: HeadView, *names: str) -> None:
+            noise = _draw_noise(gradient, seed, attachment.steps, part, *names) * (deviation * rates[id(parameter)])
+            gradient.add_((noise if scale is None else noise * scale).to(gradient.dtype))
+
+        with torch.no_grad():
+            ready = [group for group in attachment.groups if group.gradients() is not None]
+            for part in (part for group in ready for part in group.parts):
+                gradient = part.parameter.grad
+                if gradient is not None and is_sharded(gradient):
+                    every = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+                    add(part.of(every), part.parameter, part)
+                    add_own_part(gradient, every)
+                    continue
+                for carrier in list_carriers(part):
+                    own, common = carrier.factors or (part.parameter, part.parameter)
+                    names = () if carrier.adapter is None else (carrier.adapter.name,)
+                    add(carrier.own, own, part, *names)
+                    shared = carrier.shared
+                    if shared is not None and id(shared) not in drawn:
+                        drawn.add(id(shared))
+                        add(shared, common, part, *names, "shared")
 
 
 def _require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule) -> None:
@@ -680,26 +601,19 @@ def _require_particles(groups: Sequence[ParticleGroup], heads: Heads, rule: Rule
                 "adapter cannot be mixed with another's; merge the adapters, or put LoRA on other layers."
             )
     if not acts_apart(rule) and all(group.particles == 1 for group in groups):
-        _refuse_single(groups, heads)
+        sizes = {own.projection: own.heads for site in heads for own in site.slices if own.heads > 1}
+        choose = " or ".join(f"heads.projection({name!r})" for name in PROJECTIONS if name in sizes)
+        listed = ", ".join(f"{group.name}: {group.particles}" for group in groups[:4])
+        raise LayoutError(
+            f"no particle group has more than one particle ({listed}{', ...' if len(groups) > 4 else ''}), and one "
+            "head has nothing to be repelled from; "
+            + (
+                f"choose {choose}, with {max(sizes.values())} heads per layer."
+                if sizes
+                else "select an attention with more heads."
+            )
+        )
     for group in groups:
         group.require_apart()
         if rule.needs_inner:
-            group.require_nonzero()
-
-
-def _refuse_single(groups: Sequence[ParticleGroup], heads: Heads) -> NoReturn:
-    """Raise `LayoutError` that lists the projections with more than one particle."""
-    several = {
-        head_slice.projection: head_slice.heads for site in heads for head_slice in site.slices if head_slice.heads > 1
-    }
-    choose = " or ".join(f"heads.projection({name!r})" for name in PROJECTIONS if name in several)
-    listed = ", ".join(f"{group.name}: {group.particles}" for group in groups[:4])
-    raise LayoutError(
-        f"no particle group has more than one particle ({listed}{', ...' if len(groups) > 4 else ''}), and one head "
-        "has nothing to be repelled from; "
-        + (
-            f"choose {choose}, with {max(several.values())} heads per layer."
-            if several
-            else "select an attention with more heads."
-        )
-    )
+            require_nonzero(f"{group.name}: heads", group.whole_views())

@@ -3,8 +3,6 @@
 A rule turns the geometry of a group into a `Mixing`: [M, M] coefficients of the loss gradients, the prior and the
 repulsion. The step hands g' = driving term - repulsion - noise to a descent optimizer, which is -epsilon phi in the
 letters of An et al. 2020. No rule reads the value of a tensor, so that a step never waits for the device.
-
-The coefficients of one step of a particle rule, as [M, M] matrices, and how they are applied.
 """
 
 from __future__ import annotations
@@ -12,17 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Annotated, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError, ShapeError, require_boolean, require_positive, require_range, require_shape
-from headwise.kernels import RBF, Cosine, Geometry, Kernel, cosine_gradient, geometry, require_nonzero
+from headwise.errors import SettingError, ShapeError, require_range, require_shape
+from headwise.kernels import (
+    RBF,
+    Cosine,
+    Geometry,
+    Kernel,
+    cosine_gradient,
+    geometry,
+    require_instance,
+    require_nonzero,
+)
+from headwise.settings import NonNegative, Positive, check_fields
 from headwise.strength import DEFAULT, Relative, Target
 
 # A factor on the repulsion of all groups, or of each by name.
 Strength = float | Mapping[str, float]
+
+
+def _require_alpha(name: str, value: float | Relative | Target) -> None:
+    if not isinstance(value, Relative | Target):
+        require_range(name, value, low=0.0)
+
+
+Alpha = Annotated[float | Relative | Target, _require_alpha]
+AnyKernel = Annotated[Kernel, partial(require_instance, Kernel, "a kernel such as RBF(), an instance")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +121,24 @@ def stays_finite(finite: Tensor, force: Tensor, dtype: torch.dtype) -> Tensor:
     >>> stays_finite(torch.tensor([True, True]), torch.tensor([[1.0], [-7e4]]), torch.float16)
     tensor([ True, False])
     """
-    # others hold all numbers whose norm is finite in single precision
+    # other dtypes hold all numbers whose norm is finite in single precision
     if dtype != torch.float16:
         return finite
     largest = torch.linalg.vector_norm(force.flatten(finite.dim()), math.inf, dim=-1)
     return finite & (largest <= torch.finfo(dtype).max)
+
+
+def write_finite(forces: Sequence[Tensor], gradients: Sequence[Tensor], finite: Tensor) -> Tensor:
+    """Write forces into gradients and return True, if all are finite.
+
+    Otherwise, or where their norms are not finite, as `finite` says, the gradients stay as they are, for the loop or a
+    GradScaler to notice.
+    """
+    for force, gradient in zip(forces, gradients, strict=True):
+        finite = stays_finite(finite, force, gradient.dtype)
+    for force, gradient in zip(forces, gradients, strict=True):
+        torch.where(finite, force.to(gradient.dtype), gradient, out=gradient)
+    return finite
 
 
 def scale_prior(mixing: Mixing, scale: Tensor | None) -> Tensor | None:
@@ -176,18 +207,19 @@ class Rule(Protocol):
         ...
 
 
+require_rule = partial(require_instance, Rule, "a particle rule such as hw.SVGD(alpha=0.01)")
+AnyRule = Annotated[Rule, require_rule]
+
+
 @dataclass(frozen=True)
 class RepulsiveRule:
-    """What rules with a repulsion share: its strength, the step size, and no noise."""
+    """Rules with a repulsion: its strength, the step size, and no noise."""
 
-    alpha: float | Relative | Target = DEFAULT
-    step_size: float = 0.1
+    alpha: Alpha = DEFAULT
+    step_size: Positive = 0.1
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        if not isinstance(self.alpha, Relative | Target):
-            require_range(f"{owner}.alpha", self.alpha, low=0.0)
-        require_positive(f"{owner}.step_size", self.step_size)
+        check_fields(self)
 
     @property
     def _weight(self) -> float:
@@ -196,7 +228,7 @@ class RepulsiveRule:
 
     @property
     def _ratio(self) -> float | None:
-        """The ratio of a relative strength; None for a factor. That of a target is set from step to step (`repel`)."""
+        """The ratio of a relative strength; None for a factor. A target's ratio is set from step to step (`repel`)."""
         if isinstance(self.alpha, Target):
             return 1.0
         return self.alpha.ratio if isinstance(self.alpha, Relative) else None
@@ -208,16 +240,9 @@ class RepulsiveRule:
 
 @dataclass(frozen=True)
 class KernelRule(RepulsiveRule):
-    """What rules with a kernel share."""
+    """Rules with a kernel."""
 
-    kernel: Kernel = field(default_factory=RBF)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.kernel, type) or not isinstance(self.kernel, Kernel):
-            raise SettingError(
-                f"{type(self).__name__}.kernel is {self.kernel!r}; expected a kernel such as RBF(), an instance."
-            )
+    kernel: AnyKernel = field(default_factory=RBF)
 
     @property
     def needs_inner(self) -> bool:
@@ -227,18 +252,13 @@ class KernelRule(RepulsiveRule):
 
 @dataclass(frozen=True)
 class SteinRule(KernelRule):
-    """What SVGD and SPOS share: the target distribution, and a driving term smoothed by the kernel."""
+    """SVGD and SPOS: the target distribution, and a driving term smoothed by the kernel."""
 
     _: KW_ONLY
     smoothing: bool = True
-    prior_precision: float = 0.0
-    data_size: float = 1.0
-    inverse_temperature: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_boolean(f"{type(self).__name__}.smoothing", self.smoothing)
-        _require_target(self)
+    prior_precision: NonNegative = 0.0
+    data_size: Positive = 1.0
+    inverse_temperature: Positive
 
     def _influence(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """eps/M times k (or the identity), and eps/M times the coefficients of alpha R."""
@@ -270,13 +290,14 @@ class SVGD(SteinRule):
     """
 
     _: KW_ONLY
-    inverse_temperature: float = 1.0
+    inverse_temperature: Positive = 1.0
 
     def mixing(self, geometry: Geometry) -> Mixing:
         """The coefficients [*, M, M] of one step."""
         influence, repulsion = self._influence(geometry)
         drive = self.inverse_temperature * self.data_size * influence
-        return Mixing(drive, _weigh_prior(self.prior_precision, influence), repulsion, self._ratio)
+        prior = None if self.prior_precision == 0 else self.prior_precision * influence
+        return Mixing(drive, prior, repulsion, self._ratio)
 
 
 @dataclass(frozen=True)
@@ -301,7 +322,7 @@ class SPOS(SteinRule):
         """The coefficients [*, M, M] of one step, without the noise."""
         influence, repulsion = self._influence(geometry)
         influence = influence + self.step_size / self.inverse_temperature * identity(influence)
-        prior = _weigh_prior(self.prior_precision, influence)
+        prior = None if self.prior_precision == 0 else self.prior_precision * influence
         return Mixing(self.data_size * influence, prior, repulsion, self._ratio)
 
 
@@ -319,15 +340,13 @@ class SGLD:
         data_size: N, above 0; the loss is a mean over examples.
     """
 
-    inverse_temperature: float
-    step_size: float = 0.1
+    inverse_temperature: Positive
+    step_size: Positive = 0.1
     _: KW_ONLY
-    prior_precision: float = 0.0
-    data_size: float = 1.0
+    prior_precision: NonNegative = 0.0
+    data_size: Positive = 1.0
 
-    def __post_init__(self) -> None:
-        require_positive(f"{type(self).__name__}.step_size", self.step_size)
-        _require_target(self)
+    __post_init__ = check_fields
 
     @property
     def needs_inner(self) -> bool:
@@ -341,12 +360,13 @@ class SGLD:
     def mixing(self, geometry: Geometry) -> Mixing:
         """The coefficients [*, M, M] of one step, without the noise."""
         own = self.step_size * identity(geometry.squared_distances)
-        return Mixing(self.data_size * own, _weigh_prior(self.prior_precision, own), torch.zeros_like(own), None)
+        prior = None if self.prior_precision == 0 else self.prior_precision * own
+        return Mixing(self.data_size * own, prior, torch.zeros_like(own), None)
 
 
 @dataclass(frozen=True)
 class CosineRule(RepulsiveRule):
-    """What the two rules on cosines without smoothing share (An et al. 2020, Table 9 and appendix C.6)."""
+    """The two rules on cosines without smoothing (An et al. 2020, Table 9 and appendix C.6)."""
 
     @property
     def needs_inner(self) -> bool:
@@ -418,7 +438,7 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
             [0.0245, 0.0464],
             [0.0468, 0.0310]], dtype=torch.float64)
     """
-    require_rule(rule)
+    require_rule("rule", rule)
     if hasattr(rule, "find_groups"):
         raise SettingError(
             f"{rule} compares what heads span or compute; expected a rule on particles such as hw.SVGD(). Attach this "
@@ -434,7 +454,7 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
     if noise is not None and deviation == 0:
         raise SettingError(f"{rule} adds no noise; leave noise out.")
     if rule.needs_inner:
-        require_nonzero(particles)
+        require_nonzero("particles", [particles])
     dtype = torch.promote_types(torch.promote_types(particles.dtype, gradients.dtype), torch.float32)
     theta, g = particles.detach().to(dtype), gradients.detach().to(dtype)
     driving, repulsion = blend(rule.mixing(geometry(theta, inner=rule.needs_inner)), theta, g)
@@ -443,17 +463,6 @@ def update(rule: Rule, particles: Tensor, gradients: Tensor, noise: Tensor | Non
     _require_particles("noise", noise, particles)
     kick = deviation * noise.to(dtype)
     return Forces(driving, repulsion, kick, driving - repulsion - kick)
-
-
-def _weigh_prior(precision: float, influence: Tensor) -> Tensor | None:
-    return None if precision == 0 else precision * influence
-
-
-def _require_target(rule: SteinRule | SGLD) -> None:
-    owner = type(rule).__name__
-    require_range(f"{owner}.prior_precision", rule.prior_precision, low=0.0)
-    require_positive(f"{owner}.data_size", rule.data_size)
-    require_positive(f"{owner}.inverse_temperature", rule.inverse_temperature)
 
 
 def _require_particles(name: str, tensor: Tensor, like: Tensor | None) -> None:
@@ -466,12 +475,6 @@ def _require_particles(name: str, tensor: Tensor, like: Tensor | None) -> None:
         raise ShapeError(
             f"{name} holds values that are not finite; expected finite numbers. Check the loss or its scale."
         )
-
-
-def require_rule(given: object) -> None:
-    """Raise `SettingError` unless this is a particle rule."""
-    if isinstance(given, type) or not isinstance(given, Rule):
-        raise SettingError(f"rule is {given!r}; expected a particle rule such as hw.SVGD(alpha=0.01).")
 
 
 def acts_apart(rule: Rule) -> bool:
