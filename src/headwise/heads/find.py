@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
-from headwise.heads.experiments.arrangement import is_known, require_arranged
+from headwise.heads.experiments.arrangement import drop_hooks, is_known, require_arranged
 from headwise.heads.experiments.replay import draw_noise
 from headwise.heads.heads import Heads, Site, require_told
 from headwise.heads.layouts.functional import call_projections, hands_weights
@@ -121,9 +121,7 @@ def _is_own(module: nn.Module) -> bool:
 
 def _call(module: nn.Module, tokens: Tensor) -> object:
     """Return what a copy of a module makes of tokens; None where it cannot be called with them alone."""
-    memo: dict[int, Any] = {id(held): held for held in (*module.parameters(), *module.buffers())}
-    for part in module.modules():
-        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
+    memo = drop_hooks(module) | {id(held): held for held in (*module.parameters(), *module.buffers())}
     first = next(module.parameters())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

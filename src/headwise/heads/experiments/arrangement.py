@@ -214,11 +214,15 @@ def _describe_change(site: Site, head: int, feature: int, tokens: int, changed: 
     )
 
 
+def drop_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return a memo of `copy.deepcopy` with which the copy of a module has no hooks."""
+    own = [held for part in module.modules() for name, held in vars(part).items() if name.endswith("_hooks")]
+    return {id(hooks): OrderedDict() for hooks in own}
+
+
 def _copy_site(model: nn.Module, site: Site) -> Site | None:
     """Return the site in a copy of its module that shares its parameters and has no hooks."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    for part in site.module.modules():
-        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
+    memo = drop_hooks(site.module) | {id(parameter): parameter for parameter in model.parameters()}
     twin = copy_site(site, copy_deeply(site.module, memo).eval(), memo)
     return None if twin is None or twin.output_projection is None else twin
 
