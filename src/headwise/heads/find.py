@@ -141,21 +141,17 @@ Named = tuple[str, nn.Module]
 def describe_failure(
     model: nn.Module, layouts: Sequence[str], found: int, unread: Sequence[Named], clauses: Mapping[str, str]
 ) -> str:
-    """Return which modules are not read, what is not regular in them, and what to do.
+    """Return which modules are not read, what is not regular in them (`clauses`, by name), and what to do.
 
-    Args:
-        model: The model.
-        layouts: Names of the rows tried.
-        found: How many attentions were read.
-        unread: Names and modules that look like attention and are not read; none where nothing looks like it.
-        clauses: What is not regular, for the names of some of them.
+    Rows of the names `layouts` were tried, and read `found` attentions. `unread` modules look like attention.
     """
     tried, kind = ", ".join(dict.fromkeys(layouts)), type(model).__name__
     seen = unread or _find_candidates(model)
-    said_of: dict[str, list[str]] = defaultdict(list)
+    alike: dict[str, list[str]] = defaultdict(list)
     for name, part in seen:
-        said_of[_describe(part, clauses.get(name))].append(name or "(model)")
-    lines = [f"  {_join(names)}: {what}" for what, names in said_of.items()]
+        alike[_describe(part, clauses.get(name))].append(name or "(model)")
+    more = {what: f" and {len(names) - 1} more like it" if len(names) > 1 else "" for what, names in alike.items()}
+    lines = [f"  {names[0]}{more[what]}: {what}" for what, names in alike.items()]
     listed = "\n".join(lines[:12]) or "  none whose name or class mentions attention, query or projections"
     listed += f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
     beside = f", in addition to {found} that are" if found else ""
@@ -208,10 +204,6 @@ def _describe(module: nn.Module, clause: str | None) -> str:
     ]
     listed = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "") or "no parameters"
     return f"{type(module).__name__} with {listed}"
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
 
 
 def _suggest_exclude(model: nn.Module, seen: Sequence[Named]) -> str:
@@ -311,7 +303,12 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     require_told(sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
     sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]
-    return Heads(model, _connect_scores(model, sites))
+    origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    if any(origin.startswith("transformers.") for origin in origins):
+        from headwise.heads.scores import huggingface
+
+        sites = [huggingface.connect_scores(site) for site in sites]
+    return Heads(model, tuple(connect_called_scores(site) for site in sites))
 
 
 def _match_all(
@@ -416,31 +413,17 @@ def _take_inner(sites: Sequence[Site]) -> tuple[list[Site], set[int]]:
     return [site for site in sites if id(site.module) not in outer], outer
 
 
-def _connect_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
-    """Return the sites with their scores reachable: in code of transformers, and where torch's attention is called."""
-    return tuple(connect_called_scores(site) for site in _connect_interface(model, sites))
-
-
-def _connect_interface(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
-    origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    if not any(origin.startswith("transformers.") for origin in origins):
-        return tuple(sites)
-    from headwise.heads.scores import huggingface
-
-    return tuple(huggingface.connect_scores(site) for site in sites)
-
-
 def _give_count(layouts: Sequence[Layout], num_heads: int | None) -> Sequence[Layout]:
     """Return the rows with a number of heads for modules that do not tell theirs."""
     if num_heads is None:
         return layouts
     require_integer("num_heads", num_heads, low=1)
-    given: list[Any] = list(layouts)
-    for index, row in enumerate(given):
-        names = getattr(row, "num_heads", None)
-        if is_dataclass(row) and isinstance(names, tuple):
-            given[index] = replace(given[index], num_heads=(*names, num_heads))
-    return given
+
+    def counts(row: Any) -> bool:
+        return is_dataclass(row) and isinstance(getattr(row, "num_heads", None), tuple)
+
+    rows: list[Any] = list(layouts)
+    return [replace(row, num_heads=(*row.num_heads, num_heads)) if counts(row) else row for row in rows]
 
 
 def _list_given(given: Any) -> tuple[Any, ...]:
@@ -461,18 +444,14 @@ def _check_layouts(layouts: Any) -> tuple[Layout, ...]:
 def _list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of a model, without the copies that peft keeps of modules and does not call."""
     modules = list(model.named_modules())
-    idle: list[str] = []
-    for name, module in modules:
+    idle: set[int] = set()
+    for _, module in modules:
         called = find_saved(module)
         if called is not None:
-            saved: Any = module.modules_to_save
-            names = ("original_module", *(f"modules_to_save.{adapter}" for adapter in saved))
-            idle += [f"{name}.{part}" if name else part for part in names if part != called]
-    return [
-        (name, module)
-        for name, module in modules
-        if not any(name == place or name.startswith(f"{place}.") for place in idle)
-    ]
+            copies = [module.get_submodule("original_module"), *module.get_submodule("modules_to_save").children()]
+            unused = [copy for copy in copies if copy is not module.get_submodule(called)]
+            idle |= {id(part) for copy in unused for part in copy.modules()}
+    return [(name, module) for name, module in modules if id(module) not in idle]
 
 
 def _exclude(model: nn.Module, exclude: Any) -> list[tuple[str, nn.Module]]:
