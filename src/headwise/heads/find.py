@@ -21,25 +21,18 @@ from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
-from headwise.heads.experiments.arrangement import drop_hooks, is_known, require_arranged
+from headwise.heads.experiments.arrangement import can_run, drop_hooks, is_known, require_arranged
 from headwise.heads.experiments.replay import draw_noise
 from headwise.heads.heads import Heads, Site, require_told
 from headwise.heads.layouts.functional import call_projections, hands_weights
 from headwise.heads.layouts.known import LAYOUTS
 from headwise.heads.layouts.parameters import FusedParameter
 from headwise.heads.layouts.rows import FusedLinear, Layout
-from headwise.heads.layouts.steps import (
-    ATTENTION,
-    attends,
-    find_irregularity,
-    find_letters,
-    find_mixing,
-    projects,
-)
+from headwise.heads.layouts.steps import ATTENTION, attends, find_irregularity, find_letters, find_mixing, projects
 from headwise.heads.layouts.suggestion import list_parameters, list_projections, suggest_rows
 from headwise.heads.record import copy_deeply
 from headwise.heads.scores.sdpa import connect_called_scores
-from headwise.heads.view import HeadView, check_head_views, is_sharded
+from headwise.heads.view import HeadView, check_head_views
 from headwise.nn.hooks import unwrap_compiled, without_wrappers
 
 # Numbers of sequences and tokens: two that are no size of the heads are told from these in a shape.
@@ -107,15 +100,11 @@ def _draw(*shape: int) -> Tensor:
 
 
 def _is_own(module: nn.Module) -> bool:
-    held = [*module.parameters()]
     return (
         type(module).forward is not nn.Linear.forward
         and not type(module).__module__.startswith(PLAIN)
         and not any(has_adapters(part) or is_peft_layer(part) for part in module.modules())
-        and bool(held)
-        and not any(parameter.is_meta or is_sharded(parameter) for parameter in held)
-        # running a compiled part would compile it
-        and all(part._compiled_call_impl is None for part in module.modules())
+        and can_run(module)
     )
 
 

@@ -69,16 +69,12 @@ class Site:
 
     Attributes:
         model: The model it was found in.
-        name: Dotted name of the module in the model; empty when the model is the attention module.
-        module: The attention module.
+        name, module: The attention module, and its dotted name in the model; empty when it is the model.
         kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder), "cross", or "pooling" (one
             learned query per head for the whole sequence).
-        layer: Index of the layer in its stack, from 0.
-        stack: Dotted name of that stack, for example "encoder.layers".
+        layer, stack: Index of the layer in its stack, from 0, and the dotted name of that, such as "encoder.layers".
         layout: Name of the layout row that matched.
-        num_heads: Query heads H.
-        key_value_heads: Key/value heads G; H unless queries are grouped.
-        head_size: Width e of one head.
+        num_heads, key_value_heads, head_size: Query heads H, key/value heads G (H unless queries are grouped), width e.
         slices: The query, key and value head slices; query and key where values are the keys; the query alone where
             keys and values are another layer's, and in additive attention, whose keys and values all heads share.
         output: The head slice of W_O (columns are heads), or None where W_O was not found.
@@ -369,7 +365,7 @@ class Heads:
     def grouped(self, grouping: str) -> Heads:
         """Return the same sites with query heads in groups, one for each key/value head, for repulsion.
 
-        "within": heads repel those of their group. "across": a group is one particle, and groups repel one another.
+        "within": heads of a group repel one another. "across": a group is one particle.
 
         Raises:
             SettingError: There is no such grouping.
@@ -560,7 +556,7 @@ def note_proved(site: Site) -> None:
 
 
 def is_guess(site: Site) -> bool:
-    """Return whether a site is read in one of several ways that its shapes allow, and nothing has told which."""
+    """Return whether a site is read in one of several ways that its shapes allow, and nothing has shown which."""
     return site.guessed and _as_reading(site) not in _proved.get(type(site.module), ())
 
 
@@ -573,14 +569,16 @@ def require_told(sites: Sequence[Site]) -> None:
     """Raise `LayoutError` for grouped queries that may as well be values wider than keys, where nothing tells."""
     for site in sites:
         heads, groups, size = site.num_heads, site.key_value_heads, site.head_size
+        if not is_guess(site) or groups == heads:
+            continue
         keys, over = divmod(groups * size, heads)
-        fused = next((part for part in site.parts if part.projection == "key"), site.parts[0])
+        fused = next(part for part in site.parts if part.projection == "key")
         # the module, or its configuration, may tell the number of key/value heads
         holders = (site.module, *(getattr(site.module, held, None) for held in ("config", "cfg", "args")))
         expected = dict.fromkeys(KEY_COUNTS, groups) | dict.fromkeys(RATIOS, heads // groups)
         held = ((getattr(holder, name, None), count) for name, count in expected.items() for holder in holders)
         counted = any(type(value) is int and value == count for value, count in held)
-        if counted or not is_guess(site) or groups == heads or over or site.slices[0].owner is not fused.owner:
+        if counted or over or site.slices[0].owner is not fused.owner:
             continue
         raise LayoutError(
             f"{site.label} ({type(site.module).__name__}): the {fused.along} rows of {fused.name} may be {heads} query "

@@ -165,9 +165,8 @@ class SeparateParameters:
 
     Args:
         name: Name of the row in tables and messages.
-        query: Attribute names of the query weights, tried in order; "q.weight" is a parameter of a submodule.
-        key: Likewise for the key weights; fewer heads are grouped queries.
-        value: Likewise for the value weights.
+        query, key, value: Attribute names of the weights, tried in order; "q.weight" is a parameter of a submodule.
+            Fewer key and value heads are grouped queries.
         output: Likewise for W_O, a parameter or a module.
         axes: Axes of the three: "h" heads, "e" features of a head, "d" inputs, for example "h d e" or "(h e) d", the
             last letter of an axis changing fastest. Read from the shapes where empty.
@@ -276,7 +275,7 @@ class FusedParameter:
         return reader.join_slices([slices[kind] for kind in PROJECTIONS])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OwnParameter:
     """A parameter of an attention module: the module that holds it, its attribute there, its path and its shape."""
 
@@ -297,7 +296,7 @@ def find_parameter(module: nn.Module, names: Sequence[str]) -> OwnParameter | No
     return None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Reader(Candidate):
     """An attention module whose parameters are read for a row."""
 
@@ -338,8 +337,7 @@ class _Reader(Candidate):
         if heads is None:
             counts = ", ".join(map(str, NUM_HEADS))
             self.refuse(
-                parameter,
-                f"has heads, but the module has none of {counts}; name its axes, or num_heads, in the row",
+                parameter, f"has heads, but the module has none of {counts}; name its axes, or num_heads, in the row"
             )
         readings = _list_readings(parameter.shape, sizes, width, packed=packed)
         if not readings:

@@ -173,7 +173,7 @@ def read_output_width(output_projection: OutputProjection | None) -> int | None:
     return None if projection is None else projection.columns
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Candidate:
     """A module of a model that is compared with a row."""
 
