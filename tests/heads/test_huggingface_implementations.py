@@ -46,10 +46,10 @@ LATENT = {
     "v_head_dim": 8,
     "qk_nope_head_dim": 6,
     "head_dim": 4,
+    "pad_token_id": 0,
     "index_topk": 3,
     "index_head_dim": 8,
     "index_n_heads": 2,
-    "pad_token_id": 0,
 }
 ATTACHED = {
     "weights": lambda heads: hw.Taps(heads, weights=True),

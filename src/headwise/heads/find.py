@@ -40,33 +40,25 @@ COUNTS = (5, 7, 11, 13, 17, 19, 23, 29)
 PLAIN = ("torch.", "transformers.", "headwise.", "headwise_lab.", "peft.")
 
 
-def read_returned(site: Site) -> Site:
+def _read_returned(site: Site) -> Site:
     """Return the site with the axes that its projections return, where these are no features along the last axis.
 
     Each projection that is a user's own is called once, on random tokens, in a copy that shares its parameters. Nothing
     is said of one that cannot be called so.
-
-    Raises:
-        LayoutError: One returns no tensor, or heads and tokens along one axis; or W_O takes no concatenated heads.
     """
-    _require_joined(site)
-    slices = [head_slice.map(partial(_read, site)) for head_slice in site.slices]
-    return replace(site, slices=tuple(slices))
-
-
-def _require_joined(site: Site) -> None:
-    """Raise `LayoutError` where W_O takes heads along an axis of their own, and not concatenated ones."""
     module = None if site.output is None else site.output.module
-    if module is None or not _is_own(module):
-        return
-    joined = _draw(*COUNTS[:2], site.num_heads * site.head_size)
-    apart = joined.unflatten(-1, (site.num_heads, site.head_size))
-    if _call(module, joined) is None and any(_call(module, one) is not None for one in (apart, apart.transpose(1, 2))):
-        raise LayoutError(
-            f"{site.label} ({type(site.module).__name__}): its output projection, a {type(module).__name__}, takes "
-            f"heads along an axis of their own; expected the concatenated heads, (batch, tokens, {joined.shape[-1]}). "
-            f"Have the attention flatten them, or leave it out: find_heads(model, exclude=({site.name!r},))."
-        )
+    if module is not None and _is_own(module):
+        joined = _draw(*COUNTS[:2], site.num_heads * site.head_size)
+        apart = joined.unflatten(-1, (site.num_heads, site.head_size))
+        taken = [_call(module, one) is not None for one in (joined, apart, apart.transpose(1, 2))]
+        if any(taken) and not taken[0]:
+            raise LayoutError(
+                f"{site.label} ({type(site.module).__name__}): its output projection, a {type(module).__name__}, takes "
+                f"heads along an axis of their own; expected the concatenated heads, (batch, tokens, "
+                f"{joined.shape[-1]}). Have the attention flatten them, or leave it out: find_heads(model, "
+                f"exclude=({site.name!r},))."
+            )
+    return replace(site, slices=tuple(head_slice.map(partial(_read, site)) for head_slice in site.slices))
 
 
 def _read(site: Site, part: HeadView) -> HeadView:
@@ -163,19 +155,16 @@ def describe_failure(
 
 def _find_candidates(model: nn.Module) -> list[Named]:
     looks_like = re.compile(r"att(ention|n)|qkv|query|_proj$|to_q", re.IGNORECASE)
-    return [
+    named = [
         (name, module)
         for name, module in model.named_modules()
         if looks_like.search(type(module).__name__) or looks_like.search(name.rpartition(".")[2])
-    ] or _find_computing(model)
-
-
-def _find_computing(model: nn.Module) -> list[Named]:
-    """Return the modules of one's own that hold something to project with, those whose code attends if some does."""
+    ]
+    # else a user's own modules that hold something to project with, those whose code attends if some does
     own = [(name, module) for name, module in model.named_modules() if not is_known(module)]
     held = [(name, module) for name, module in own if len(list_projections(module)) + len(list_parameters(module)) > 1]
     attending = {id(module) for _, module in own if attends(module)}
-    return [
+    return named or [
         (name, module)
         for name, module in held
         if not attending
@@ -276,7 +265,16 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:
 def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int | None) -> Heads:
     own = [row not in LAYOUTS for row in rows]
     modules = _exclude(model, exclude)
-    found, clauses = _match_all(model, modules, list(zip(_give_count(rows, num_heads), own, strict=True)))
+    flagged, found, clauses = list(zip(_give_count(rows, num_heads), own, strict=True)), [], {}
+    # a head in a list of heads is part of the attention that holds the list
+    parts: set[int] = set()
+    for name, module in modules:
+        site, clause = (None, None) if id(module) in parts else _match(model, name, module, flagged)
+        clauses |= {} if clause is None else {name: clause}
+        if site is not None:
+            found.append(site)
+            stacks = (head_slice for head_slice in site.slices if head_slice.stacked)
+            parts |= {id(part) for stack in stacks for part in stack.owner.modules()}
     sites, outer = _take_inner(found)
     unread = _find_unread(modules, sites, outer, clauses)
     _require_shapes([*((site.name, site.module) for site in sites), *unread])
@@ -287,7 +285,7 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
         told = ", ".join(sorted({str(site.num_heads) for site in sites}))
         raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
-    sites = [read_returned(site) for site in sites]
+    sites = [_read_returned(site) for site in sites]
     require_arranged(model, sites, partial(_advise, model))
     require_told(sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
@@ -298,25 +296,6 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
 
         sites = [huggingface.connect_scores(site) for site in sites]
     return Heads(model, tuple(connect_called_scores(site) for site in sites))
-
-
-def _match_all(
-    model: nn.Module, modules: Sequence[Named], rows: Sequence[tuple[Layout, bool]]
-) -> tuple[list[Site], dict[str, str]]:
-    """Return the sites of modules, and what is not regular in those that fit a row all the same, by name."""
-    sites: list[Site] = []
-    clauses: dict[str, str] = {}
-    # a head in a list of heads is part of the attention that holds the list
-    parts: set[int] = set()
-    for name, module in modules:
-        site, clause = (None, None) if id(module) in parts else _match(model, name, module, rows)
-        if clause is not None:
-            clauses[name] = clause
-        elif site is not None:
-            sites.append(site)
-            stacks = (head_slice for head_slice in site.slices if head_slice.stacked)
-            parts |= {id(part) for stack in stacks for part in stack.owner.modules()}
-    return sites, clauses
 
 
 def _match(
@@ -371,11 +350,11 @@ def _mark_adapted(model: nn.Module, site: Site) -> Site:
         f"is adapted by a {type(around).__module__}.{type(around).__name__} around its attention, which puts W + B A "
         "in its place at each call, so that no force is carried to A and B; merge the adapter, or use a penalty"
     )
-    marked = [
-        head_slice.map(lambda part: replace(part, obstacle=reason) if part.owner is site.module else part)
-        for head_slice in site.slices
-    ]
-    return replace(site, slices=tuple(marked))
+
+    def mark(part: HeadView) -> HeadView:
+        return replace(part, obstacle=reason) if part.owner is site.module else part
+
+    return replace(site, slices=tuple(head_slice.map(mark) for head_slice in site.slices))
 
 
 def _take_inner(sites: Sequence[Site]) -> tuple[list[Site], set[int]]:
@@ -385,20 +364,14 @@ def _take_inner(sites: Sequence[Site]) -> tuple[list[Site], set[int]]:
         LayoutError: One that holds another computes attention itself, so both may have heads.
     """
     found = {id(site.module): site for site in sites}
-    outer: set[int] = set()
-    for site in sites:
-        inner = next(
-            (found[id(part)] for part in site.module.modules() if id(part) in found and part is not site.module), None
+    within = {site: [found[id(part)] for part in site.module.modules() if id(part) in found][1:] for site in sites}
+    for site, (inner, *_) in ((site, inside) for site, inside in within.items() if inside and attends(site.module)):
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) holds query, key and value projections and computes "
+            f"attention, and {inner.label} ({type(inner.module).__name__}) inside it does too; find the heads of one "
+            f"of them: exclude=({inner.name!r},), or find_heads of the inner module alone."
         )
-        if inner is None:
-            continue
-        if attends(site.module):
-            raise LayoutError(
-                f"{site.label} ({type(site.module).__name__}) holds query, key and value projections and computes "
-                f"attention, and {inner.label} ({type(inner.module).__name__}) inside it does too; find the heads of "
-                f"one of them: exclude=({inner.name!r},), or find_heads of the inner module alone."
-            )
-        outer.add(id(site.module))
+    outer = {id(site.module) for site, inside in within.items() if inside}
     return [site for site in sites if id(site.module) not in outer], outer
 
 

@@ -31,23 +31,13 @@ T = TypeVar("T")
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with its cells below those of the row before.
-
-    Example:
-        >>> align([("site", "heads"), ("layers.0", "12")])
-        ['site      heads', 'layers.0  12']
-    """
+    """Return a line for each row, with its cells below those of the row before."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def shorten(rows: Sequence[T], most: int) -> tuple[Sequence[T], int, Sequence[T]]:
-    """Return the first rows, the number of rows left out, and the last rows, which with a line between are `most`.
-
-    Example:
-        >>> shorten(range(10), 6), shorten(range(6), 6)
-        ((range(0, 3), 5, range(8, 10)), (range(0, 6), 0, range(0, 0)))
-    """
+    """Return the first rows, the number of rows left out, and the last rows, which with a line between are `most`."""
     if len(rows) <= most:
         return rows, 0, rows[:0]
     last = (most - 1) // 2
@@ -526,7 +516,7 @@ def group_features(tensor: Tensor, site: Site, grouping: str, axis: int) -> Tens
 def list_sharing(found: Sequence[Site], site: Site) -> list[Site]:
     """Return the sites that compute with the same keys and values as a site, itself among them.
 
-    That is told by modules of transformers: the last layer of a kind that has keys hands them to all that have none.
+    In transformers the last layer of a kind that has keys hands them to all that have none.
     """
 
     def read_group(one: Site) -> tuple[str, object] | None:

@@ -106,12 +106,7 @@ class Axes:
         return Axes(tuple(group for group in kept if group))
 
     def place(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, Any]:
-        """Return where heads lie, as settings of a `HeadView`.
-
-        Args:
-            sizes: The size of each letter.
-            start: Number of the projection along "p", of the first head along "h" where there is no "p".
-        """
+        """Return where heads lie, as settings of a `HeadView`; the projection of number `start` along "p", or heads."""
         axis: dict[str, int] = {}
         unit: dict[str, int] = {}
         for index, group in enumerate(self.groups):
@@ -123,11 +118,7 @@ class Axes:
 
 
 def list_patterns(count: int, *, packed: bool) -> tuple[str, ...]:
-    """Return the orders in which a parameter of so many axes may hold heads whose features follow one another.
-
-    >>> list_patterns(2, packed=False)
-    ('(h e) d', 'd (h e)')
-    """
+    """Return the orders in which a parameter of so many axes may hold heads whose features follow one another."""
     return (_PACKED if packed else _SEPARATE).get(count, ())
 
 

@@ -152,11 +152,7 @@ def count_heads(name: str, rows: int, size: int) -> int:
 
 
 def list_unused(module: nn.Module, used: Collection[str], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the paths and modules in a module but those used; of a module that holds one of these, its parts.
-
-    >>> [path for path, _ in list_unused(nn.ModuleDict({"q": nn.Linear(2, 2), "o": nn.Linear(2, 2)}), {"q"})]
-    ['o']
-    """
+    """Return the paths and modules in a module but those used; of a module that holds one of these, its parts."""
     found: list[tuple[str, nn.Module]] = []
     for child, held in module._modules.items():
         path = f"{prefix}{child}"
@@ -201,13 +197,10 @@ class Candidate:
         return all(value in allowed or (value is not None and ... in allowed) for value, allowed in values)
 
     def find_output(self, candidates: Sequence[str], width: int | None = None) -> OutputProjection | None:
-        """Return the first candidate for W_O that can take the concatenated heads.
+        """Return the first candidate for W_O that can take concatenated heads of this width, or of any.
 
-        A projection of another width cannot. A module that is not a projection, such as an aggregator, can.
-
-        Args:
-            candidates: Dotted paths from the attention module; from its parent with a leading "..".
-            width: H * e; any projection fits where it is None.
+        A projection of another width cannot. A module that is not a projection, such as an aggregator, can. Candidates
+        are dotted paths from the attention module; from its parent with a leading "..".
         """
         for candidate in candidates:
             owner, path = self.module, candidate
@@ -378,11 +371,7 @@ IRREGULAR = {
 
 
 def find_irregularity(module: nn.Module) -> str | None:
-    """Return what is not regular in an attention module, a clause that follows its name; None where nothing is known.
-
-    >>> find_irregularity(nn.MultiheadAttention(4, 2)) is None
-    True
-    """
+    """Return what is not regular in an attention module, a clause that follows its name; None without a sign."""
     forward = inspect.unwrap(type(module).forward)
     code = forward.__code__ if isinstance(forward, FunctionType) else None
     arguments = () if code is None else code.co_varnames[: code.co_argcount]
@@ -408,11 +397,7 @@ def find_mixing(site: Site) -> str | None:
 
 
 def attends(module: nn.Module) -> bool:
-    """Return whether the code of a module's own class computes attention, and not only that of a module inside it.
-
-    >>> attends(nn.MultiheadAttention(4, 2)), attends(nn.Linear(2, 2))
-    (True, False)
-    """
+    """Return whether the code of a module's own class computes attention, and not only a module inside it."""
     names = {name for function in list_functions(module) for name in function.__code__.co_names}
     return any(
         re.search("softmax|attend|attention|attn|sdpa", name, re.IGNORECASE) for name in names - {*module._modules}

@@ -120,15 +120,12 @@ class _NotCalled(Exception):
 
 @dataclass(eq=False)
 class _Trial:
-    """A copy of an attention in float64, called with random tokens.
+    """A copy in float64 of an attention, or of a module that holds it at `place`, called with random tokens.
 
     Attributes:
-        module: The copy, of the attention or of a module that holds it.
-        args: Arguments of a call that works.
-        projections: What may be a projection, by dotted path.
-        before: What each of them gets, [tokens, features], and under "" what the module returns.
-        place: Path from the copy to the attention; empty where they are the same.
-        refusals: What was said of rows that were disproved.
+        projections: Modules that may be a projection, by dotted path.
+        before: The tensor [tokens, features] that each of them gets, and under "" the one that the module returns.
+        refusals: Messages on rows that were disproved.
         attends: Whether the heads of the latest row that was proved were seen to attend.
     """
 
@@ -239,7 +236,7 @@ class _Trial:
 
     def _list_linears(self, kinds: Mapping[str, set[str]], output: tuple[str, ...], heads: int) -> Iterator[Layout]:
         alone = {kind: [path for path, own in kinds.items() if own == {kind}] for kind in PROJECTIONS}
-        for count in name_count(self.module, heads):
+        for count in _name_count(self.module, heads):
             for tiled in (False, True):
                 more: dict[str, Any] = {"output": output, "tiled": tiled, **count}
                 for query, key, value in product(*alone.values()):
@@ -286,7 +283,10 @@ class _Trial:
                     yield from self._list_axes(weights, {"output": (output,), "axes": axes, "output_axes": output_axes})
 
     def _list_axes(self, weights: Sequence[str], layout: Mapping[str, Any]) -> Iterator[Layout]:
-        counts = [count for heads in _list_counts(self.module) for count in name_count(self.module, heads)]
+        held = _list_integers(self.module)
+        # of attributes that are named so first
+        numbers = dict.fromkeys([*(number for name, number in held.items() if _COUNTS.search(name)), *held.values()])
+        counts = [count for heads in numbers if 1 < heads <= 256 for count in _name_count(self.module, heads)]
         for count, tiled in product([{}, *(count for count in counts if count)], (False, True)):
             more: dict[str, Any] = {**layout, **count, "tiled": tiled}
             if len(weights) == 1:
@@ -351,7 +351,7 @@ def _is_named_otherwise(row: Layout) -> bool:
 
 
 def _name_kind(tokens: int, changed: Sequence[int]) -> str:
-    """Return what reaches so many tokens, and these features of them."""
+    """Return the kind of a feature that reaches so many tokens, and these features of them."""
     if tokens == 1:
         return "query" if len(changed) > 1 else "gate"
     together = any(second - first == 1 for first, second in pairwise(changed))
@@ -359,11 +359,7 @@ def _name_kind(tokens: int, changed: Sequence[int]) -> str:
 
 
 def list_projections(module: nn.Module) -> dict[str, Projection]:
-    """Return the projections inside a module by dotted path, a wrapper as one.
-
-    >>> list(list_projections(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))))
-    ['0', '1.0']
-    """
+    """Return the projections inside a module by dotted path, a wrapper as one."""
     found: dict[str, Projection] = {}
     for path, part in module.named_modules():
         if path and not any(path.startswith(f"{outer}.") for outer in found):
@@ -374,13 +370,7 @@ def list_projections(module: nn.Module) -> dict[str, Projection]:
 
 
 def list_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of two axes or more that belong to no layer of torch, by dotted path.
-
-    >>> module = nn.Linear(2, 2)
-    >>> module.own = nn.ParameterList([nn.Parameter(torch.zeros(2, 3))])
-    >>> list(list_parameters(nn.ModuleDict({"a": module})))
-    ['a.own.0']
-    """
+    """Return the parameters of two axes or more that belong to no layer of torch, by dotted path."""
     held = nn.ParameterList, nn.ParameterDict
     found: dict[str, Tensor] = {}
     for path, part in module.named_modules():
@@ -404,18 +394,11 @@ def _list_integers(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def _list_counts(module: nn.Module) -> list[int]:
-    """Return numbers that may count heads, those of attributes that are named so first."""
-    held = _list_integers(module)
-    named = [number for name, number in held.items() if _COUNTS.search(name)]
-    return [number for number in dict.fromkeys([*named, *held.values()]) if 1 < number <= 256]
-
-
 # Names of attributes that count heads.
 _COUNTS = re.compile(r"head|(?:^|[._])n?_?h(?:$|_)", re.IGNORECASE)
 
 
-def name_count(module: nn.Module, heads: int) -> Iterator[dict[str, Any]]:
+def _name_count(module: nn.Module, heads: int) -> Iterator[dict[str, Any]]:
     """Yield the ways in which a row tells a number of heads: by default, by attributes that hold it, as a number."""
     if read_integer(module, NUM_HEADS) == heads:
         yield {}
