@@ -175,36 +175,15 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _HIDDEN = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 48}
 BERT = {"vocab_size": VOCABULARY, **_HIDDEN, "max_position_embeddings": 40}
 LLAMA = {**BERT, "num_key_value_heads": 2, **SPECIAL}
-GPT = {
-    "vocab_size": VOCABULARY,
-    "n_embd": WIDTH,
-    "n_layer": LAYERS,
-    "n_head": HEADS,
-    "n_positions": 40,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+WORDS = {"vocab_size": VOCABULARY, "d_model": WIDTH}
+GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 40}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
 _SIDES = {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 48}
 SIDES = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _SIDES.items()}
-SEQ2SEQ = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    **SIDES,
-    "max_position_embeddings": 40,
-    **SPECIAL,
-    "decoder_start_token_id": 2,
-}
+SEQ2SEQ = {**WORDS, **SIDES, "max_position_embeddings": 40, **SPECIAL, "decoder_start_token_id": 2}
 VISION = {**_HIDDEN, "image_size": 8, "patch_size": 4}
-WAVES = {
-    **_HIDDEN,
-    "conv_dim": (8, 8),
-    "conv_stride": (5, 4),
-    "conv_kernel": (10, 4),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-}
+WAVES = {**_HIDDEN, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
+WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
 
 
 def grouped(pattern: str = "layers.{}.self_attn", attribute: str = "o_proj", **settings) -> Attention:

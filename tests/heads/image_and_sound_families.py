@@ -33,6 +33,9 @@ from heads.family import (
     waves,
 )
 
+PERCEIVER = {"d_model": WIDTH, "num_latents": 6, "d_latents": 24, "num_blocks": 1, "num_self_attends_per_block": 2}
+PERCEIVER |= {"num_self_attention_heads": HEADS, "num_cross_attention_heads": 2, "qk_channels": 16, "v_channels": 24}
+
 
 def _clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
@@ -183,18 +186,7 @@ UNUSUAL_IMAGE_AND_SOUND: tuple[Family, ...] = (
     ),
     Family(
         "Perceiver",
-        make(
-            "Perceiver",
-            d_model=WIDTH,
-            num_latents=6,
-            d_latents=24,
-            num_blocks=1,
-            num_self_attends_per_block=2,
-            num_self_attention_heads=HEADS,
-            num_cross_attention_heads=2,
-            qk_channels=16,
-            v_channels=24,
-        ),
+        make("Perceiver", **PERCEIVER),
         _points,
         (
             one_attention(

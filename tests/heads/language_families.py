@@ -16,6 +16,7 @@ from heads.family import (
     SPECIAL,
     VOCABULARY,
     WIDTH,
+    WORDS,
     Attention,
     Family,
     cross_attention,
@@ -32,19 +33,15 @@ from heads.family import (
 from heads.transformers_versions import CODEGEN_AND_GPTJ_USE_THE_INTERFACE
 
 RELATIVE = {"relative_attention": True, "position_buckets": 4, "max_relative_positions": 8}
-LATENT = {
-    **LLAMA,
-    "num_key_value_heads": HEADS,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "first_k_dense_replace": LAYERS,
-}
+LATENT = {**LLAMA, "num_key_value_heads": HEADS, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 10}
+LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": LAYERS}
 BERT_PARTS = {"output": "encoder.layer.0.attention.output.dense.weight"}
 GPT2 = self_attention("transformer.h.{}.attn", "c_proj", layout="fused")
-T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 5, "d_ff": 48, "num_layers": LAYERS, "num_heads": HEADS}
+T5 = {**WORDS, "d_kv": 5, "d_ff": 48, "num_layers": LAYERS, "num_heads": HEADS, "decoder_start_token_id": 0}
+T5 |= {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 9}
+MIMO = {**LLAMA, "head_dim": 8, "v_head_dim": 6, "n_routed_experts": 2, "num_experts_per_tok": 1}
+MIMO |= {"moe_intermediate_size": 16, "layer_types": ["full_attention"] * LAYERS, "attention_value_scale": None}
+NEOX = self_attention("layers.{}.attention", "dense", layout="interleaved")
 OWN = self_attention("layers.{}.self_attn", "out_proj")
 LATENT_ATTENTION = self_attention("layers.{}.self_attn", "o_proj", layout="latent", head_size=6)
 
@@ -162,12 +159,7 @@ LANGUAGE: tuple[Family, ...] = (
             cross_attention("transformer.h.{}.crossattention", "c_proj", layout="fused key-value"),
         ),
     ),
-    Family(
-        "GPT-NeoX",
-        make("GPTNeoX", **BERT),
-        text,
-        (self_attention("layers.{}.attention", "dense", layout="interleaved"),),
-    ),
+    Family("GPT-NeoX", make("GPTNeoX", **BERT), text, (NEOX,)),
     Family("Llama", make("Llama", "LlamaForCausalLM", **LLAMA), text, (grouped("model.layers.{}.self_attn"),)),
     Family("Mistral", make("Mistral", **LLAMA, sliding_window=4, head_dim=6), text, (grouped(head_size=6),)),
     Family("Qwen2", make("Qwen2", **LLAMA), text, (grouped(),)),
@@ -187,11 +179,7 @@ LANGUAGE: tuple[Family, ...] = (
     Family("Phi-3", make("Phi3", **LLAMA), text, (grouped(layout="fused"),)),
     Family(
         "T5",
-        make(
-            "T5",
-            **{**T5, "relative_attention_num_buckets": 6, "relative_attention_max_distance": 9},
-            decoder_start_token_id=0,
-        ),
+        make("T5", **T5),
         sequences,
         (
             self_attention("encoder.block.{}.layer.0.SelfAttention", "o", head_size=5),
@@ -240,13 +228,7 @@ UNUSUAL_LANGUAGE: tuple[Family, ...] = (
     ),
     Family(
         "MiMo-V2-Flash",
-        make(
-            "MiMoV2Flash",
-            **{**LLAMA, "head_dim": 8, "v_head_dim": 6, "n_routed_experts": 2, "num_experts_per_tok": 1},
-            moe_intermediate_size=16,
-            layer_types=["full_attention"] * LAYERS,
-            attention_value_scale=None,
-        ),
+        make("MiMoV2Flash", **MIMO),
         text,
         (grouped(head_size=6),),
         note="values are narrower than queries and keys",
@@ -288,30 +270,14 @@ UNUSUAL_LANGUAGE: tuple[Family, ...] = (
     ),
     Family(
         "MPT",
-        make(
-            "Mpt",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            n_layers=LAYERS,
-            n_heads=HEADS,
-            max_seq_len=40,
-            expansion_ratio=2,
-        ),
+        make("Mpt", **WORDS, n_layers=LAYERS, n_heads=HEADS, max_seq_len=40, expansion_ratio=2),
         text,
         (self_attention("blocks.{}.attn", "out_proj", layout="fused"),),
         interface=False,
     ),
     Family(
         "XGLM",
-        make(
-            "XGLM",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            num_layers=LAYERS,
-            attention_heads=HEADS,
-            ffn_dim=48,
-            max_position_embeddings=40,
-        ),
+        make("XGLM", **WORDS, num_layers=LAYERS, attention_heads=HEADS, ffn_dim=48, max_position_embeddings=40),
         text,
         (OWN,),
         interface=False,
@@ -352,16 +318,7 @@ UNUSUAL_LANGUAGE: tuple[Family, ...] = (
     ),
     Family(
         "Funnel",
-        make(
-            "Funnel",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            n_head=HEADS,
-            d_head=6,
-            d_inner=48,
-            block_sizes=[1, 1],
-            num_decoder_layers=1,
-        ),
+        make("Funnel", **WORDS, n_head=HEADS, d_head=6, d_inner=48, block_sizes=[1, 1], num_decoder_layers=1),
         text,
         tuple(
             one_attention(stack, "0.attention", "post_proj", head_size=6)
