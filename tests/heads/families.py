@@ -6,10 +6,8 @@ sites it really has. Head counts, head sizes and layer counts differ from one an
 
 from __future__ import annotations
 
-from heads.image_and_sound_families import IMAGE_AND_SOUND
-from heads.language_families import LANGUAGE
-from heads.unusual_image_and_sound_families import UNUSUAL_IMAGE_AND_SOUND
-from heads.unusual_language_families import UNUSUAL_LANGUAGE
+from heads.image_and_sound_families import IMAGE_AND_SOUND, UNUSUAL_IMAGE_AND_SOUND
+from heads.language_families import LANGUAGE, UNUSUAL_LANGUAGE
 
 FAMILIES = (*LANGUAGE, *IMAGE_AND_SOUND, *UNUSUAL_LANGUAGE, *UNUSUAL_IMAGE_AND_SOUND)
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -78,20 +79,22 @@ class Family:
         return self.name
 
 
-def layers_of(pattern: str, layers: int = LAYERS) -> tuple[str, ...]:
-    return tuple(pattern.format(layer) for layer in range(layers))
+def _attention(kind: str, pattern: str, attribute: str = "", **settings) -> Attention:
+    """The attentions of all layers; W_O is their `attribute`, or the parameter `output`."""
+    output = f"{pattern.format(0)}.{attribute}.weight" if attribute else ""
+    names = tuple(pattern.format(layer) for layer in range(LAYERS))
+    return Attention(kind, pattern.partition(".{}")[0], names, **{"output": output, **settings})
 
 
-def self_attention(pattern: str, **settings) -> Attention:
-    return Attention("self", pattern.partition(".{}")[0], layers_of(pattern), **settings)
+self_attention, decoder_attention, cross_attention = (
+    partial(_attention, kind) for kind in ("self", "decoder", "cross")
+)
 
 
-def decoder_attention(pattern: str, **settings) -> Attention:
-    return Attention("decoder", pattern.partition(".{}")[0], layers_of(pattern), **settings)
-
-
-def cross_attention(pattern: str, **settings) -> Attention:
-    return Attention("cross", pattern.partition(".{}")[0], layers_of(pattern), **settings)
+def one_attention(stack: str, place: str, attribute: str = "", *, kind: str = "self", **settings) -> Attention:
+    """An attention that is one module."""
+    name = f"{stack}.{place}".removeprefix(".")
+    return Attention(kind, stack, (name,), **{"output": f"{name}.{attribute}.weight", **settings})
 
 
 def draw_ids(batch: int, tokens: int = TOKENS) -> Tensor:
@@ -156,56 +159,41 @@ def vectors(batch: int, padded: bool) -> dict[str, Tensor]:
     return inputs
 
 
-def from_transformers(model: str, config: str, **settings: object) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+def make(config: str, model: str = "", **settings: object) -> Callable[[], nn.Module]:
+    """Makes a model of transformers, by the names of its configuration and class."""
+
+    def build() -> nn.Module:
         import transformers
 
-        return getattr(transformers, model)(getattr(transformers, config)(**settings))
+        kind = getattr(transformers, model or f"{config}Model")
+        return kind(getattr(transformers, f"{config}Config")(**settings))
 
-    return make
-
-
-BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
-LLAMA = {**BERT, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SEQ2SEQ = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 40,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
-VISION = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "image_size": 8,
-    "patch_size": 4,
-}
+    return build
 
 
-def grouped(**settings: object) -> dict:
-    return {"key_value_heads": 2, "output": "layers.0.self_attn.o_proj.weight", **settings}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_HIDDEN = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 48}
+BERT = {"vocab_size": VOCABULARY, **_HIDDEN, "max_position_embeddings": 40}
+LLAMA = {**BERT, "num_key_value_heads": 2, **SPECIAL}
+WORDS = {"vocab_size": VOCABULARY, "d_model": WIDTH}
+GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 40}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
+_SIDES = {"layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 48}
+SIDES = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _SIDES.items()}
+SEQ2SEQ = {**WORDS, **SIDES, "max_position_embeddings": 40, **SPECIAL, "decoder_start_token_id": 2}
+VISION = {**_HIDDEN, "image_size": 8, "patch_size": 4}
+WAVES = {**_HIDDEN, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
+WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+
+
+def grouped(pattern: str = "layers.{}.self_attn", attribute: str = "o_proj", **settings) -> Attention:
+    """Self-attention with grouped queries, as in Llama."""
+    return self_attention(pattern, attribute, **{"key_value_heads": 2, **settings})
 
 
 ENCODER_DECODER = (
-    self_attention("encoder.layers.{}.self_attn", output="encoder.layers.0.self_attn.out_proj.weight"),
-    decoder_attention("decoder.layers.{}.self_attn", output="decoder.layers.0.self_attn.out_proj.weight"),
-    cross_attention("decoder.layers.{}.encoder_attn", output="decoder.layers.0.encoder_attn.out_proj.weight"),
+    self_attention("encoder.layers.{}.self_attn", "out_proj"),
+    decoder_attention("decoder.layers.{}.self_attn", "out_proj"),
+    cross_attention("decoder.layers.{}.encoder_attn", "out_proj"),
 )
 BERT_LIKE = (self_attention("encoder.layer.{}.attention.self", output="encoder.layer.0.attention.output.dense.weight"),)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.family import HEADS, LAYERS, TOKENS, VOCABULARY, WIDTH, from_transformers
+from heads.family import BERT, HEADS, LAYERS, SIDES, SPECIAL, TOKENS, VOCABULARY, WIDTH, make
 
 
 @dataclass(frozen=True)
@@ -45,36 +45,20 @@ class Refused:
         return self.name
 
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
-_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _OWN_ROW = "a layout of your own reads its projections all the same, for repulsion"
 _LEFT_OUT = 'leave it out: `exclude=("...",)`'
+
+LINEAR = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 4, "value_head_dim": 4}
 
 REFUSED: tuple[Refused, ...] = (
     Refused(
         "linear attention mixed with softmax attention",
         "Qwen3-Next, Qwen3.5, MiniMax, OLMo Hybrid, Kimi Linear",
-        from_transformers(
-            "Qwen3NextModel",
-            "Qwen3NextConfig",
-            **_SIZES,
-            **_SPECIAL,
-            num_key_value_heads=2,
-            head_dim=8,
+        make(
+            "Qwen3Next",
+            **{**BERT, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1},
+            **{f"linear_{name}": size for name, size in LINEAR.items()},
             layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=4,
-            linear_value_head_dim=4,
-            num_experts=2,
-            num_experts_per_tok=1,
             moe_intermediate_size=16,
             shared_expert_intermediate_size=16,
         ),
@@ -85,9 +69,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "projections of three dimensions",
         "XLNet",
-        from_transformers(
-            "XLNetModel", "XLNetConfig", vocab_size=VOCABULARY, d_model=WIDTH, n_layer=LAYERS, n_head=HEADS, d_inner=48
-        ),
+        make("XLNet", vocab_size=VOCABULARY, d_model=WIDTH, n_layer=LAYERS, n_head=HEADS, d_inner=48),
         why="its projections are [d, H, e] parameters with names of one letter, among others without heads",
         way_out='a layout, for repulsion: `SeparateParameters(query=("q",), key=("k",), value=("v",), axes="d h e")`',
         found="no attention heads found in XLNetModel",
@@ -95,7 +77,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "convolutions as projections",
         "SqueezeBERT, CvT, the image tokenizers of Chameleon and Janus",
-        from_transformers("SqueezeBertModel", "SqueezeBertConfig", **_SIZES, embedding_size=WIDTH),
+        make("SqueezeBert", **BERT, embedding_size=WIDTH),
         why="heads are read from matrices, and its projections are convolutions",
         way_out=_LEFT_OUT,
         found="SqueezeBertSelfAttention projects with convolutions",
@@ -103,7 +85,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "several queries, keys or values per head",
         "Longformer, LUKE, LiLT",
-        from_transformers("LongformerModel", "LongformerConfig", **_SIZES, attention_window=4),
+        make("Longformer", **BERT, attention_window=4),
         why="a head has two query, key and value projections, and only half of it would be found",
         way_out='a layout that names the others: `SeparateLinears(beside=("query_global", ...))`',
         found="holds query_global, key_global, value_global in addition to key, query, value",
@@ -111,10 +93,9 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "shared queries and keys",
         "Reformer",
-        from_transformers(
-            "ReformerModel",
-            "ReformerConfig",
-            **{key: value for key, value in _SIZES.items() if key not in ("intermediate_size", "num_hidden_layers")},
+        make(
+            "Reformer",
+            **{key: value for key, value in BERT.items() if key not in ("intermediate_size", "num_hidden_layers")},
             attention_head_size=8,
             attn_layers=["local", "lsh"],
             axial_pos_embds=False,
@@ -128,7 +109,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "quantized layers",
         "I-BERT",
-        from_transformers("IBertModel", "IBertConfig", **_SIZES),
+        make("IBert", **BERT),
         why="its projections return a tensor and its scale",
         way_out="the model before it was quantized (RoBERTa)",
         found="IBertSelfAttention calls quantized projections",
@@ -136,7 +117,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "differential attention",
         "DiffLlama",
-        from_transformers("DiffLlamaModel", "DiffLlamaConfig", **_SIZES, **_SPECIAL, num_key_value_heads=HEADS),
+        make("DiffLlama", **BERT, **SPECIAL, num_key_value_heads=HEADS),
         why="two heads share their values, and one is subtracted from the other",
         way_out=_OWN_ROW,
         found="DiffLlamaAttention is differential attention",
@@ -144,7 +125,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "talking heads",
         "DeBERTa with `talking_head`, CaiT",
-        from_transformers("DebertaModel", "DebertaConfig", **_SIZES, talking_head=True),
+        make("Deberta", **BERT, talking_head=True),
         why="a matrix of heads by heads mixes the scores of all heads",
         way_out=_OWN_ROW,
         found="DisentangledSelfAttention mixes its 4 heads by head_logits_proj",
@@ -152,7 +133,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "masks from the values of all heads",
         "Doge",
-        from_transformers("DogeModel", "DogeConfig", **_SIZES, **_SPECIAL, num_key_value_heads=2),
+        make("Doge", **BERT, **SPECIAL, num_key_value_heads=2),
         why="which keys a head may attend to depends on the values of all heads",
         way_out=_OWN_ROW,
         found="DogeAttention masks the keys of a head by the values of all heads",
@@ -160,21 +141,13 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "auto-correlation",
         "Autoformer",
-        from_transformers(
-            "AutoformerModel",
-            "AutoformerConfig",
+        make(
+            "Autoformer",
             prediction_length=5,
             context_length=8,
             lags_sequence=[1, 2, 7],
             num_time_features=2,
-            d_model=WIDTH,
-            encoder_layers=LAYERS,
-            decoder_layers=LAYERS,
-            encoder_attention_heads=HEADS,
-            decoder_attention_heads=HEADS,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            moving_average=3,
+            **{"d_model": WIDTH, **SIDES, "moving_average": 3},
         ),
         why="all heads together choose delays, by which values are shifted; there are no attention weights",
         way_out=_OWN_ROW,
@@ -183,7 +156,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "weights of blocks",
         "MRA",
-        from_transformers("MraModel", "MraConfig", **{**_SIZES, "max_position_embeddings": 64}),
+        make("Mra", **{**BERT, "max_position_embeddings": 64}),
         why="queries and keys of a block are averaged, so the query of one token changes what others get",
         way_out=_OWN_ROW,
         found="MraSelfAttention averages blocks of queries and keys",
@@ -191,21 +164,11 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "two sequences in one call",
         "the encoder of PEGASUS-X",
-        from_transformers(
-            "PegasusXModel",
-            "PegasusXConfig",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            encoder_layers=LAYERS,
-            decoder_layers=LAYERS,
-            encoder_attention_heads=HEADS,
-            decoder_attention_heads=HEADS,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=40,
+        make(
+            "PegasusX",
+            **{"vocab_size": VOCABULARY, "d_model": WIDTH, **SIDES, **SPECIAL, "max_position_embeddings": 40},
             block_size=4,
             num_global_tokens=3,
-            **_SPECIAL,
         ),
         why="tokens and global tokens pass through the same projections, so a call has two outputs",
         way_out='`exclude=("encoder.layers.*.self_attn",)`',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import headwise as hw
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
-from heads.wrappers import LoraLinear, wrap
+from heads.wrappers import wrap
 
 peft = pytest.importorskip("peft")
 
@@ -145,16 +147,6 @@ def test_what_is_not_w_plus_b_a_is_refused_by_repulsion_and_noted_by_measure(nam
     torch.testing.assert_close(capture.values.flatten(-2), attention.v_proj(X))
 
 
-def test_a_layer_under_two_adapters_is_refused():
-    model = wrap(SeparateAttention(), *PROJECTIONS)
-    wrap(model, *PROJECTIONS)
-    heads = hw.find_heads(model)
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"is the base of several adapted layers \(LoraLinear in LoraLinear\)"
-    ):
-        hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_a_lora_around_torch_s_attention_is_read_but_not_repelled():
     torch.manual_seed(0)
     model = adapted(nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), target_modules=["self_attn"]).float()
@@ -234,36 +226,42 @@ def test_what_heads_add_under_an_adapter_of_w_o_is_measured_by_the_effective_wei
     assert site.find_output_weights() is None
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda model: model.merge_adapter(), r"q_proj\S+ has the adapters 'default' merged into it.*unmerge_adapter"),
-        (lambda model: model.base_model.disable_adapter_layers(), r"adapters \('default'\) are disabled; call set_ad"),
-        (lambda model: freeze(model, "lora_"), r"whose adapters 'default' are frozen; load them with is_trainable"),
-        (lambda model: freeze(model, "lora_A"), r"of which A or B alone is trained \(adapters 'default'\); train both"),
-        (lambda model: model.requires_grad_(True), r"q_proj\S+ is trained beside its LoRA adapters; freeze it"),
-    ],
-    ids=["merged", "disabled", "frozen", "half frozen", "base trained"],
-)
-def test_adapters_that_cannot_be_trained_are_refused_with_what_to_do(change, message):
-    model = adapted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    change(model)
-    with pytest.raises(hw.errors.LayoutError, match=message):
-        hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)
-
-
 def freeze(model: nn.Module, part: str) -> None:
     for name, parameter in model.named_parameters():
         if part in name:
             parameter.requires_grad_(False)
 
 
-def test_an_adapter_that_is_not_plain_is_refused_by_structure_alone():
+def twice() -> nn.Module:
+    return wrap(wrap(SeparateAttention(), *PROJECTIONS), *PROJECTIONS)
+
+
+def inside() -> nn.Module:
     model = wrap(SeparateAttention(), *PROJECTIONS)
-    assert isinstance(model.q_proj, LoraLinear)
     model.q_proj.lora_A["default"] = nn.Sequential(model.q_proj.lora_A["default"])
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"base of a heads\.wrappers\.LoraLinear, whose adapter is not a plain A"
-    ):
-        hw.repel(hw.find_heads(model), hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def after(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    model = adapted()
+    change(model)
+    return lambda: model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (after(lambda m: m.merge_adapter()), r"q_proj\S+ has the adapters 'default' merged into it.*unmerge_adapter"),
+        (after(lambda m: m.base_model.disable_adapter_layers()), r"\('default'\) are disabled; call set_adapter"),
+        (after(lambda m: freeze(m, "lora_")), "whose adapters 'default' are frozen; load them with is_trainable"),
+        (after(lambda m: freeze(m, "lora_A")), r"A or B alone is trained \(adapters 'default'\); train both"),
+        (after(lambda m: m.requires_grad_(True)), r"q_proj\S+ is trained beside its LoRA adapters; freeze it"),
+        (twice, r"is the base of several adapted layers \(LoraLinear in LoraLinear\)"),
+        (inside, r"base of a heads\.wrappers\.LoraLinear, whose adapter is not a plain A"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_refused_with_what_to_do(build: Callable[[], nn.Module], message: str):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hw.errors.LayoutError, match=message):
+        hw.repel(hw.find_heads(model), hw.SVGD(), optimizer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import FAMILIES
+from heads.families import BY_NAME, FAMILIES
 from heads.family import Family
 from headwise.errors import LayoutError, SettingError
 
@@ -18,42 +18,17 @@ def make(seed: int = 0) -> torch.nn.Module:
     return torch.nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
 
 
-def gpt2() -> torch.nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    return transformers.GPT2Model(
-        transformers.GPT2Config(
-            vocab_size=20,
-            n_positions=8,
-            n_embd=12,
-            n_layer=2,
-            n_head=3,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-        )
-    )
-
-
-def llama() -> torch.nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(2)
-    return transformers.LlamaModel(
-        transformers.LlamaConfig(
-            vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )  # fmt: skip
+BUILDS = (make, BY_NAME["GPT-2"].build, BY_NAME["Llama"].build)
 
 
 def run(model: torch.nn.Module, step: int) -> torch.Tensor:
     torch.manual_seed(step)
     if isinstance(model, torch.nn.TransformerEncoderLayer):
         return model(torch.randn(2, 5, 12)).square().mean()
-    return model(torch.randint(0, 20, (2, 6))).last_hidden_state[..., :3].square().mean()
+    return model(torch.randint(0, 20, (2, 6))).logits[..., :3].square().mean()
 
 
-@pytest.mark.parametrize("build", [make, gpt2, llama])
+@pytest.mark.parametrize("build", BUILDS, ids=("torch", "GPT-2", "Llama"))
 def test_sgd_on_blocks_is_sgd_on_the_weights(build):
     model = build()
     other = copy.deepcopy(model)
@@ -94,7 +69,7 @@ def test_blocks_of_every_family_are_stepped_as_the_weights_they_are_parts_of(fam
         torch.testing.assert_close(parameter, wanted[name], msg=name)
 
 
-@pytest.mark.parametrize("build", [make, gpt2, llama])
+@pytest.mark.parametrize("build", BUILDS, ids=("torch", "GPT-2", "Llama"))
 def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
     model = build()
     heads = hw.find_heads(model)
@@ -118,7 +93,7 @@ def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
         assert torch.equal(parameter, was) == (id(parameter) not in held)
 
 
-@pytest.mark.parametrize("build", [make, gpt2, llama])
+@pytest.mark.parametrize("build", BUILDS, ids=("torch", "GPT-2", "Llama"))
 def test_whole_projections_are_the_control_also_where_they_share_a_parameter(build):
     model = build()
     other = copy.deepcopy(model)
@@ -148,12 +123,10 @@ def test_whole_projections_are_the_control_also_where_they_share_a_parameter(bui
 
 
 def test_projections_that_do_not_lie_side_by_side_are_refused():
-    transformers = pytest.importorskip("transformers")
-    config = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = transformers.GPTNeoXModel(transformers.GPTNeoXConfig(num_attention_heads=4, **config))
-    assert len(hw.heads.head_blocks(hw.find_heads(model))) == 16
+    heads = hw.find_heads(BY_NAME["GPT-NeoX"].build())
+    assert len(hw.heads.head_blocks(heads)) == 2 * 16
     with pytest.raises(LayoutError, match=r"its query do not lie side by side.*per_head=True"):
-        hw.heads.head_blocks(hw.find_heads(model), per_head=False)
+        hw.heads.head_blocks(heads, per_head=False)
 
 
 def _gradients(heads: hw.Heads) -> list[torch.Tensor]:
@@ -253,7 +226,9 @@ def test_scaled_losses_train_blocks_as_they_do_the_weights():
 
 def test_blocks_under_lora_are_refused():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj"]))
+    model = peft.get_peft_model(
+        BY_NAME["Llama"].build(), peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "k_proj"])
+    )
     with pytest.raises(LayoutError, match=r"q_proj\.base_layer\.weight is the base of a LoRA layer.*merge_and_unload"):
         hw.heads.head_blocks(hw.find_heads(model).projection("query", "key"))
 

@@ -120,29 +120,6 @@ def test_heads_of_a_list_in_another_order_are_disproved():
             hw.verify(Heads(model, (replace(site, slices=slices),)), (X,))
 
 
-def test_a_list_of_layers_is_no_list_of_heads():
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([ListAttention().heads[0] for _ in range(3)])
-            self.layers.extend([nn.Identity()])
-
-    with pytest.raises(hw.errors.LayoutError, match="holds query, key and value projections but neither"):
-        hw.find_heads(Layers())
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([ListAttention(size=WIDTH).heads[0] for _ in range(3)])
-
-    with pytest.raises(hw.errors.LayoutError, match="holds query, key and value projections but neither"):
-        hw.find_heads(Chain())
-    uneven = ListAttention()
-    uneven.heads[1].key = nn.Linear(WIDTH, 2)
-    with pytest.raises(hw.errors.LayoutError, match="holds query, key and value projections but neither"):
-        hw.find_heads(uneven)
-
-
 def test_what_heads_of_a_list_compute_is_read_penalized_and_removed():
     torch.manual_seed(5)
     model = ListAttention().double()

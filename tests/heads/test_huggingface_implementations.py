@@ -37,20 +37,10 @@ LATENT = {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 6,
-    "head_dim": 4,
-    "index_topk": 3,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
-    "pad_token_id": 0,
 }
+LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 12}
+LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 6, "head_dim": 4, "pad_token_id": 0}
+LATENT |= {"num_experts_per_tok": 2, "index_topk": 3, "index_head_dim": 8, "index_n_heads": 2}
 ATTACHED = {
     "weights": lambda heads: hw.Taps(heads, weights=True),
     "mean weights": lambda heads: hw.Taps(heads, mean_weights=True),

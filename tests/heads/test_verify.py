@@ -10,23 +10,15 @@ from torch import nn
 
 import headwise as hw
 from heads.attentions import (
-    BlendedAttention,
     FusedAttention,
     GatedAttention,
     JointlyNormedAttention,
     KeyValueAttention,
-    LinearAttention,
-    MixedHeadsAttention,
     NormedValuesAttention,
-    PointwiseGates,
     RotatedValuesAttention,
     SeparateAttention,
-    ShuffledAttention,
     SinglePrecisionAttention,
-    StridedAttention,
-    SwappedAttention,
 )
-from headwise.heads import find
 from headwise.heads.heads import Heads
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
@@ -61,14 +53,6 @@ def test_a_model_verifies_under_another_default_device():
         assert hw.verify(heads, (X,)).sites == ("",)
 
 
-def test_an_attention_without_values_is_not_taken_for_a_quantized_one():
-    model = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).to("meta")
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"self_attn: its in_proj_weight is on the meta device.*load the weights"
-    ):
-        hw.verify(hw.find_heads(model), (X.to("meta"),))
-
-
 def test_a_whole_transformer_verifies_and_is_left_as_it_was():
     model = nn.Transformer(12, 2, 1, 1, 24, batch_first=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -76,15 +60,6 @@ def test_a_whole_transformer_verifies_and_is_left_as_it_was():
     assert type(model.encoder.layers[0].self_attn) is nn.MultiheadAttention
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model.training
-
-
-@pytest.mark.parametrize("wrong", [StridedAttention, ShuffledAttention, SwappedAttention])
-def test_strided_shuffled_and_swapped_heads_are_rejected(wrong, monkeypatch: pytest.MonkeyPatch):
-    # else refused when they are found
-    monkeypatch.setattr(find, "require_arranged", lambda *_: None)
-    sizes = {"num_heads": 4, "head_dim": 5}
-    with pytest.raises(hw.errors.LayoutError, match="misreads"):
-        hw.verify(hw.find_heads(wrong(**sizes)), (X,))
 
 
 @pytest.mark.parametrize("attention", [SeparateAttention, NormedValuesAttention])
@@ -121,11 +96,9 @@ def test_wrong_queries_alone_and_wrong_keys_alone_are_rejected(projection):
         hw.verify(heads, (X,))
 
 
-def test_a_site_that_is_not_reached_or_has_no_output_projection_is_told():
+def test_a_site_without_an_output_projection_is_told():
     model = SeparateAttention()
     del model.o_proj
-    with pytest.raises(hw.errors.LayoutError, match="no site could be verified"):
-        hw.verify(hw.find_heads(model), (X,))
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -138,17 +111,6 @@ def test_a_site_that_is_not_reached_or_has_no_output_projection_is_told():
     result = hw.verify(hw.find_heads(Both()), (X,))
     assert (result.sites, result.skipped) == (("whole",), ("part",))
     assert str(result).splitlines()[1] == "not verifiable without an output projection: part"
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = SeparateAttention()
-
-        def forward(self, x):
-            return x
-
-    with pytest.raises(hw.errors.NotFired, match="attention was not reached"):
-        hw.verify(hw.find_heads(Around()), (X,))
 
 
 @pytest.mark.parametrize("attention", [GatedAttention, JointlyNormedAttention])
@@ -171,24 +133,6 @@ def test_code_that_takes_float32_alone_is_proved_in_float32():
         hw.verify(Heads(heads.model, (replace(site, slices=swapped),)), (X,))
 
 
-def test_heads_that_are_not_finite_prove_nothing():
-    class Divided(SeparateAttention):
-        def join(self, heads):
-            return super().join(heads) / 0.0
-
-    with pytest.raises(hw.errors.LayoutError, match="its heads are not finite"):
-        hw.verify(hw.find_heads(Divided()), (X,))
-
-
-def test_a_parameter_that_is_still_zero_hides_nothing():
-    model = MixedHeadsAttention()
-    with pytest.raises(
-        hw.errors.LayoutError, match="changing the query features of head 0 changed the heads of heads 1, 2, 3"
-    ):
-        hw.verify(hw.find_heads(model), (X,))
-    assert not model.mixing.any()
-
-
 def test_gated_queries_are_read_beside_their_gates():
     (site,) = hw.find_heads(GatedAttention(key_value_heads=2)).sites
     assert (site.layout, site.num_heads, site.key_value_heads) == ("separate gated", 4, 2)
@@ -197,24 +141,6 @@ def test_gated_queries_are_read_beside_their_gates():
     gates = replace(site, slices=(replace(query, start=5), *site.slices[1:]))
     with pytest.raises(hw.errors.LayoutError, match="misreads"):
         hw.verify(Heads(site.model, (gates,)), (X,))
-
-
-def test_what_projections_are_called_does_not_make_them_heads():
-    with pytest.raises(hw.errors.LayoutError, match="misreads LinearAttention"):
-        hw.verify(hw.find_heads(LinearAttention()), (X,))
-
-
-def test_a_query_that_is_a_key_as_well_is_rejected(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(find, "require_arranged", lambda *_: None)
-    with pytest.raises(
-        hw.errors.LayoutError, match="changing the query of one token changed the output at 6 positions"
-    ):
-        hw.verify(hw.find_heads(BlendedAttention()), (X,))
-
-
-def test_a_layer_in_which_no_token_sees_another_is_no_attention():
-    with pytest.raises(hw.errors.LayoutError, match="changing the key of one token changed the output at 1 positions"):
-        hw.verify(hw.find_heads(PointwiseGates()), (X,))
 
 
 @pytest.mark.parametrize("key_value_heads", [4, 2, 1])
@@ -275,21 +201,6 @@ def test_gated_queries_are_still_gated_once_an_aggregator_stands_for_their_outpu
     (site,) = hw.find_heads(model).sites
     assert (site.layout, site.num_heads, site.output) == ("separate gated", 4, None)
     assert hw.verify(hw.find_heads(model), (X,)).sites == ("",)
-
-
-def test_a_model_that_is_random_or_does_not_run_is_told_apart_from_a_misread_one():
-    class Noisy(SeparateAttention):
-        def join(self, heads):
-            return super().join(heads) * torch.rand(())
-
-    with pytest.raises(hw.errors.LayoutError, match="two results"):
-        hw.verify(hw.find_heads(Noisy()), (X,))
-    with pytest.raises(hw.errors.HeadwiseError, match=r"could not be run on the given inputs \(TypeError"):
-        hw.verify(hw.find_heads(SeparateAttention()), {"y": X})
-    site = hw.find_heads(SeparateAttention()).sites[0]
-    outside = replace(site, slices=(replace(site.slices[0], start=3), *site.slices[1:]))
-    with pytest.raises(hw.errors.LayoutError, match="4 heads of 5 rows from 3 every 5 do not fit the 20 of the weight"):
-        hw.verify(Heads(site.model, (outside,)), (X,))
 
 
 def test_heads_found_before_aggregation_are_proved_still():

@@ -46,20 +46,12 @@ class Adapter:
 
 
 def has_peft(model: nn.Module) -> bool:
-    """Whether a model holds layers of peft, which freezes what is not named in `modules_to_save`.
-
-    >>> has_peft(nn.Linear(2, 2))
-    False
-    """
+    """Whether a model holds layers of peft, which freezes what is not named in `modules_to_save`."""
     return "peft" in sys.modules and any(is_peft_layer(module) or is_peft_model(module) for module in model.modules())
 
 
 def is_peft_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer with adapters of peft itself; others may have the same structure.
-
-    >>> is_peft_layer(nn.Linear(2, 2))
-    False
-    """
+    """Whether a module is a layer with adapters of peft itself; others may have the same structure."""
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -68,11 +60,7 @@ def is_peft_layer(module: nn.Module) -> bool:
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether `save_pretrained` of a module writes adapters alone: a PeftModel, or a transformers model with adapters.
-
-    >>> is_peft_model(nn.Linear(2, 2))
-    False
-    """
+    """Whether `save_pretrained` of a module writes adapters alone: of a PeftModel, or of transformers with adapters."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and (
         isinstance(module, peft.PeftModel) or getattr(module, "_hf_peft_config_loaded", False) is True
@@ -80,21 +68,14 @@ def is_peft_model(module: nn.Module) -> bool:
 
 
 def has_adapters(layer: nn.Module) -> bool:
-    """Whether a module holds what every form of LoRA names lora_...
-
-    >>> has_adapters(nn.Linear(2, 2))
-    False
-    """
+    """Whether a module holds what every form of LoRA names lora_..."""
     return any(name.startswith("lora_") for name in (*layer._modules, *layer._parameters))
 
 
 def find_saved(module: nn.Module) -> str | None:
     """Return the path of what peft's wrapper of a module to save calls: the active copy or the original.
 
-    None where a module is no such wrapper.
-
-    >>> find_saved(nn.Linear(2, 2)) is None
-    True
+    None where a module is not such a wrapper.
     """
     saved = getattr(module, "modules_to_save", None)
     if not isinstance(saved, nn.ModuleDict) or "original_module" not in module._modules:
@@ -105,12 +86,7 @@ def find_saved(module: nn.Module) -> str | None:
 
 
 def get_called(module: nn.Module) -> nn.Module:
-    """Return what a call of a module reaches: the copy that peft's wrapper of a module to save calls, else itself.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> get_called(layer) is layer
-    True
-    """
+    """Return what a call of a module reaches: the copy that peft's wrapper of a module to save calls, else itself."""
     place = find_saved(module)
     return module if place is None else module.get_submodule(place)
 
@@ -163,12 +139,11 @@ def find_lora_obstacle(layer: nn.Module) -> str | None:
     magnitudes: Any = layer._modules.get("lora_magnitude_vector") or ()
     variants = dict.fromkeys(magnitudes, "DoRA")
     variants |= {name: type(kind).__name__ for name, kind in getattr(layer, "lora_variant", {}).items()}
-    for name in list_active(layer):
-        if name in variants:
-            return (
-                f"is the base of a LoRA layer whose adapter {name!r} is a variant ({variants[name]}), so that its "
-                "heads are not rows of W + B A; use plain LoRA, or merge the adapter first"
-            )
+    for name in (name for name in list_active(layer) if name in variants):
+        return (
+            f"is the base of a LoRA layer whose adapter {name!r} is a variant ({variants[name]}), so that its heads "
+            "are not rows of W + B A; use plain LoRA, or merge the adapter first"
+        )
     if list_merged(layer) and getattr(layer, "disable_adapters", False):
         return (
             "has adapters merged that are disabled, which its next call takes out of it; enable or unmerge them first"
@@ -186,8 +161,7 @@ def find_untrained(layer: nn.Module, weight: nn.Parameter) -> str | None:
         held = ", ".join(map(repr, layer.get_submodule("lora_A")._modules))
         disabled = "disabled" if getattr(layer, "disable_adapters", False) else "inactive"
         return f"is the base of a LoRA layer whose adapters ({held}) are {disabled}; call set_adapter() first"
-    factors = [factor for adapter in adapters for factor in adapter.factors.values()]
-    if any(hasattr(tensor, "device_mesh") for tensor in (weight, *factors)):
+    if any(hasattr(one, "device_mesh") for one in (weight, *(f for a in adapters for f in a.factors.values()))):
         return (
             "or an adapter of it is sharded over processes (DTensor), where no force is carried to A and B; train with "
             "DistributedDataParallel"

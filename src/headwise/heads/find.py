@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
@@ -21,25 +21,18 @@ from torch.nn.parameter import is_lazy
 
 from headwise.errors import LayoutError, SettingError, require_integer
 from headwise.heads.adapters import find_saved, has_adapters, is_peft_layer
-from headwise.heads.experiments.arrangement import is_known, require_arranged
+from headwise.heads.experiments.arrangement import can_run, drop_hooks, is_known, require_arranged
 from headwise.heads.experiments.replay import draw_noise
 from headwise.heads.heads import Heads, Site, require_told
 from headwise.heads.layouts.functional import call_projections, hands_weights
 from headwise.heads.layouts.known import LAYOUTS
 from headwise.heads.layouts.parameters import FusedParameter
 from headwise.heads.layouts.rows import FusedLinear, Layout
-from headwise.heads.layouts.steps import (
-    ATTENTION,
-    attends,
-    find_irregularity,
-    find_letters,
-    find_mixing,
-    projects,
-)
+from headwise.heads.layouts.steps import ATTENTION, attends, find_irregularity, find_letters, find_mixing, projects
 from headwise.heads.layouts.suggestion import list_parameters, list_projections, suggest_rows
 from headwise.heads.record import copy_deeply
 from headwise.heads.scores.sdpa import connect_called_scores
-from headwise.heads.view import HeadView, check_head_views, is_sharded
+from headwise.heads.view import HeadView, check_head_views
 from headwise.nn.hooks import unwrap_compiled, without_wrappers
 
 # Numbers of sequences and tokens: two that are no size of the heads are told from these in a shape.
@@ -47,33 +40,25 @@ COUNTS = (5, 7, 11, 13, 17, 19, 23, 29)
 PLAIN = ("torch.", "transformers.", "headwise.", "headwise_lab.", "peft.")
 
 
-def read_returned(site: Site) -> Site:
+def _read_returned(site: Site) -> Site:
     """Return the site with the axes that its projections return, where these are no features along the last axis.
 
     Each projection that is a user's own is called once, on random tokens, in a copy that shares its parameters. Nothing
     is said of one that cannot be called so.
-
-    Raises:
-        LayoutError: One returns no tensor, or heads and tokens along one axis; or W_O takes no concatenated heads.
     """
-    _require_joined(site)
-    slices = [head_slice.map(partial(_read, site)) for head_slice in site.slices]
-    return replace(site, slices=tuple(slices))
-
-
-def _require_joined(site: Site) -> None:
-    """Raise `LayoutError` where W_O takes heads along an axis of their own, and not concatenated ones."""
     module = None if site.output is None else site.output.module
-    if module is None or not _is_own(module):
-        return
-    joined = _draw(*COUNTS[:2], site.num_heads * site.head_size)
-    apart = joined.unflatten(-1, (site.num_heads, site.head_size))
-    if _call(module, joined) is None and any(_call(module, one) is not None for one in (apart, apart.transpose(1, 2))):
-        raise LayoutError(
-            f"{site.label} ({type(site.module).__name__}): its output projection, a {type(module).__name__}, takes "
-            f"heads along an axis of their own; expected the concatenated heads, (batch, tokens, {joined.shape[-1]}). "
-            f"Have the attention flatten them, or leave it out: find_heads(model, exclude=({site.name!r},))."
-        )
+    if module is not None and _is_own(module):
+        joined = _draw(*COUNTS[:2], site.num_heads * site.head_size)
+        apart = joined.unflatten(-1, (site.num_heads, site.head_size))
+        taken = [_call(module, one) is not None for one in (joined, apart, apart.transpose(1, 2))]
+        if any(taken) and not taken[0]:
+            raise LayoutError(
+                f"{site.label} ({type(site.module).__name__}): its output projection, a {type(module).__name__}, takes "
+                f"heads along an axis of their own; expected the concatenated heads, (batch, tokens, "
+                f"{joined.shape[-1]}). Have the attention flatten them, or leave it out: find_heads(model, "
+                f"exclude=({site.name!r},))."
+            )
+    return replace(site, slices=tuple(head_slice.map(partial(_read, site)) for head_slice in site.slices))
 
 
 def _read(site: Site, part: HeadView) -> HeadView:
@@ -107,23 +92,17 @@ def _draw(*shape: int) -> Tensor:
 
 
 def _is_own(module: nn.Module) -> bool:
-    held = [*module.parameters()]
     return (
         type(module).forward is not nn.Linear.forward
         and not type(module).__module__.startswith(PLAIN)
         and not any(has_adapters(part) or is_peft_layer(part) for part in module.modules())
-        and bool(held)
-        and not any(parameter.is_meta or is_sharded(parameter) for parameter in held)
-        # running a compiled part would compile it
-        and all(part._compiled_call_impl is None for part in module.modules())
+        and can_run(module)
     )
 
 
 def _call(module: nn.Module, tokens: Tensor) -> object:
     """Return what a copy of a module makes of tokens; None where it cannot be called with them alone."""
-    memo: dict[int, Any] = {id(held): held for held in (*module.parameters(), *module.buffers())}
-    for part in module.modules():
-        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
+    memo = drop_hooks(module) | {id(held): held for held in (*module.parameters(), *module.buffers())}
     first = next(module.parameters())
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -143,21 +122,17 @@ Named = tuple[str, nn.Module]
 def describe_failure(
     model: nn.Module, layouts: Sequence[str], found: int, unread: Sequence[Named], clauses: Mapping[str, str]
 ) -> str:
-    """Return which modules are not read, what is not regular in them, and what to do.
+    """Return which modules are not read, what is not regular in them (`clauses`, by name), and what to do.
 
-    Args:
-        model: The model.
-        layouts: Names of the rows tried.
-        found: How many attentions were read.
-        unread: Names and modules that look like attention and are not read; none where nothing looks like it.
-        clauses: What is not regular, for the names of some of them.
+    Rows of the names `layouts` were tried, and read `found` attentions. `unread` modules look like attention.
     """
     tried, kind = ", ".join(dict.fromkeys(layouts)), type(model).__name__
     seen = unread or _find_candidates(model)
-    said_of: dict[str, list[str]] = defaultdict(list)
+    alike: dict[str, list[str]] = defaultdict(list)
     for name, part in seen:
-        said_of[_describe(part, clauses.get(name))].append(name or "(model)")
-    lines = [f"  {_join(names)}: {what}" for what, names in said_of.items()]
+        alike[_describe(part, clauses.get(name))].append(name or "(model)")
+    more = {what: f" and {len(names) - 1} more like it" if len(names) > 1 else "" for what, names in alike.items()}
+    lines = [f"  {names[0]}{more[what]}: {what}" for what, names in alike.items()]
     listed = "\n".join(lines[:12]) or "  none whose name or class mentions attention, query or projections"
     listed += f"\n  and {len(lines) - 12} more" if len(lines) > 12 else ""
     beside = f", in addition to {found} that are" if found else ""
@@ -180,19 +155,16 @@ def describe_failure(
 
 def _find_candidates(model: nn.Module) -> list[Named]:
     looks_like = re.compile(r"att(ention|n)|qkv|query|_proj$|to_q", re.IGNORECASE)
-    return [
+    named = [
         (name, module)
         for name, module in model.named_modules()
         if looks_like.search(type(module).__name__) or looks_like.search(name.rpartition(".")[2])
-    ] or _find_computing(model)
-
-
-def _find_computing(model: nn.Module) -> list[Named]:
-    """Return the modules of one's own that hold something to project with, those whose code attends if some does."""
+    ]
+    # else a user's own modules that hold something to project with, those whose code attends if some does
     own = [(name, module) for name, module in model.named_modules() if not is_known(module)]
     held = [(name, module) for name, module in own if len(list_projections(module)) + len(list_parameters(module)) > 1]
     attending = {id(module) for _, module in own if attends(module)}
-    return [
+    return named or [
         (name, module)
         for name, module in held
         if not attending
@@ -210,10 +182,6 @@ def _describe(module: nn.Module, clause: str | None) -> str:
     ]
     listed = ", ".join(shapes[:6]) + (", ..." if len(shapes) > 6 else "") or "no parameters"
     return f"{type(module).__name__} with {listed}"
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
 
 
 def _suggest_exclude(model: nn.Module, seen: Sequence[Named]) -> str:
@@ -297,7 +265,16 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:
 def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int | None) -> Heads:
     own = [row not in LAYOUTS for row in rows]
     modules = _exclude(model, exclude)
-    found, clauses = _match_all(model, modules, list(zip(_give_count(rows, num_heads), own, strict=True)))
+    flagged, found, clauses = list(zip(_give_count(rows, num_heads), own, strict=True)), [], {}
+    # a head in a list of heads is part of the attention that holds the list
+    parts: set[int] = set()
+    for name, module in modules:
+        site, clause = (None, None) if id(module) in parts else _match(model, name, module, flagged)
+        clauses |= {} if clause is None else {name: clause}
+        if site is not None:
+            found.append(site)
+            stacks = (head_slice for head_slice in site.slices if head_slice.stacked)
+            parts |= {id(part) for stack in stacks for part in stack.owner.modules()}
     sites, outer = _take_inner(found)
     unread = _find_unread(modules, sites, outer, clauses)
     _require_shapes([*((site.name, site.module) for site in sites), *unread])
@@ -308,31 +285,17 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
         told = ", ".join(sorted({str(site.num_heads) for site in sites}))
         raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
-    sites = [read_returned(site) for site in sites]
+    sites = [_read_returned(site) for site in sites]
     require_arranged(model, sites, partial(_advise, model))
     require_told(sites)
     crossed = {site.stack for site in sites if site.kind == "cross"}
     sites = [replace(site, kind="decoder") if site.kind == "self" and site.stack in crossed else site for site in sites]
-    return Heads(model, _connect_scores(model, sites))
+    origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    if any(origin.startswith("transformers.") for origin in origins):
+        from headwise.heads.scores import huggingface
 
-
-def _match_all(
-    model: nn.Module, modules: Sequence[Named], rows: Sequence[tuple[Layout, bool]]
-) -> tuple[list[Site], dict[str, str]]:
-    """Return the sites of modules, and what is not regular in those that fit a row all the same, by name."""
-    sites: list[Site] = []
-    clauses: dict[str, str] = {}
-    # a head in a list of heads is part of the attention that holds the list
-    parts: set[int] = set()
-    for name, module in modules:
-        site, clause = (None, None) if id(module) in parts else _match(model, name, module, rows)
-        if clause is not None:
-            clauses[name] = clause
-        elif site is not None:
-            sites.append(site)
-            stacks = (head_slice for head_slice in site.slices if head_slice.stacked)
-            parts |= {id(part) for stack in stacks for part in stack.owner.modules()}
-    return sites, clauses
+        sites = [huggingface.connect_scores(site) for site in sites]
+    return Heads(model, tuple(connect_called_scores(site) for site in sites))
 
 
 def _match(
@@ -387,11 +350,11 @@ def _mark_adapted(model: nn.Module, site: Site) -> Site:
         f"is adapted by a {type(around).__module__}.{type(around).__name__} around its attention, which puts W + B A "
         "in its place at each call, so that no force is carried to A and B; merge the adapter, or use a penalty"
     )
-    marked = [
-        head_slice.map(lambda part: replace(part, obstacle=reason) if part.owner is site.module else part)
-        for head_slice in site.slices
-    ]
-    return replace(site, slices=tuple(marked))
+
+    def mark(part: HeadView) -> HeadView:
+        return replace(part, obstacle=reason) if part.owner is site.module else part
+
+    return replace(site, slices=tuple(head_slice.map(mark) for head_slice in site.slices))
 
 
 def _take_inner(sites: Sequence[Site]) -> tuple[list[Site], set[int]]:
@@ -401,35 +364,15 @@ def _take_inner(sites: Sequence[Site]) -> tuple[list[Site], set[int]]:
         LayoutError: One that holds another computes attention itself, so both may have heads.
     """
     found = {id(site.module): site for site in sites}
-    outer: set[int] = set()
-    for site in sites:
-        inner = next(
-            (found[id(part)] for part in site.module.modules() if id(part) in found and part is not site.module), None
+    within = {site: [found[id(part)] for part in site.module.modules() if id(part) in found][1:] for site in sites}
+    for site, (inner, *_) in ((site, inside) for site, inside in within.items() if inside and attends(site.module)):
+        raise LayoutError(
+            f"{site.label} ({type(site.module).__name__}) holds query, key and value projections and computes "
+            f"attention, and {inner.label} ({type(inner.module).__name__}) inside it does too; find the heads of one "
+            f"of them: exclude=({inner.name!r},), or find_heads of the inner module alone."
         )
-        if inner is None:
-            continue
-        if attends(site.module):
-            raise LayoutError(
-                f"{site.label} ({type(site.module).__name__}) holds query, key and value projections and computes "
-                f"attention, and {inner.label} ({type(inner.module).__name__}) inside it does too; find the heads of "
-                f"one of them: exclude=({inner.name!r},), or find_heads of the inner module alone."
-            )
-        outer.add(id(site.module))
+    outer = {id(site.module) for site, inside in within.items() if inside}
     return [site for site in sites if id(site.module) not in outer], outer
-
-
-def _connect_scores(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
-    """Return the sites with their scores reachable: in code of transformers, and where torch's attention is called."""
-    return tuple(connect_called_scores(site) for site in _connect_interface(model, sites))
-
-
-def _connect_interface(model: nn.Module, sites: Sequence[Site]) -> tuple[Site, ...]:
-    origins = {base.__module__ for module in model.modules() for base in type(module).__mro__}
-    if not any(origin.startswith("transformers.") for origin in origins):
-        return tuple(sites)
-    from headwise.heads.scores import huggingface
-
-    return tuple(huggingface.connect_scores(site) for site in sites)
 
 
 def _give_count(layouts: Sequence[Layout], num_heads: int | None) -> Sequence[Layout]:
@@ -437,12 +380,12 @@ def _give_count(layouts: Sequence[Layout], num_heads: int | None) -> Sequence[La
     if num_heads is None:
         return layouts
     require_integer("num_heads", num_heads, low=1)
-    given: list[Any] = list(layouts)
-    for index, row in enumerate(given):
-        names = getattr(row, "num_heads", None)
-        if is_dataclass(row) and isinstance(names, tuple):
-            given[index] = replace(given[index], num_heads=(*names, num_heads))
-    return given
+
+    def counts(row: Any) -> bool:
+        return is_dataclass(row) and isinstance(getattr(row, "num_heads", None), tuple)
+
+    rows: list[Any] = list(layouts)
+    return [replace(row, num_heads=(*row.num_heads, num_heads)) if counts(row) else row for row in rows]
 
 
 def _list_given(given: Any) -> tuple[Any, ...]:
@@ -463,18 +406,14 @@ def _check_layouts(layouts: Any) -> tuple[Layout, ...]:
 def _list_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the names and modules of a model, without the copies that peft keeps of modules and does not call."""
     modules = list(model.named_modules())
-    idle: list[str] = []
-    for name, module in modules:
+    idle: set[int] = set()
+    for _, module in modules:
         called = find_saved(module)
         if called is not None:
-            saved: Any = module.modules_to_save
-            names = ("original_module", *(f"modules_to_save.{adapter}" for adapter in saved))
-            idle += [f"{name}.{part}" if name else part for part in names if part != called]
-    return [
-        (name, module)
-        for name, module in modules
-        if not any(name == place or name.startswith(f"{place}.") for place in idle)
-    ]
+            copies = [module.get_submodule("original_module"), *module.get_submodule("modules_to_save").children()]
+            unused = [copy for copy in copies if copy is not module.get_submodule(called)]
+            idle |= {id(part) for copy in unused for part in copy.modules()}
+    return [(name, module) for name, module in modules if id(module) not in idle]
 
 
 def _exclude(model: nn.Module, exclude: Any) -> list[tuple[str, nn.Module]]:

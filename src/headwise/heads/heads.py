@@ -31,23 +31,13 @@ T = TypeVar("T")
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with its cells below those of the row before.
-
-    Example:
-        >>> align([("site", "heads"), ("layers.0", "12")])
-        ['site      heads', 'layers.0  12']
-    """
+    """Return a line for each row, with its cells below those of the row before."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def shorten(rows: Sequence[T], most: int) -> tuple[Sequence[T], int, Sequence[T]]:
-    """Return the first rows, the number of rows left out, and the last rows, which with a line between are `most`.
-
-    Example:
-        >>> shorten(range(10), 6), shorten(range(6), 6)
-        ((range(0, 3), 5, range(8, 10)), (range(0, 6), 0, range(0, 0)))
-    """
+    """Return the first rows, the number of rows left out, and the last rows, which with a line between are `most`."""
     if len(rows) <= most:
         return rows, 0, rows[:0]
     last = (most - 1) // 2
@@ -69,16 +59,12 @@ class Site:
 
     Attributes:
         model: The model it was found in.
-        name: Dotted name of the module in the model; empty when the model is the attention module.
-        module: The attention module.
+        name, module: The attention module, and its dotted name in the model; empty when it is the model.
         kind: "self", "decoder" (self-attention of the decoder of an encoder-decoder), "cross", or "pooling" (one
             learned query per head for the whole sequence).
-        layer: Index of the layer in its stack, from 0.
-        stack: Dotted name of that stack, for example "encoder.layers".
+        layer, stack: Index of the layer in its stack, from 0, and the dotted name of that, such as "encoder.layers".
         layout: Name of the layout row that matched.
-        num_heads: Query heads H.
-        key_value_heads: Key/value heads G; H unless queries are grouped.
-        head_size: Width e of one head.
+        num_heads, key_value_heads, head_size: Query heads H, key/value heads G (H unless queries are grouped), width e.
         slices: The query, key and value head slices; query and key where values are the keys; the query alone where
             keys and values are another layer's, and in additive attention, whose keys and values all heads share.
         output: The head slice of W_O (columns are heads), or None where W_O was not found.
@@ -142,10 +128,8 @@ class Site:
         """The modules that project values: `value_module`, or one for each head; none where no module call does."""
         if self.value_module is not None:
             return (self.value_module,)
-        found = [
-            part.module for part in self.parts if part.projection == "value" and len(self.parts) > len(self.slices)
-        ]
-        return tuple(module for module in found if module is not None)
+        values = [part for part in self.parts if part.projection == "value" and len(self.parts) > len(self.slices)]
+        return tuple(part.module for part in values if part.module is not None)
 
     def paths(self) -> tuple[tuple[str | None, str | None], ...]:
         """Return the current paths of each part's owner and called module inside the attention module."""
@@ -153,10 +137,7 @@ class Site:
         return tuple((paths.get(id(part.owner)), paths.get(id(part.module))) for part in self.parts)
 
     def expose(self, undo: Undo | None = None) -> OutputProjection:
-        """Make the output projection's call visible and return the output projection.
-
-        Args:
-            undo: Is given what undoes it; None leaves the module so.
+        """Make the output projection's call visible and return the output projection; `undo` gets what undoes it.
 
         Raises:
             LayoutError: The module that plays W_O was not found.
@@ -175,21 +156,20 @@ class Site:
 
     def find_output_weights(self) -> Tensor | None:
         """Return W_O of each head, [H, d, e], or None where no linear output projection can be read now."""
-        if self.output is None or self.output.obstacle is not None or self.output_projection is None:
+        output, projection = self.output, self.output_projection
+        if output is None or output.obstacle is not None or projection is None:
             return None
-        if self.output.owner._parameters.get(self.output.attribute) is None:
-            return None
-        lora = self.output.lora
         # another wrapper may not be linear: it may clip
-        if self.output_projection.module not in (self.output.owner, lora) or (lora and find_lora_obstacle(lora)):
+        linear = projection.module in (output.owner, output.lora)
+        adapted = output.lora is not None and find_lora_obstacle(output.lora) is not None
+        if not linear or adapted or output.owner._parameters.get(output.attribute) is None:
             return None
-        return self.output.turn(self.output.compute(lambda parameter: gather_full(parameter.detach())))
+        return output.turn(output.compute(lambda parameter: gather_full(parameter.detach())))
 
     def reach_scores(self, undo: Undo | None = None) -> Scores:
         """Return what reaches the attention scores of the module: its weights and what is added to them.
 
-        Args:
-            undo: Is given what undoes what it takes to reach them; None leaves the module so.
+        `undo` gets what undoes what it takes to reach them; None leaves the module so.
 
         Raises:
             LayoutError: Nothing does.
@@ -235,16 +215,17 @@ class Site:
         """
         members = self.num_heads // self.key_value_heads
         if members < 2:
-            told = f"{self.num_heads} query heads and as many key/value heads, so that no group of query heads shares"
-            raise LayoutError(f"{self.label} has {told} one; leave out the grouping, or select other sites.")
+            raise LayoutError(
+                f"{self.label} has {self.num_heads} query heads and as many key/value heads, so that no group of query "
+                "heads shares one; leave out the grouping, or select other sites."
+            )
         return members
 
     def list_members(self, group: int) -> range:
         """Return the query heads that share a key/value head."""
         members = self.num_heads // self.key_value_heads
-        if self.tiled:
-            return range(group, self.num_heads, self.key_value_heads)
-        return range(group * members, (group + 1) * members)
+        tiled = range(group, self.num_heads, self.key_value_heads)
+        return tiled if self.tiled else range(group * members, (group + 1) * members)
 
     def group_queries(self, tensor: Tensor, axis: int = 0) -> Tensor:
         """Return a tensor of query heads along an axis with their groups apart, [..., G, H / G, ...]: a view."""
@@ -266,8 +247,6 @@ class Site:
 
     def count_all(self, computed: int, size: int) -> int:
         """Return `size` where the processes together compute that many heads or features, else what this one does."""
-        if computed == size:
-            return size
         return size if computed * count_parts(*self._query_weight) == size else computed
 
     @property
@@ -333,12 +312,10 @@ class Heads:
         for index in indices:
             if not isinstance(index, int) or isinstance(index, bool):
                 raise SettingError(f"layer is {index!r}; expected an integer.")
-        last = {site.stack: max(s.layer for s in self.sites if s.stack == site.stack) for site in self.sites}
-
-        def is_layer(site: Site, index: int) -> bool:
-            return site.layer == (index if index >= 0 else last[site.stack] + 1 + index)
-
-        wanted = tuple(site for site in self.sites if any(is_layer(site, index) for index in indices))
+        counts = {site.stack: 1 + max(s.layer for s in self.sites if s.stack == site.stack) for site in self.sites}
+        # a negative index counts from the end of each stack
+        numbers = {site: {site.layer, site.layer - counts[site.stack]} for site in self.sites}
+        wanted = tuple(site for site in self.sites if numbers[site] & {*indices})
         places = sorted({(site.stack, site.kind) for site in wanted})
         if len(places) > 1:
             listed = ", ".join(f"{kind!r} in {stack or 'the model'}" for stack, kind in places)
@@ -346,7 +323,7 @@ class Heads:
                 f"layer {', '.join(map(str, indices))} exists in several places ({listed}); "
                 "select one first with .kind(...) or .where(...)."
             )
-        missing = [index for index in indices if not any(is_layer(site, index) for site in wanted)]
+        missing = [index for index in indices if not any(index in numbers[site] for site in wanted)]
         if missing:
             have = sorted({site.layer for site in self.sites})
             raise LayoutError(f"no attention in layer {missing[0]}; there is attention in layers {have}.")
@@ -378,7 +355,7 @@ class Heads:
     def grouped(self, grouping: str) -> Heads:
         """Return the same sites with query heads in groups, one for each key/value head, for repulsion.
 
-        "within": heads repel those of their group. "across": a group is one particle, and groups repel one another.
+        "within": heads of a group repel one another. "across": a group is one particle.
 
         Raises:
             SettingError: There is no such grouping.
@@ -431,19 +408,14 @@ R = TypeVar("R")
 
 
 def heads_first(before: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a function whose first argument is heads take them second, after what it took first before.
-
-    Args:
-        before: Name of the argument that came first; None for one that is not needed any more.
-    """
+    """Have a function take heads second too, after an argument of this name, or one not needed any more, as before."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if len(args) > 1 and isinstance(args[1], Heads) and not isinstance(args[0], Heads):
-                name = function.__name__
-                warn_renamed(f"{name}({before or 'model'}, heads, ...)", f"{name}(heads, ...)")
                 same: Any = function
+                warn_renamed(f"{same.__name__}({before or 'model'}, heads, ...)", f"{same.__name__}(heads, ...)")
                 return same(*args[1:], **kwargs, **({} if before is None else {before: args[0]}))
             return function(*args, **kwargs)
 
@@ -460,7 +432,8 @@ def require_heads(given: object) -> None:
         LayoutError: The model was changed since, at one of the sites.
     """
     if not isinstance(given, Heads):
-        raise SettingError(f"heads is {_describe(given)}; expected heads of a model: hw.find_heads(model).")
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise SettingError(f"heads is {what}; expected heads of a model: hw.find_heads(model).")
     present = {id(module) for module in given.model.modules()}
     for site in given:
         if id(site.module) not in present:
@@ -476,11 +449,11 @@ def _require_current(site: Site) -> None:
     for head_slice, before, now in zip(site.parts, site.found_at, site.paths(), strict=True):
         if before != now:
             place = next(b for b, n in zip(before, now, strict=True) if b != n)
-            there = None if place is None else _find_module(site, place)
+            there = None if place is None else dict(site.module.named_modules()).get(place)
+            taken = "" if there is None else f": a {type(there).__name__} has taken its place"
             raise LayoutError(
-                f"{head_slice.name} is not where the model calls it anymore"
-                f"{f': a {type(there).__name__} has taken its place' if there is not None else ''}. Wrap (LoRA), "
-                "prune, replace or quantize layers first, then call find_heads."
+                f"{head_slice.name} is not where the model calls it anymore{taken}. Wrap (LoRA), prune, replace or "
+                "quantize layers first, then call find_heads."
             )
         if head_slice.obstacle is None and head_slice.owner._parameters.get(head_slice.attribute) is None:
             raise LayoutError(head_slice.vanished)
@@ -495,25 +468,10 @@ def _require_current(site: Site) -> None:
             )
 
 
-def _find_module(site: Site, place: str) -> object:
-    try:
-        return site.module.get_submodule(place)
-    except AttributeError:
-        return None
-
-
-def _describe(given: object) -> str:
-    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-
-
 def group_slices(site: Site, grouping: str) -> tuple[HeadView, ...]:
-    """Return the queries of a site as one slice for each group, of its M / G heads; or as one slice of G wide heads.
+    """Return the M queries of a site as G slices ("within"), or as one slice of G wide heads ("across").
 
-    A wide head is all query heads of a group, one after another: G heads as many as there are keys and values.
-
-    Args:
-        site: An attention of M query and G key/value heads.
-        grouping: "within" for the former, "across" for the latter.
+    A wide head is all M / G query heads of a group, one after another.
 
     Raises:
         LayoutError: The query heads of a group do not lie next to one another in one parameter.
@@ -526,39 +484,27 @@ def group_slices(site: Site, grouping: str) -> tuple[HeadView, ...]:
             "read from; leave out the grouping."
         )
     if grouping == "within":
-        own = [site.list_members(group) for group in range(site.key_value_heads)]
-        return tuple(
-            replace(
-                query,
-                heads=members,
-                start=query.start + heads[0] * query.stride,
-                stride=heads.step * query.stride,
-                bias=None,
-                run=run,
-            )
-            for run, heads in enumerate(own)
-        )
+        slices = []
+        for run in range(site.key_value_heads):
+            own = site.list_members(run)
+            start, stride = query.start + own[0] * query.stride, own.step * query.stride
+            slices.append(replace(query, heads=members, start=start, stride=stride, bias=None, run=run))
+        return tuple(slices)
     if site.tiled or query.apart or query.step != 1 or query.stride != query.head_size:
-        between = "other query heads lie between those of a group" if site.tiled else "rows of other projections lie"
+        between = "rows of other projections lie between its query heads"
+        between = "other query heads lie between those of a group" if site.tiled else between
         raise LayoutError(
-            f"{site.label} ({site.layout}): {between}{'' if site.tiled else ' between its query heads'}, which cannot "
-            "be joined into one head for each group; use 'within', or leave out the grouping."
+            f"{site.label} ({site.layout}): {between}, which cannot be joined into one head for each group; use "
+            "'within', or leave out the grouping."
         )
     size = members * query.head_size
     return (replace(query, heads=site.key_value_heads, head_size=size, stride=size, bias=None),)
 
 
 def group_features(tensor: Tensor, site: Site, grouping: str, axis: int) -> Tensor:
-    """Return what query heads computed, [..., H, ...], with the groups apart, [G, ..., H / G, ...], or joined.
+    """Return outputs [B, L, H, e] (`axis` 2) or weights [B, H, Q, K] (1) with the groups apart, [G, ..., H / G, ...].
 
-    Joined, the features of a group's heads follow one another, and of attention weights the mean over its heads is
-    taken.
-
-    Args:
-        tensor: Outputs [B, L, H, e], with `axis` 2, or weights [B, H, Q, K], with `axis` 1.
-        site: The attention.
-        grouping: "within" or "across".
-        axis: Axis of the heads.
+    Across groups they are joined: features of a group's heads follow one another, and weights become their mean.
     """
     site.count_members()
     apart = site.group_queries(tensor, axis)
@@ -570,21 +516,16 @@ def group_features(tensor: Tensor, site: Site, grouping: str, axis: int) -> Tens
 def list_sharing(found: Sequence[Site], site: Site) -> list[Site]:
     """Return the sites that compute with the same keys and values as a site, itself among them.
 
-    That is told by modules of transformers: the last layer of a kind that has keys hands them to all that have none.
+    In transformers the last layer of a kind that has keys hands them to all that have none.
     """
-    stores = getattr(site.module, "store_full_length_kv", None) is True
-    if not (stores or site.borrows) or not hasattr(site.module, "layer_type"):
-        return [site]
-    return [
-        other
-        for other in found
-        if other is site
-        or (
-            other.stack == site.stack
-            and getattr(other.module, "layer_type", None) == site.module.layer_type
-            and (other.borrows or getattr(other.module, "store_full_length_kv", None) is True)
-        )
-    ]
+
+    def read_group(one: Site) -> tuple[str, object] | None:
+        stores = getattr(one.module, "store_full_length_kv", None) is True
+        known = (stores or one.borrows) and hasattr(one.module, "layer_type")
+        return (one.stack, one.module.layer_type) if known else None
+
+    group = read_group(site)
+    return [site] if group is None else [other for other in found if read_group(other) == group]
 
 
 # Attributes that count key/value heads, or query heads for each of them.
@@ -605,7 +546,7 @@ def note_proved(site: Site) -> None:
 
 
 def is_guess(site: Site) -> bool:
-    """Return whether a site is read in one of several ways that its shapes allow, and nothing has told which."""
+    """Return whether a site is read in one of several ways that its shapes allow, and nothing has shown which."""
     return site.guessed and _as_reading(site) not in _proved.get(type(site.module), ())
 
 
@@ -617,34 +558,26 @@ def _as_reading(site: Site) -> Reading:
 def require_told(sites: Sequence[Site]) -> None:
     """Raise `LayoutError` for grouped queries that may as well be values wider than keys, where nothing tells."""
     for site in sites:
-        if not is_guess(site) or site.key_value_heads == site.num_heads or _counts_groups(site):
+        heads, groups, size = site.num_heads, site.key_value_heads, site.head_size
+        if not is_guess(site) or groups == heads:
             continue
-        keys, over = divmod(site.key_value_heads * site.head_size, site.num_heads)
+        keys, over = divmod(groups * size, heads)
         fused = next(part for part in site.parts if part.projection == "key")
-        if over or site.slices[0].owner is not fused.owner:
+        # the module, or its configuration, may tell the number of key/value heads
+        holders = (site.module, *(getattr(site.module, held, None) for held in ("config", "cfg", "args")))
+        expected = dict.fromkeys(KEY_COUNTS, groups) | dict.fromkeys(RATIOS, heads // groups)
+        held = ((getattr(holder, name, None), count) for name, count in expected.items() for holder in holders)
+        counted = any(type(value) is int and value == count for value, count in held)
+        if counted or over or site.slices[0].owner is not fused.owner:
             continue
-        heads, size = site.num_heads, site.head_size
         raise LayoutError(
             f"{site.label} ({type(site.module).__name__}): the {fused.along} rows of {fused.name} may be {heads} query "
-            f"and {site.key_value_heads} key/value heads of {size}, or {heads} heads whose queries and keys have "
-            f"{keys} features and whose values have {size}; nothing that it holds tells which, and it could not be "
-            "called with tokens alone. If queries are grouped, set module.num_key_value_heads = "
-            f"{site.key_value_heads}, or pass a row of your own: FusedLinear('mine', fused=(...,), output=(...,), "
-            f"num_heads={heads}). If values are wider, no row describes it; leave it out: exclude=({site.name!r},)."
+            f"and {groups} key/value heads of {size}, or {heads} heads whose queries and keys have {keys} features and "
+            f"whose values have {size}; nothing that it holds tells which, and it could not be called with tokens "
+            f"alone. If queries are grouped, set module.num_key_value_heads = {groups}, or pass a row of your own: "
+            f"FusedLinear('mine', fused=(...,), output=(...,), num_heads={heads}). If values are wider, no row "
+            f"describes it; leave it out: exclude=({site.name!r},)."
         )
-
-
-def _counts_groups(site: Site) -> bool:
-    """Return whether the module, or its configuration, tells the number of key/value heads."""
-    told = {name: count for name in KEY_COUNTS for count in _read(site, name)}
-    ratios = {name: count for name in RATIOS for count in _read(site, name)}
-    return site.key_value_heads in told.values() or site.num_heads // site.key_value_heads in ratios.values()
-
-
-def _read(site: Site, name: str) -> list[int]:
-    holders = (site.module, *(getattr(site.module, held, None) for held in ("config", "cfg", "args")))
-    found = (getattr(holder, name, None) for holder in holders)
-    return [count for count in found if type(count) is int]
 
 
 def require_proved(heads: Heads) -> None:

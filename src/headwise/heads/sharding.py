@@ -17,13 +17,10 @@ from headwise.heads.view import gather_full, is_sharded
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What this process computes of one parameter and its gradient in a step.
+    """All rows and some columns (where heads are rows) of one parameter that this process computes, or all of it.
 
-    Attributes:
-        parameter: All rows and some columns of it, or all of it: columns here are those of heads that are rows.
-        gradient: The same of its gradient; written in place.
-        groups: Process groups over whose members the columns are divided, to sum over; none where this is all.
-        give_back: Puts what was written to `gradient` into the parameter's own, where that is another tensor.
+    The gradient is written in place; `give_back` puts it into the parameter's own, where that is another tensor.
+    `groups` are process groups over whose members the columns are divided, to sum over.
     """
 
     parameter: Tensor
@@ -36,13 +33,8 @@ def read_share(parameter: Tensor, gradient: Tensor, across: int, *, everything: 
     """Return what this process computes of a parameter, moving as little data as its placements allow.
 
     Some columns of every head are enough for the sums a rule needs: a process that holds them moves nothing. Where it
-    holds rows, columns are exchanged for them, and back; if they do not divide evenly, every process gets all.
-
-    Args:
-        parameter: A matrix, sharded or not.
-        gradient: Its gradient, in any placement.
-        across: The axis along which no heads are counted: 1 where heads are rows.
-        everything: Whether to get everything regardless.
+    holds rows, columns are exchanged for them, and back; if they do not divide evenly, or for `everything`, every
+    process gets all. No heads are counted along the axis `across`: 1 where heads are rows.
     """
     if not is_sharded(parameter):
         return Share(parameter, gradient)
@@ -64,11 +56,7 @@ def read_share(parameter: Tensor, gradient: Tensor, across: int, *, everything: 
 
 
 def sum_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums of these tensors over the processes of each group, in one message per group.
-
-    >>> [part.tolist() for part in sum_over((), [torch.ones(2)])]
-    [[1.0, 1.0]]
-    """
+    """Return the sums of these tensors over the processes of each group, in one message per group."""
     if not groups:
         return list(parts)
     import torch.distributed as dist
@@ -116,11 +104,7 @@ def add_own_part(target: Tensor, every: Tensor) -> None:
 
 
 def gather_mean(tensor: Tensor) -> Tensor:
-    """Return all of a tensor on this process; its gradient is the mean over processes of those of their copies.
-
-    >>> gather_mean(torch.tensor([1.0, 2.0]))
-    tensor([1., 2.])
-    """
+    """Return all of a tensor on this process; its gradient is the mean of the gradients of all processes' copies."""
     if not is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import Partial
@@ -141,9 +125,7 @@ def gather_features(tensor: Tensor, axis: int, size: int, parameter: Tensor | No
     """
     if is_sharded(tensor):
         return gather_full(tensor)
-    if tensor.shape[axis] == size:
-        return tensor
-    found = _find_mesh(parameter, along)
+    found = None if tensor.shape[axis] == size else _find_mesh(parameter, along)
     if found is None or tensor.shape[axis] * found[1] != size:
         return tensor
     from torch.distributed.tensor import DTensor, Shard
@@ -157,46 +139,30 @@ def select_own_heads(tensor: Tensor, axis: int, size: int, parameter: Tensor | N
 
     A tensor of size 1 along the axis holds for any head. `parameter` computes the features, with heads along `along`.
     """
-    if tensor.shape[axis] in (1, size):
-        return tensor
-    found = _find_mesh(parameter, along)
+    found = None if tensor.shape[axis] in (1, size) else _find_mesh(parameter, along)
     if found is None or size * found[1] != tensor.shape[axis]:
         return tensor
     return tensor.narrow(axis, found[0].get_local_rank() * size, size)
 
 
 def scale_features(tensor: Tensor, factors: Tensor, parameter: Tensor | None, along: int) -> Tensor:
-    """Return features times one factor each, [..., F] * [F], where a process may have some of the F features.
-
-    >>> scale_features(torch.ones(3, 2), torch.tensor([2.0, 3.0]), None, 0)[0]
-    tensor([2., 3.])
-    """
+    """Return features times one factor each, [..., F] * [F], where a process may have some of the F features."""
     if is_sharded(tensor):
         return tensor * _replicate(factors, tensor)
     return tensor * select_own_heads(factors, 0, tensor.shape[-1], parameter, along)
 
 
 def count_parts(parameter: Tensor | None, along: int) -> int:
-    """Return into how many parts tensor parallel or FSDP2 divides an axis of a parameter.
-
-    >>> count_parts(torch.zeros(2, 2), 0)
-    1
-    """
+    """Return into how many parts tensor parallel or FSDP2 divides an axis of a parameter."""
     found = _find_mesh(parameter, along)
     return 1 if found is None else found[1]
 
 
 def computes_part(owner: nn.Module, attribute: str, along: int) -> bool:
-    """Whether tensor parallel has each process compute with a part of a module's parameter, divided along an axis.
-
-    FSDP2 divides parameters too, and puts them together for the forward.
-
-    >>> computes_part(nn.Linear(2, 2), "weight", 0)
-    False
-    """
-    return count_parts(owner._parameters.get(attribute), along) > 1 and not getattr(
-        owner, "_is_fsdp_managed_module", False
-    )
+    """Whether tensor parallel has each process compute with a part of a module's parameter, divided along an axis."""
+    # FSDP2 divides parameters too, and puts them together for the forward
+    whole = getattr(owner, "_is_fsdp_managed_module", False)
+    return not whole and count_parts(owner._parameters.get(attribute), along) > 1
 
 
 def _place_columns(parameter: Any, across: int) -> tuple[Any, ...] | None:

@@ -32,11 +32,7 @@ ZERO3 = (
 
 
 def find_flattening(owner: nn.Module, parameter: Tensor | None) -> str | None:
-    """Return why a parameter is no longer a matrix, a clause that follows its name; None where it is one.
-
-    >>> find_flattening(nn.Linear(2, 2), None) is None
-    True
-    """
+    """Return why a parameter is no longer a matrix, a clause that follows its name; None where it is one."""
     if parameter is not None and (hasattr(parameter, "ds_id") or hasattr(parameter, "ds_tensor")):
         return ZERO3
     # FSDP2 marks modules too, but leaves a matrix
@@ -69,31 +65,25 @@ class HeadView:
     Attributes:
         projection: "query", "key", "value", or "output" for W_O.
         name: Dotted name of the parameter in the model, for example "layers.0.self_attn.in_proj_weight".
-        owner: The module that holds the parameter.
-        attribute: Its attribute name on `owner`.
-        heads: Number of heads M (key/value heads under grouped queries).
-        head_size: Rows (or columns) of one head, e.
+        owner, attribute: The module that holds the parameter, and its attribute there.
+        heads, head_size: Number of heads M (key/value heads under grouped queries), and rows (columns) e of one.
         start: First row (or column) of head 0; its index along `axes.start`.
-        stride: Rows (or columns) from one head's start to the next one's; when 0, `head_size`, or 1 where features
-            have an axis of their own.
-        step: Rows (or columns) from one feature of a head to the next: 1, or H where heads alternate feature by
-            feature ("(e h)").
+        stride: Rows (columns) from one head to the next; when 0, `head_size`, or 1 where features have an own axis.
+        step: Rows (columns) from one feature of a head to the next: 1, or H where heads alternate, "(e h)".
         axes: The axes of the parameter; heads are rows of a matrix when not given.
-        bias: Attribute name of the bias on `bias_owner`; None when there is none.
+        bias, bias_owner: Attribute of the bias, or None, and the module that holds it: `owner` when None. A bias of
+            another module is added to what `module` returns.
         bias_start: First entry of head 0 in the bias, flattened; the weight's `start` when negative.
-        bias_stride: Entries of the flattened bias from one head to the next; when 0, `stride`, or `head_size` where
-            features have an axis of their own.
-        bias_owner: The module that holds the bias: `owner` when None. A bias of another module is added to what
-            `module` returns.
+        bias_stride: Entries from one head to the next; when 0, `stride`, or `head_size` where features have an own
+            axis.
         module: The module whose call computes the projection: `owner` when not given, or what wraps it (LoRA); None
-            where no module call does: in `nn.MultiheadAttention`, and where `called` is False.
+            in `nn.MultiheadAttention`, and where `called` is False.
         called: Whether a module call computes the projection, and not the attention's own forward.
-        along: Size of the weight along `axes.heads`; taken from the parameter when 0.
-        across: Its size along `axes.inputs` (the outputs, for "output"); likewise.
+        along, across: Sizes of the weight along `axes.heads` and `axes.inputs`; taken from the parameter when 0.
         obstacle: Why the parameter cannot be read and written as heads (parametrized, quantized, under an adapter that
             is not plain LoRA); None when it can. Features can be read all the same.
         run: Which run of heads this is, where they lie in several; noise of each is its own.
-        lora: The LoRA layer whose adapters add to the weight; None where there is none.
+        lora: The LoRA layer whose adapters add to the weight, or None.
         returned: The axes of what `module` returns, in the order (batch, tokens, features ...), where its features are
             not along the last one: (0, 2, 1, 3) for [B, H, T, e]; empty otherwise.
         pieces: What the heads are made of, in their order; empty where one spacing describes all of them.
@@ -242,20 +232,15 @@ class HeadView:
     @property
     def vanished(self) -> str:
         """The refusal of a parameter that was there when its heads were found."""
-        reason = find_flattening(self.owner, None)
-        if reason is not None:
-            return f"{self.name} {reason}."
-        return (
-            f"{self.name} is no longer a parameter of {type(self.owner).__name__}: it was replaced after its "
-            "heads were found (a parametrization, pruning, sharding). Undo that, or call find_heads again, which "
-            "tells what can still be done."
+        replaced = (
+            f"is no longer a parameter of {type(self.owner).__name__}: it was replaced after its heads were found (a "
+            "parametrization, pruning, sharding). Undo that, or call find_heads again, which tells what can still be "
+            "done"
         )
+        return f"{self.name} {find_flattening(self.owner, None) or replaced}."
 
     def of(self, *tensors: Tensor) -> Tensor:
         """Return the heads in tensors shaped like the parameters of `parts`: in one tensor, or in one for each part.
-
-        Args:
-            tensors: The parameter, its gradient, or anything of its shape, with any strides.
 
         Returns:
             A view [M, e, d], with the inputs d first where they come first in the parameter: [M, d, e] when heads are
@@ -298,16 +283,11 @@ class HeadView:
 
     def _spread(self, tensor: Tensor, axes: HeadAxes) -> Tensor:
         """Return heads as one strided view of a tensor with these axes, whatever its number of inputs."""
-        strides, inputs = tensor.stride(), tensor.shape[axes.inputs]
-        heads, feature, across = (
-            self.stride * strides[axes.heads],
-            self.step * strides[axes.features],
-            strides[axes.inputs],
-        )
-        size, steps = (self.heads, self.head_size, inputs), (heads, feature, across)
-        if axes.features > axes.inputs:
-            size, steps = (self.heads, inputs, self.head_size), (heads, across, feature)
-        return tensor.as_strided(size, steps, tensor.storage_offset() + self.start * strides[axes.start])
+        strides = tensor.stride()
+        size = (self.heads, self.head_size, tensor.shape[axes.inputs])
+        steps = (self.stride * strides[axes.heads], self.step * strides[axes.features], strides[axes.inputs])
+        view = tensor.as_strided(size, steps, tensor.storage_offset() + self.start * strides[axes.start])
+        return view.mT if axes.features > axes.inputs else view
 
     def read(self) -> Tensor:
         """Return the heads as they are now, without gradients: [M, e, d], or [M, d, e] where they are `transposed`.
@@ -374,13 +354,9 @@ class HeadView:
     def features(self, tensor: Tensor) -> Tensor:
         """Return the heads among the features of a call of the module that holds this view, without a copy.
 
-        For query, key and value these are features of the module's output: a fused projection returns all three in
-        one tensor, and this is the part of one of them, so values can be read where they are projected in every
-        layout. For "output" they are features of the module's input, the concatenated heads.
-
         Args:
-            tensor: Output (input, for "output") of the module, [..., F], any strides; F is `along`. Or an output with
-                the axes of `returned`.
+            tensor: Output of the module, which may hold query, key and value, or for "output" its input, the
+                concatenated heads: [..., F], any strides; F is `along`. Or an output with the axes of `returned`.
 
         Returns:
             A view [..., M, e]. Writing to it writes to `tensor`; gradients flow through it. A copy of heads in runs.
@@ -454,13 +430,12 @@ class HeadView:
         reason = find_flattening(self.owner, self.parameter)
         if self.lora is not None and reason is None:
             reason = find_lora_obstacle(self.lora) or find_untrained(self.lora, self.parameter)
+        if reason is None and self.lora is None and not self.parameter.requires_grad:
+            reason = (
+                "does not require a gradient; unfreeze it (under LoRA: name it in target_modules) or select other heads"
+            )
         if reason is not None:
             raise LayoutError(f"{self.name} {reason}.")
-        if self.lora is None and not self.parameter.requires_grad:
-            raise LayoutError(
-                f"{self.name} does not require a gradient; unfreeze it (under LoRA: name it in target_modules) or "
-                "select other heads."
-            )
 
     def require_finite(self) -> None:
         """Raise `HeadwiseError` where heads are not finite, `LayoutError` on the meta device."""
@@ -490,20 +465,12 @@ class OutputProjection:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of FSDP2 (`fully_shard`) or tensor parallel.
-
-    >>> is_sharded(torch.zeros(2))
-    False
-    """
+    """Whether a tensor is a DTensor, of FSDP2 (`fully_shard`) or tensor parallel."""
     return hasattr(tensor, "device_mesh")
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """Return all of a tensor on this process: the tensor itself unless it is sharded.
-
-    >>> gather_full(torch.tensor([1.0, 2.0]))
-    tensor([1., 2.])
-    """
+    """Return all of a tensor on this process: the tensor itself unless it is sharded."""
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
@@ -517,15 +484,11 @@ class Projection:
     """A module read as a projection [..., d_in] -> [..., d_out].
 
     Attributes:
-        module: The module that is called.
-        owner: The module that holds the weight: `module`, or what it wraps.
+        module, owner: The module that is called, and the one that holds the weight: the same, or what it wraps.
         path: Dotted path from `module` to `owner`, ending in a dot; empty when they are the same.
-        rows: Output features d_out.
-        columns: Input features d_in.
+        rows, columns: Output features d_out and input features d_in.
         axis: 0 when output features are the weight's rows (`nn.Linear`), 1 when its columns (Conv1D of GPT-2).
-        bias: Attribute name of the bias on `owner`; None when there is none.
-        obstacle: Why the weight cannot be read and written as heads, a clause that follows its name; None when it can.
-        lora: The LoRA layer among the wrappers, whose adapters add to the weight; None where there is none.
+        bias, obstacle, lora: As in `HeadView`.
     """
 
     module: nn.Module = field(repr=False)

@@ -41,12 +41,7 @@ def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[
 
     One module of each kind is called seven times, in a copy that shares its parameters: on four tokens, or on as many
     as its tables and masks are made for. Nothing is said of a module that cannot be called with tokens alone, or whose
-    output projection is outside it.
-
-    Args:
-        model: The model.
-        sites: Its attentions.
-        advise: Makes what follows the message, given name and module.
+    output projection is outside it. `advise` makes what follows the message, given name and module.
     """
     kinds = {
         (type(site.module), site.layout, site.num_heads, site.head_size, site.slices[0].across): site
@@ -66,36 +61,37 @@ def require_arranged(model: nn.Module, sites: Sequence[Site], advise: Callable[[
 
 
 def is_known(module: nn.Module) -> bool:
-    """Return whether a module is of a library whose attentions the rows are tested on.
-
-    >>> is_known(nn.Linear(2, 2))
-    True
-    """
+    """Return whether a module is of a library whose attentions the rows are tested on."""
     return type(module).__module__.startswith(KNOWN)
 
 
 def _is_testable(site: Site) -> bool:
-    held = [*site.module.parameters()]
     return (
         not is_known(site.module)
         and min(site.num_heads, site.head_size) > 1
         and all(part.module is not None for part in site.parts)
         and site.output_projection is not None
-        and bool(held)
-        and not any(parameter.is_meta or is_sharded(parameter) for parameter in held)
-        # running a compiled part would compile it
-        and all(part._compiled_call_impl is None for part in site.module.modules())
+        and can_run(site.module)
     )
+
+
+def can_run(module: nn.Module) -> bool:
+    """Return whether a module holds parameters that have values here, and nothing that a call would compile."""
+    held = [*module.parameters()]
+    compiled = any(part._compiled_call_impl is not None for part in module.modules())
+    return bool(held) and not compiled and not any(one.is_meta or is_sharded(one) for one in held)
 
 
 def _find_misread(model: nn.Module, site: Site) -> tuple[bool, str | None]:
     """Return whether a module could be called, and what a change of a query did that it does not do in true heads."""
+    # a copy of the module that shares its parameters and has no hooks
+    memo = drop_hooks(site.module) | {id(parameter): parameter for parameter in model.parameters()}
     try:
-        twin = _copy_site(model, site)
+        twin = copy_site(site, copy_deeply(site.module, memo).eval(), memo)
     except Exception:
         # what cannot be copied cannot be called apart
         return False, None
-    if twin is None:
+    if twin is None or twin.output_projection is None:
         return False, None
     widths = [head_slice.across for head_slice in twin.slices]
     for args in (args for shape in _list_shapes(twin) for args in list_arguments(twin.module, widths, shape)):
@@ -214,22 +210,17 @@ def _describe_change(site: Site, head: int, feature: int, tokens: int, changed: 
     )
 
 
-def _copy_site(model: nn.Module, site: Site) -> Site | None:
-    """Return the site in a copy of its module that shares its parameters and has no hooks."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    for part in site.module.modules():
-        memo |= {id(hooks): OrderedDict() for name, hooks in vars(part).items() if name.endswith("_hooks")}
-    twin = copy_site(site, copy_deeply(site.module, memo).eval(), memo)
-    return None if twin is None or twin.output_projection is None else twin
+def drop_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return a memo of `copy.deepcopy` with which the copy of a module has no hooks."""
+    own = [held for part in module.modules() for name, held in vars(part).items() if name.endswith("_hooks")]
+    return {id(hooks): OrderedDict() for hooks in own}
 
 
 def list_arguments(module: nn.Module, widths: Sequence[int], shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
     """Yield arguments with which a module may be called: tokens, for as many as it requires; or tokens and None.
 
-    Args:
-        module: The module.
-        widths: Features of the tokens of the first arguments; of further ones, those of the last.
-        shape: Sequences and tokens, or tokens alone.
+    `widths` are features of the tokens of the first arguments; the last one serves further ones. `shape` is sequences
+    and tokens, or tokens alone.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map
 from headwise.errors import LayoutError, NotFired
 from headwise.heads.capture import split_heads
 from headwise.heads.heads import Site
-from headwise.heads.record import Call, clone, record, watching
+from headwise.heads.record import Call, clone, record, restored, watching
 from headwise.heads.view import HeadView
 
+# Changes the features [..., M, e] of a projection in place.
 Edit = Callable[[Tensor], None]
 # Where nothing may change, what is left is rounding; a change of the kind sought is far above it.
 UNCHANGED = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -28,12 +29,8 @@ class Uncalled(NotFired):
 class Replay:
     """One site, called again and again with drawn queries, keys and values.
 
-    Args:
-        site: The site, of a float64 model in evaluation mode; its output projection must be visible.
-        call: A call that runs the site and its output projection.
-
-    Attributes:
-        draws: What queries, keys and values are replaced by, [..., M, e] each; known after the first call.
+    The site is of a float64 model in evaluation mode, and its output projection visible. The call runs both. `draws`
+    are what queries, keys and values are replaced by, [..., M, e] each; known after the first call.
     """
 
     def __init__(self, site: Site, call: Call) -> None:
@@ -52,12 +49,18 @@ class Replay:
         others = [axis for axis in range(before.dim()) if axis - before.dim() not in axes and axis not in axes]
         return ((after - before).abs() / scale > self.unchanged).amax(others).nonzero().flatten().tolist()
 
-    def heads(self, edits: Mapping[str, Edit]) -> Tensor:
-        """Return the concatenated heads [T, H, e] that reach W_O when q, k and v are drawn at random, then edited.
+    def disturb(self, view: Tensor, before: Tensor, read: Callable[[], Tensor]) -> list[int]:
+        """Return the heads of what is read that differ from `before` when noise is added to a view."""
+        with restored([view]):
+            view.add_(draw_noise(view))
+            return self.list_changes(before, read())
 
-        Args:
-            edits: For each projection to change, what changes its features [..., M, e] in place.
-        """
+    def list_own(self, projection: str, head: int) -> list[int]:
+        """Return the query heads that a head of a projection belongs to."""
+        return [head] if projection == "query" else list(self.site.list_members(head))
+
+    def heads(self, edits: Mapping[str, Edit]) -> Tensor:
+        """Return the concatenated heads [T, H, e] that reach W_O when q, k and v are drawn at random, then edited."""
         with self._take_over(edits):
             seen = self._record_outputs(self.call)
         missing = [head_slice.projection for head_slice in self.site.slices if head_slice.projection not in self.draws]
@@ -78,12 +81,12 @@ class Replay:
 
     def _record_outputs(self, call: Call) -> list[Tensor]:
         """Return what W_O gets in each of its calls; where heads of a list are concatenated, what the site returns."""
-        if self.site.output_projection is None:
-            with record([self.site.module], outputs=clone) as calls:
-                call.again()
-            return [one.output for one in calls if isinstance(one.output, Tensor)]
-        with record([self.site.expose().module], inputs=clone) as calls:
+        whole = self.site.output_projection is None
+        module = self.site.module if whole else self.site.expose().module
+        with record([module], inputs=None if whole else clone, outputs=clone if whole else None) as calls:
             call.again()
+        if whole:
+            return [one.output for one in calls if isinstance(one.output, Tensor)]
         return [one.given for one in calls]
 
     @contextmanager
@@ -149,16 +152,14 @@ class Replay:
 
     def project(self, head_slice: HeadView) -> Tensor:
         """Return the features of a head slice as its projection computes them from random inputs."""
-        if head_slice.parts[0].module is None:
-            args, _ = self._inputs[None]
-            output = self._torch_project(*args)[self.site.slices.index(head_slice)]
-            return output.unflatten(-1, (head_slice.heads, head_slice.head_size)).clone()
-        return torch.cat([self._project_part(part) for part in head_slice.parts], -2)
-
-    def _project_part(self, part: HeadView) -> Tensor:
-        assert part.module is not None
-        args, kwargs = self._inputs[id(part.module)]
-        return part.features(part.module(*args, **kwargs))
+        features = []
+        for part in head_slice.parts:
+            if part.module is None:
+                output = self._torch_project(*self._inputs[None][0])[self.site.slices.index(head_slice)]
+                return output.unflatten(-1, (head_slice.heads, head_slice.head_size)).clone()
+            args, kwargs = self._inputs[id(part.module)]
+            features.append(part.features(part.module(*args, **kwargs)))
+        return torch.cat(features, -2)
 
     def _torch_project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         module: Any = self.site.module

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.experiments.replay import Replay, Uncalled, draw_noise
-from headwise.heads.experiments.separation import Experiments, check_learned_queries
-from headwise.heads.experiments.weights import WeightExperiments, WeightReplay, weighs_positions
+from headwise.heads.experiments.separation import check_heads, check_learned_queries
+from headwise.heads.experiments.weights import WeightReplay, check_weights, weighs_positions
 from headwise.heads.heads import Heads, Site, note_proved, require_heads
 from headwise.heads.layouts.functional import is_handing
 from headwise.heads.record import Call, copy_deeply, copy_site, record_sites
@@ -104,22 +104,16 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
             f"inputs is a {type(inputs).__name__}; expected what the model is called with: a sequence of positional "
             "arguments, (x,), or a mapping of names."
         )
-    for site in heads.sites:
-        _require_values(site)
-    with without_wrappers(heads.model):
-        memo: dict[int, Any] = {}
-        twin = copy_deeply(heads.model, memo)
-        copied = [copy_site(site, twin, memo) for site in heads.sites]
-    copies = [site for site in copied if site is not None]
-    assert len(copies) == len(copied)  # the heads are those of the model as it is
-    _disable_flash(twin.eval())
+    twin, copies = _copy_heads(heads)
     given = dict(inputs) if isinstance(inputs, Mapping) else {}
     positional = () if isinstance(inputs, Mapping) else tuple(inputs)
 
-    for site in heads.sites:
-        check_head_views(site.slices)
-    sites = [site for site in copies if site.output_projection is not None or site.output is not None or _is_list(site)]
-    skipped = tuple(site.shown for site in copies if all(site is not other for other in sites))
+    def is_provable(site: Site) -> bool:
+        lists = any(head_slice.stacked for head_slice in site.slices)
+        return site.output_projection is not None or site.output is not None or lists
+
+    sites = [site for site in copies if is_provable(site)]
+    skipped = tuple(site.shown for site in copies if not is_provable(site))
     if not sites:
         raise LayoutError(
             f"no site could be verified: the output projection of {', '.join(skipped)} was not found; "
@@ -132,19 +126,32 @@ def verify(heads: Heads, inputs: Sequence[Any] | Mapping[str, object]) -> Verifi
         calls = record_sites(twin, sites, lambda: twin(*positional, **given))
         attending = [verify_site(site, call) for site, call in zip(sites, calls, strict=True)]
     for site in heads.sites:
-        if all(site.shown != name for name in skipped):
+        if site.shown not in skipped:
             note_proved(site)
     unweighted = tuple(site.name for site, attends in zip(sites, attending, strict=True) if not attends)
     return Verification(tuple(site.name for site in sites), skipped, unweighted)
 
 
-def _require_values(site: Site) -> None:
-    meta = next((name for name, parameter in site.module.named_parameters() if parameter.is_meta), None)
-    if meta is not None:
-        raise LayoutError(
-            f"{site.label}: its {meta} is on the meta device and has no values, so nothing can be proved; load the "
-            "weights first."
-        )
+def _copy_heads(heads: Heads) -> tuple[nn.Module, list[Site]]:
+    """Return a copy of the model in evaluation mode, and its sites; raise where there are no values."""
+    for site in heads.sites:
+        meta = next((name for name, parameter in site.module.named_parameters() if parameter.is_meta), None)
+        if meta is not None:
+            raise LayoutError(
+                f"{site.label}: its {meta} is on the meta device and has no values, so nothing can be proved; load "
+                "the weights first."
+            )
+        check_head_views(site.slices)
+    with without_wrappers(heads.model):
+        memo: dict[int, Any] = {}
+        twin = copy_deeply(heads.model, memo)
+        copies = [copy_site(site, twin, memo) for site in heads.sites]
+    for module in twin.eval().modules():
+        config: Any = getattr(module, "config", None)
+        if "flash" in str(getattr(config, "_attn_implementation", "")):
+            # flash kernels do not take float64
+            config._attn_implementation = "sdpa"
+    return twin, [site for site in copies if site is not None]
 
 
 def verify_site(site: Site, call: Call) -> bool:
@@ -160,13 +167,9 @@ def verify_site(site: Site, call: Call) -> bool:
 
 def _run_experiments(site: Site, call: Call, *, by_weights: bool) -> bool:
     learned = site.kind == "pooling" and len(site.slices) == 1
-    read = (
-        WeightReplay(site, call).read
-        if by_weights
-        else Replay(site, call).outputs
-        if learned
-        else partial(Replay(site, call).heads, {})
-    )
+    # what is drawn depends on the precision
+    first, replay, weights = Replay(site, call), Replay(site, call), WeightReplay(site, call)
+    read = weights.read if by_weights else first.outputs if learned else partial(first.heads, {})
     try:
         if not _call_in(torch.float64, call, read) and not _call_in(torch.float32, call, read):
             raise LayoutError(
@@ -175,12 +178,12 @@ def _run_experiments(site: Site, call: Call, *, by_weights: bool) -> bool:
             )
         draw_zeros(site.module)
         if by_weights:
-            WeightExperiments(WeightReplay(site, call)).run()
+            check_weights(weights)
         elif learned:
-            check_learned_queries(Replay(site, call))
+            check_learned_queries(replay)
             return True
         else:
-            Experiments(Replay(site, call)).run()
+            check_heads(replay)
         return weighs_positions(site, call, by_weights=by_weights)
     except HeadwiseError:
         raise
@@ -199,30 +202,14 @@ def draw_zeros(module: nn.Module) -> None:
             parameter.copy_(draw_noise(parameter))
 
 
-def _is_list(site: Site) -> bool:
-    return any(head_slice.stacked for head_slice in site.slices)
-
-
 def _call_in(dtype: torch.dtype, call: Call, read: Callable[[], Tensor]) -> bool:
     """Convert a call to a precision, and return whether it can be made: some code has float32 written into it."""
-    if dtype == torch.float64:
-        call.module.double()
-    else:
-        call.module.float()
+    call.module.to(dtype)
     try:
-        heads = read()
+        return bool(read().isfinite().all())
     except HeadwiseError:
         raise
     except Exception:
         if dtype == torch.float64:
             return False
         raise
-    return bool(heads.isfinite().all())
-
-
-def _disable_flash(twin: nn.Module) -> None:
-    for module in twin.modules():
-        config: Any = getattr(module, "config", None)
-        if "flash" in str(getattr(config, "_attn_implementation", "")):
-            # flash kernels do not take float64
-            config._attn_implementation = "sdpa"

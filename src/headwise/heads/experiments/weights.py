@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,8 @@ PROBES = 5
 class WeightReplay(Replay):
     """One site, called again and again with changed weights and inputs; its heads are read where they can be.
 
-    That is at the input of W_O, and where W_O is a parameter, in the output of the module, with W_O replaced by one
-    that copies features.
-
-    Args:
-        site: The site, of a copy in evaluation mode.
-        call: A call that runs the site and its output projection.
+    They are read at the input of W_O, and where W_O is a parameter, in the output of the module, with W_O replaced by
+    one that copies features.
     """
 
     def read(self, call: Call | None = None) -> Tensor:
@@ -54,13 +51,21 @@ class WeightReplay(Replay):
                     raise
         assert self.site.output is not None
         views = list_views(self.site.output)
+
+        def copy_through(features: range, factor: float) -> Tensor:
+            # the module's output where W_O copies some features of all heads into its first entries
+            for view in views:
+                view.zero_()
+            for place, feature in enumerate(features):
+                views[feature // sizes[1]][feature % sizes[1], place] = factor
+            return _read_output(self.site, call)
+
         with restored(views):
-            without, heads = self._copy_through(call, views, range(0), 1.0), []
-            width = without.shape[-1]
-            features = range(sizes[0] * sizes[1])
+            without, heads = copy_through(range(0), 1.0), []
+            width, features = without.shape[-1], range(sizes[0] * sizes[1])
             for first in range(0, len(features), width):
                 chunk = features[first : first + width]
-                once, twice = (self._copy_through(call, views, chunk, factor) - without for factor in (1.0, 2.0))
+                once, twice = (copy_through(chunk, factor) - without for factor in (1.0, 2.0))
                 if (twice - 2.0 * once).abs().max() > 1e-6 * once.abs().max().clamp_min(1e-12):
                     raise HeadwiseError(
                         f"{self.site.label}: its heads cannot be read, so nothing can be proved: its W_O, "
@@ -68,15 +73,6 @@ class WeightReplay(Replay):
                     )
                 heads.append(once[..., : len(chunk)])
         return torch.cat(heads, -1).unflatten(-1, sizes).flatten(0, -3)
-
-    def _copy_through(self, call: Call, views: Sequence[Tensor], features: range, factor: float) -> Tensor:
-        """Return the module's output where W_O copies some features of all heads into its first entries."""
-        size = self.site.head_size
-        for view in views:
-            view.zero_()
-        for place, feature in enumerate(features):
-            views[feature // size][feature % size, place] = factor
-        return _read_output(self.site, call)
 
     def move(self, token: int, distance: float) -> Call:
         """Return the call with input 0 of one token of everything that may be projected moved."""
@@ -96,22 +92,21 @@ class WeightReplay(Replay):
 
     def _change(self, change: Callable[[Tensor], None]) -> Call:
         widths = {part.across for part in self.site.parts}
-        changed = 0
 
-        def copy_changed(value: object) -> object:
-            nonlocal changed
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        def is_projected(value: object) -> bool:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return False
+            return value.dim() > 1 and value.shape[-1] in widths
+
+        def copy_changed(value: Any) -> Any:
+            if not is_projected(value):
                 return value
-            if value.shape[-1] not in widths:
-                return value
-            changed += 1
-            copied = value.clone()
-            rows = copied.flatten(0, -2)
+            rows = value.clone().flatten(0, -2)
             change(rows)
-            return rows.view(copied.shape)
+            return rows.view(value.shape)
 
         args, kwargs = tree_map(copy_changed, (self.call.args, self.call.kwargs))
-        if not changed:
+        if not any(map(is_projected, tree_leaves((self.call.args, self.call.kwargs)))):
             raise NotFired(
                 f"{self.site.label}: none of its arguments has the {', '.join(map(str, sorted(widths)))} features that "
                 "are projected, so nothing can be proved."
@@ -119,98 +114,69 @@ class WeightReplay(Replay):
         return replace(self.call, args=args, kwargs=kwargs)
 
 
-class WeightExperiments:
-    """The experiments on one site."""
-
-    def __init__(self, replay: WeightReplay) -> None:
-        self.replay, self.site = replay, replay.site
-        self.views = {head_slice.projection: list_views(head_slice) for head_slice in self.site.slices}
-
-    def run(self) -> None:
-        """Run all; raise `LayoutError` for a misread site, `HeadwiseError` for one that cannot be proved."""
-        first, second = self.replay.read(), self.replay.read()
-        if not torch.equal(first, second):
-            raise HeadwiseError(
-                f"{self.site.label}: called twice with the same inputs it gave two results, so nothing can be proved; "
-                "it draws random numbers or keeps state."
-            )
-        self._check_heads_are_apart()
-        # of whole parameters: what is read as heads may not be all of theirs
-        columns = {
-            (id(part.owner), part.attribute): part.parameter.data.select(part.axes.inputs, 0)
-            for part in self.site.parts
-        }
-        with restored(columns.values(), value=0.0):
-            tokens = first.shape[0]
-            probes = sorted({round(i * (tokens - 1) / (PROBES - 1)) for i in range(PROBES)})
-            if self._find_moved(probes):
-                raise HeadwiseError(
-                    f"{self.site.label}: its weights were made blind to an input, which changed its heads all the "
-                    "same, so nothing can be proved: what is projected is not what the module is given (a norm before "
-                    "it?)."
+def check_weights(replay: WeightReplay) -> None:
+    """Run all; raise `LayoutError` for a misread site, `HeadwiseError` for one that cannot be proved."""
+    site, before = replay.site, replay.read()
+    if not torch.equal(before, replay.read()):
+        raise HeadwiseError(
+            f"{site.label}: called twice with the same inputs it gave two results, so nothing can be proved; it draws "
+            "random numbers or keeps state."
+        )
+    views = {head_slice.projection: list_views(head_slice) for head_slice in site.slices}
+    for projection, own_views in views.items():
+        for head, view in enumerate(own_views):
+            changed, own = replay.disturb(view, before, replay.read), replay.list_own(projection, head)
+            if changed != own:
+                replay.refuse(
+                    f"changing the {projection} weights of head {head} changed heads {changed or 'none'}, not {own}"
                 )
-            for projection, views in self.views.items():
-                for feature in range(self.site.head_size):
-                    for view in views:
+    # of whole parameters: what is read as heads may not be all of theirs
+    columns = {(id(part.owner), part.attribute): part.parameter.data.select(part.axes.inputs, 0) for part in site.parts}
+    with restored(columns.values(), value=0.0):
+        probes = sorted({round(i * (len(before) - 1) / (PROBES - 1)) for i in range(PROBES)})
+        if _find_moved(replay, probes):
+            raise HeadwiseError(
+                f"{site.label}: its weights were made blind to an input, which changed its heads all the same, so "
+                "nothing can be proved: what is projected is not what the module is given (a norm before it?)."
+            )
+        for projection, own_views in views.items():
+            for feature in range(site.head_size):
+                with restored(view[feature, 0] for view in own_views):
+                    for view in own_views:
                         view[feature, 0] = 1.0
-                    self._check_feature(projection, feature, probes)
-                    for view in views:
-                        view[feature, 0] = 0.0
+                    _check_feature(replay, projection, feature, _find_moved(replay, probes))
 
-    def _check_heads_are_apart(self) -> None:
-        """Changing the weights of a head changes its outputs, and no others."""
-        before = self.replay.read()
-        for projection, views in self.views.items():
-            for head, view in enumerate(views):
-                with restored([view]):
-                    view.add_(draw_noise(view))
-                    changed = self.replay.list_changes(before, self.replay.read())
-                own = [head] if projection == "query" else list(self.site.list_members(head))
-                if changed != own:
-                    self.replay.refuse(
-                        f"changing the {projection} weights of head {head} changed heads {changed or 'none'}, not {own}"
-                    )
 
-    def _check_feature(self, projection: str, feature: int, probes: Sequence[int]) -> None:
-        """One feature of each head sees a token move: that of a query, a key or a value."""
-        moved = self._find_moved(probes)
-        what = f"feature {feature} of each {projection}"
-        if not moved:
-            self.replay.refuse(f"moving {what} changed nothing")
-        positions = max(len(changed.any((1, 2)).nonzero()) for changed in moved)
-        if projection == "query" and positions > 1:
-            self.replay.refuse(
-                f"moving {what} of one token changed the output at {positions} positions, not at its own"
-            )
-        if projection == "key" and positions < 2:
-            self.replay.refuse(
-                f"moving {what} of one token changed the output at its own position, not at all that attend to it (the "
-                "inputs need at least three different tokens)"
-            )
-        features = torch.stack([changed.any(0) for changed in moved]).any(0)
-        if projection == "value":
-            others = (features.sum(-1) > 2) & (features.sum(-1) == features.shape[-1])
-            if not features[:, feature].all() or bool(others.any()):
-                seen = features[0].nonzero().flatten().tolist()
-                self.replay.refuse(f"moving {what} changed features {seen} of the output of head 0")
-        elif not features.all():
-            head = int((~features.all(-1)).nonzero()[0])
-            count = int(features[head].sum())
-            self.replay.refuse(
-                f"moving {what} changed {count} of the {features.shape[-1]} features of the output of head {head}"
-            )
+def _check_feature(replay: WeightReplay, projection: str, feature: int, moved: Sequence[Tensor]) -> None:
+    """One feature of each head sees a token move, a feature of a query, a key or a value."""
+    what = f"moving feature {feature} of each {projection}"
+    if not moved:
+        replay.refuse(f"{what} changed nothing")
+    positions = max(len(changed.any((1, 2)).nonzero()) for changed in moved)
+    if projection == "query" and positions > 1:
+        replay.refuse(f"{what} of one token changed the output at {positions} positions, not at its own")
+    if projection == "key" and positions < 2:
+        replay.refuse(
+            f"{what} of one token changed the output at its own position, not at all that attend to it (the inputs "
+            "need at least three different tokens)"
+        )
+    features = torch.stack([changed.any(0) for changed in moved]).any(0)
+    counts, size = features.sum(-1), features.shape[-1]
+    if projection == "value" and (not features[:, feature].all() or ((counts > 2) & (counts == size)).any()):
+        seen = features[0].nonzero().flatten().tolist()
+        replay.refuse(f"{what} changed features {seen} of the output of head 0")
+    if projection != "value" and not features.all():
+        head = int((counts < size).nonzero()[0])
+        replay.refuse(f"{what} changed {int(counts[head])} of the {size} features of the output of head {head}")
 
-    def _find_moved(self, probes: Sequence[int]) -> list[Tensor]:
-        """Return, for each token that changed something when it was moved, what changed [T, H, e]."""
-        before = self.replay.read()
-        scale = before.abs().max().clamp_min(1e-12)
-        found = []
-        for token in probes:
-            after = self.replay.read(self.replay.move(token, 1.0))
-            changed = (after - before).abs() / scale > self.replay.unchanged
-            if bool(changed.any()):
-                found.append(changed)
-        return found
+
+def _find_moved(replay: WeightReplay, probes: Sequence[int]) -> list[Tensor]:
+    """Return, for each token that changed something when it was moved, what changed [T, H, e]."""
+    before = replay.read()
+    scale = before.abs().max().clamp_min(1e-12)
+    after = (replay.read(replay.move(token, 1.0)) for token in probes)
+    changed = [(one - before).abs() / scale > replay.unchanged for one in after]
+    return [one for one in changed if one.any()]
 
 
 def list_views(head_slice: HeadView) -> list[Tensor]:
@@ -239,17 +205,13 @@ MOST_TOKENS = 256
 
 
 def weighs_positions(site: Site, call: Call, *, by_weights: bool) -> bool:
-    """Return whether heads are seen to attend by weights of at least 0 that sum to 1 over the positions.
+    """Return whether heads that were proved to be apart are seen to attend: by weights >= 0 that sum to 1.
 
     With values of 1 everywhere the output is sum_j A_tj = 1, whatever the queries and keys; with values of 1 at some
     tokens it is between 0 and 1. A gate after the weights multiplies both. Where positions rotate the values, those of
     single tokens have outputs of the lengths A_tj and of one direction each. Where neither holds, the weights are read,
-    if the scores of the site are reached; attention sinks are positions too.
-
-    Args:
-        site: The site, of a copy in evaluation mode, whose heads were proved to be apart.
-        call: The call it was proved with.
-        by_weights: Whether values are written through the weights, as no module call returns them.
+    if the scores of the site are reached; attention sinks are positions too. `by_weights` has values written through
+    the weights, where no module call returns them.
     """
     if all(head_slice.projection != "value" for head_slice in site.slices):
         # they are its keys, or another layer's
@@ -341,16 +303,11 @@ def _read_by_weights(site: Site, call: Call) -> Read:
 
 def _see_weights(site: Site, call: Call) -> bool:
     """Return whether the scores of a site are reached, and their weights are at least 0 and sum to at most 1."""
-    found: list[Tensor] = []
-
-    def see(attended: Attended) -> None:
-        if attended.weights is not None:
-            found.append(attended.weights)
-
+    seen: list[Attended] = []
     if site.scores is None:
         return False
     try:
-        stop = site.reach_scores().listen(Observer(see, weights=True))
+        stop = site.reach_scores().listen(Observer(seen.append, weights=True))
         try:
             call.again()
         finally:
@@ -358,8 +315,8 @@ def _see_weights(site: Site, call: Call) -> bool:
     except Exception:
         # no proof either way: a bare error of the model's would only hide what was proved
         return False
-    sums = [weights.sum(-1) for weights in found]
+    found = [(one.weights, one.weights.sum(-1)) for one in seen if one.weights is not None]
     return bool(found) and all(
         bool((weights >= -TOLERANCE).all()) and bool((total <= 1.0 + TOLERANCE).all()) and bool((total > 0.0).any())
-        for weights, total in zip(found, sums, strict=True)
+        for weights, total in found
     )

@@ -30,13 +30,6 @@ BIASES = ("q_bias", "k_bias", "v_bias", *FUSED_BIASES)
 WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
 
 
-class _Entered:
-    """The modes of the calls that are running."""
-
-    def __init__(self) -> None:
-        self.modes: list[_Calls] = []
-
-
 @dataclass
 class _Prepared:
     """The hooks of a module whose projections are called, and how many need that."""
@@ -57,13 +50,8 @@ _STARTS = re.compile("init|reset|extra_repr")
 def hands_weights(module: nn.Module, *, known: bool = False) -> bool:
     """Return whether a module's own code uses weights of modules in it, and does not call these alone.
 
-    Args:
-        module: The attention module.
-        known: Whether it is of a library that calls its projections where it does not hand all of them: the weights
-            that others of its ways use (Bloom's `slow_but_exact`) do not count.
-
-    >>> hands_weights(nn.Identity())
-    False
+    A `known` library calls its projections where it does not hand all of them: the weights that its other ways use
+    (Bloom's `slow_but_exact`) do not count.
     """
     return _names_attention(module) or (not known and bool([name for name, called in _list_used(module) if not called]))
 
@@ -80,11 +68,10 @@ def hands_to_attention(site: Site) -> bool:
 
 def hands_output(site: Site) -> bool:
     """Return whether the code of a site's module uses the weight of its W_O, whose place nothing can take then."""
-    projection = site.output_projection
-    used = {name for name, called in _list_used(site.module) if not called}
-    called = {name for name, called in _list_used(site.module) if called}
-    own = projection is not None and projection.owner is site.module and projection.attribute in used - called
-    return is_handing(site) and (own or _names_attention(site.module))
+    projection, used = site.output_projection, {*_list_used(site.module)}
+    own = projection is not None and projection.owner is site.module and (projection.attribute, False) in used
+    called = projection is not None and (projection.attribute, True) in used
+    return is_handing(site) and ((own and not called) or _names_attention(site.module))
 
 
 def _names_attention(module: nn.Module) -> bool:
@@ -93,12 +80,7 @@ def _names_attention(module: nn.Module) -> bool:
 
 
 def explain_uncalled(site: Site, what: str) -> str:
-    """Return why a projection of a site was not called in a call of its module, and what to do: a sentence.
-
-    Args:
-        site: The site.
-        what: What could not be read for that: "values" or "outputs".
-    """
+    """Return a sentence on why a projection of a site was not called, so that "values" or "outputs" were not read."""
     if is_handing(site):
         other = "outputs or weights" if what == "values" else "values or weights"
         return (
@@ -162,7 +144,8 @@ def call_projections(_model: nn.Module, module: nn.Module) -> Callable[[], None]
 
 
 def _hook(module: nn.Module) -> list[RemovableHandle]:
-    entered = PerThread(_Entered)
+    # the modes of the calls that are running
+    entered: PerThread[list[_Calls]] = PerThread(list)
     projections = [part for part in module.modules() if type(part).forward is nn.Linear.forward]
 
     def enter(module: nn.Module, _args: tuple) -> None:
@@ -170,18 +153,17 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
         if frame is not None:
             # the recomputation of a checkpoint must save the tensors that were saved before
             weakref.finalize(frame, call_projections(module, module)).atexit = False
-        entered.own.modes.append(_Calls(module, projections))
-        entered.own.modes[-1].__enter__()
+        entered.own.append(_Calls(module, projections).__enter__())
 
     def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
-        entered.own.modes.pop().__exit__(None, None, None)
+        entered.own.pop().__exit__(None, None, None)
 
     def begin(projection: nn.Module, _args: tuple) -> None:
-        for mode in entered.own.modes[-1:]:
+        for mode in entered.own[-1:]:
             mode.running.append(projection)
 
     def end(_projection: nn.Module, _args: tuple, _output: object) -> None:
-        for mode in entered.own.modes[-1:]:
+        for mode in entered.own[-1:]:
             mode.running.pop()
 
     return [
@@ -228,7 +210,7 @@ class _Calls(TorchFunctionMode):
         return _batch_first(output_projection, output), weights
 
     def _project(self, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Call the module whose weight this is, unless that is what calls."""
+        """Call the module whose weight this is, unless it is the caller."""
         module = next((one for one in self.projections if one._parameters.get("weight") is weight), None)
         if module is None or module in self.running:
             return F.linear(given, weight, bias)

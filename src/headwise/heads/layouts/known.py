@@ -76,11 +76,7 @@ LAYOUTS: tuple[Layout, ...] = (
         for mark in (("mp_num", (4,)), ("pos_embd_dim", (...,)))
     ),
     FusedLinear(
-        "interleaved groups",
-        ("attn",),
-        ("proj",),
-        interleaved=True,
-        when=(("config.n_query_groups", (...,)),),
+        "interleaved groups", ("attn",), ("proj",), interleaved=True, when=(("config.n_query_groups", (...,)),)
     ),
     # four projections in one list, or three and W_O
     *(

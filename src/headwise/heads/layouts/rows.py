@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import nn
 
-from headwise.errors import LayoutError, SettingError, require_names
+from headwise.errors import LayoutError, SettingError
 from headwise.heads.heads import PROJECTIONS, Site
 from headwise.heads.layouts.steps import (
     ATTENTION,
@@ -24,44 +24,33 @@ from headwise.heads.layouts.steps import (
     NORMS,
     NUM_HEADS,
     RATIOS,
+    Candidate,
     Conditions,
+    HeadCount,
+    Names,
     attends,
-    build_site,
-    build_slice,
     count_heads,
     find_attribute,
     find_letters,
     find_module,
-    find_output_projection,
-    has_values,
-    join_names,
     list_unused,
     locate,
     projects,
     read_child,
     read_integer,
     read_output_width,
-    refuse_others,
-    refuse_uncounted,
-    require_count,
 )
 from headwise.heads.sharding import computes_part
-from headwise.heads.view import (
-    HeadView,
-    OutputProjection,
-    Projection,
-    find_obstacle,
-    read_projection,
-)
+from headwise.heads.view import HeadView, OutputProjection, Projection, find_obstacle, read_projection
 from headwise.nn.additive import AdditiveAttention
 from headwise.nn.difference import find_difference
 from headwise.nn.multihead import hold_adopted
 from headwise.nn.scores import TorchScores
+from headwise.settings import check_fields
 
 
-def _name_each(letter: str, word: str, several: str) -> tuple[str, ...]:
+def _name_each(q: str, query: str, queries: str) -> tuple[str, ...]:
     """Return the names that a projection of queries, keys or values has in the code of many."""
-    q, query, queries = letter, word, several
     return (
         *(f"{q}_proj", query, f"{q}_lin", f"{query}_proj", q, f"to_{q}", f"w{q}", f"W{q}", f"linear_{q}"),
         *(f"project_{q}", f"{q}_linear", f"{q}_head", f"W_{query}", f"w_{query}", f"W_{q}", f"w_{q}", f"W_{q.upper()}"),
@@ -69,6 +58,10 @@ def _name_each(letter: str, word: str, several: str) -> tuple[str, ...]:
         *(f"linear_{query}", f"linear_{queries}", f"{query}_linear", f"{query}_layer", f"{query}_dense", queries),
         *(f"{query}_projection", f"to{queries}", f"to_{queries}", f"to_{query}", f"{q}_layer", f"{q}_dense"),
     )
+
+
+_PLURALS = ("queries", "keys", "values")
+_NAMES = {word: _name_each(word[0], word, plural) for word, plural in zip(PROJECTIONS, _PLURALS, strict=True)}
 
 
 class Layout(Protocol):
@@ -94,32 +87,32 @@ class TorchMultihead:
         """Return the site of a torch multi-head attention module."""
         if not isinstance(module, nn.MultiheadAttention):
             return None
+        candidate = Candidate(model, name, module)
         packed = module.in_proj_weight is not None
         # less than embed_dim where heads were removed
         width = module.num_heads * module.head_dim
         slices = []
         for index, projection in enumerate(PROJECTIONS):
             attribute = "in_proj_weight" if packed else f"{projection[0]}_proj_weight"
-            weight = getattr(module, attribute)
-            slices.append(
-                HeadView(
-                    projection,
-                    join_names(name, attribute),
-                    module,
-                    attribute,
-                    module.num_heads,
-                    module.head_dim,
-                    start=index * width if packed else 0,
-                    bias=None if module.in_proj_bias is None else "in_proj_bias",
-                    bias_start=index * width,
-                    along=weight.shape[0],
-                    across=weight.shape[1],
-                    obstacle=find_obstacle(module, attribute),
-                )
+            rows, columns = getattr(module, attribute).shape
+            head_slice = HeadView(
+                projection,
+                candidate.join(attribute),
+                module,
+                attribute,
+                module.num_heads,
+                module.head_dim,
+                start=index * width if packed else 0,
+                bias=None if module.in_proj_bias is None else "in_proj_bias",
+                bias_start=index * width,
+                along=rows,
+                across=columns,
+                obstacle=find_obstacle(module, attribute),
             )
-        layout = f"{self.name} {'packed' if packed else 'separate'}"
-        site = build_site(model, name, module, layout, slices, OutputProjection(module, "out_proj"))
-        return replace(site, prepare=hold_adopted, scores=TorchScores)
+            slices.append(head_slice)
+        output_projection, layout = OutputProjection(module, "out_proj"), "packed" if packed else "separate"
+        settings = {"prepare": hold_adopted, "scores": TorchScores}
+        return candidate.site(f"{self.name} {layout}", slices, output_projection, **settings)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ class AdditiveQueries:
             return None
         query = HeadView(
             "query",
-            join_names(name, "score.weight"),
+            Candidate(model, name, module).join("score.weight"),
             module.score,
             "weight",
             module.num_heads,
@@ -171,9 +164,7 @@ class SeparateLinears:
 
     Args:
         name: Name of the row in tables and messages.
-        query: Attribute names of the query projection, tried in order.
-        key: Likewise for the key projection.
-        value: Likewise for the value projection.
+        query, key, value: Attribute names of the projections, tried in order.
         output: Likewise for W_O; a leading ".." starts an attribute path at the parent module.
         num_heads: Number of query heads, or attribute names of it on the module or its `config`.
         head_size: Attribute names of the width of one head; tried before `num_heads`.
@@ -191,10 +182,10 @@ class SeparateLinears:
     """
 
     name: str = "separate"
-    query: tuple[str, ...] = _name_each("q", "query", "queries")
-    key: tuple[str, ...] = _name_each("k", "key", "keys")
-    value: tuple[str, ...] = _name_each("v", "value", "values")
-    output: tuple[str, ...] = (
+    query: Names = _NAMES["query"]
+    key: Names = _NAMES["key"]
+    value: Names = _NAMES["value"]
+    output: Names = (
         *NORMS,
         *("o_proj", "out_proj", "out_lin", "o", "to_out.0", "to_out", "wo", "Wo", "linear_out", "attention_out"),
         *("proj", "projection_layer", "dense", "output_proj", "..output.dense", "output", "..output", "linear", "post"),
@@ -202,84 +193,71 @@ class SeparateLinears:
         *("final_linear", "output_linear", "out_linear", "output_transform", "proj_out", "proj_o", "out_layer"),
         *("output_dense", "unify_heads", "unifyheads", "w_concat", "c_proj", "out", "projection"),
     )
-    num_heads: tuple[str | int, ...] | int = NUM_HEADS
-    head_size: tuple[str, ...] = HEAD_SIZE
-    beside: tuple[str, ...] = BESIDE
+    num_heads: HeadCount = NUM_HEADS
+    head_size: Names = HEAD_SIZE
+    beside: Names = BESIDE
     when: Conditions = ()
     tiled: bool = False
-
-    def __post_init__(self) -> None:
-        for field in (*PROJECTIONS, "output", "head_size", "beside"):
-            require_names(field, getattr(self, field))
-        require_count("num_heads", self.num_heads)
+    __post_init__ = check_fields
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the three projections."""
+        candidate = Candidate(model, name, module)
         paths = {kind: find_attribute(module, getattr(self, kind)) or "" for kind in PROJECTIONS}
-        if not all(paths.values()) or not has_values(module, self.when):
+        if not all(paths.values()) or not candidate.fits(self.when):
             return None
-        refuse_others(self.name, name, module, {*paths.values()}, (*self.beside, *self.output))
-        found = {kind: read_child(module, path) for kind, path in paths.items()}
-        names = {kind: join_names(name, path) for kind, path in paths.items()}
+        candidate.refuse_others(self.name, {*paths.values()}, (*self.beside, *self.output))
+        query, key, value = (read_child(module, path) for path in paths.values())
         # a module under tensor parallelism may hold the number of heads that it computes itself
-        divided = computes_part(found["query"].owner, "weight", found["query"].axis)
-        size = self._read_size(name, module, found["query"].rows, divided)
-        queries, keys = (count_heads(names[kind], found[kind].rows, size) for kind in ("query", "key"))
-        width = found["value"].rows // keys
-        self._refuse_shared(model, name, module, found["query"].rows)
-        output_projection, gated = find_output_projection(model, name, module, self.output, queries * width), 1
+        divided = computes_part(query.owner, "weight", query.axis)
+        size = self._read_size(candidate, query.rows, divided)
+        queries = count_heads(candidate.join(paths["query"]), query.rows, size)
+        keys = count_heads(candidate.join(paths["key"]), key.rows, size)
+        width, count = value.rows // keys, read_integer(module, self.num_heads) or 1
+        # projections of the width of one head, which all heads share: W_O takes them once for each head
+        taken = candidate.find_output(self.output, query.rows * count)
+        if count > 1 and read_output_width(taken) == query.rows * count:
+            raise LayoutError(
+                f"{candidate.described} has one projection for all {count} heads: {query.rows} features, which W_O "
+                f"takes {count} times. No weights belong to one head; leave it out with exclude."
+            )
+        output_projection, gated = candidate.find_output(self.output, queries * width), 1
         if output_projection is None and queries % 2 == 0:
-            output_projection = find_output_projection(model, name, module, self.output, queries // 2 * width)
+            output_projection = candidate.find_output(self.output, queries // 2 * width)
             gated = 1 if output_projection is None else 2
-        elif (
-            output_projection is not None
-            and read_output_width(output_projection) is None
-            and not divided
-            and read_integer(module, self.num_heads) == queries / 2
-        ):
+        elif output_projection is not None and read_output_width(output_projection) is None and not divided:
             # the width of the heads cannot be read from a module that replaced W_O
-            gated = 2
+            gated = 2 if read_integer(module, self.num_heads) == queries / 2 else 1
         queries //= gated
         # only W_O tells that values are of another width than queries and keys
-        if found["value"].rows != keys * (size if output_projection is None else width) or queries % keys:
+        if value.rows != keys * (size if output_projection is None else width) or queries % keys:
             raise LayoutError(
-                f"{name or 'the model'}: {queries} query and {keys} key heads of {size} rows and {found['value'].rows} "
-                "value rows do not group; the layout row does not describe this module."
+                f"{candidate.label}: {queries} query and {keys} key heads of {size} rows and {value.rows} value rows "
+                "do not group; the layout row does not describe this module."
             )
-        counts, sizes = {"query": queries, "key": keys, "value": keys}, {"query": size, "key": size, "value": width}
-        strides = {**sizes, "query": size * gated}
         slices = [
-            build_slice(kind, names[kind], found[kind], counts[kind], sizes[kind], stride=strides[kind])
-            for kind in PROJECTIONS
+            candidate.slice("query", paths["query"], queries, size, stride=size * gated),
+            candidate.slice("key", paths["key"], keys, size),
+            candidate.slice("value", paths["value"], keys, width),
         ]
         layout = self.name if gated == 1 else f"{self.name} gated"
-        return replace(build_site(model, name, module, layout, slices, output_projection), tiled=self.tiled)
+        return candidate.site(layout, slices, output_projection, tiled=self.tiled)
 
-    def _refuse_shared(self, model: nn.Module, name: str, module: nn.Module, rows: int) -> None:
-        """Refuse projections of the width of one head, which all heads share: W_O takes them once for each head."""
-        heads = read_integer(module, self.num_heads)
-        taken = find_output_projection(model, name, module, self.output, rows * (heads or 1))
-        if heads is not None and heads > 1 and read_output_width(taken) == rows * heads:
-            raise LayoutError(
-                f"{name or 'the model'} ({type(module).__name__}) has one projection for all {heads} heads: {rows} "
-                f"features, which W_O takes {heads} times. No weights belong to one head; leave it out with exclude."
-            )
-
-    def _read_size(self, name: str, module: nn.Module, rows: int, divided: bool) -> int:
-        size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)
+    def _read_size(self, candidate: Candidate, rows: int, divided: bool) -> int:
+        size = None if isinstance(self.num_heads, int) else read_integer(candidate.module, self.head_size)
         if size is not None:
             # of each of the two heads that became one; see `pair_decoder_heads`
-            return size if find_difference(module) is None else 2 * size
+            return size if find_difference(candidate.module) is None else 2 * size
         if divided:
             raise LayoutError(
-                f"{name or 'the model'} ({type(module).__name__}) is divided by tensor parallelism and has none of "
-                f"{', '.join(self.head_size)}; its number of heads may be that of all processes or of this one. Call "
-                "find_heads before parallelize_module."
+                f"{candidate.described} is divided by tensor parallelism and has none of {', '.join(self.head_size)}; "
+                "its number of heads may be that of all processes or of this one. Call find_heads before "
+                "parallelize_module."
             )
-        heads = read_integer(module, self.num_heads)
+        heads = read_integer(candidate.module, self.num_heads)
         if heads is None:
-            refuse_uncounted(name, module, self.num_heads, self.head_size)
-        return count_heads(f"{name or 'the model'} query", rows, heads)
+            candidate.refuse_uncounted(self.num_heads, self.head_size)
+        return count_heads(f"{candidate.label} query", rows, heads)
 
 
 @dataclass(frozen=True)
@@ -309,83 +287,76 @@ class FusedLinear:
     """
 
     name: str
-    fused: tuple[str, ...]
-    output: tuple[str, ...]
-    order: tuple[str, ...] = PROJECTIONS
+    fused: Names
+    output: Names
+    order: Names = PROJECTIONS
     interleaved: bool = False
-    query: tuple[str, ...] = ()
+    query: Names = ()
     parts: int = 1
     when: Conditions = ()
     tiled: bool = False
-    num_heads: tuple[str | int, ...] | int = NUM_HEADS
-    head_size: tuple[str, ...] = HEAD_SIZE
-    beside: tuple[str, ...] = BESIDE
+    num_heads: HeadCount = NUM_HEADS
+    head_size: Names = HEAD_SIZE
+    beside: Names = BESIDE
 
     def __post_init__(self) -> None:
-        for field in ("fused", "output", "order", "query", "head_size", "beside"):
-            require_names(field, getattr(self, field))
-        require_count("num_heads", self.num_heads)
-        expected = sorted(PROJECTIONS[1:] if self.query else PROJECTIONS)
-        if sorted(self.order) != expected:
-            raise SettingError(
-                f"order is {self.order}; expected {', '.join(expected)} in some order"
-                f"{', as the query has its own projection' if self.query else ''}."
-            )
+        check_fields(self)
+        require_order(self.order, self.query)
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the fused projection and W_O."""
+        candidate = Candidate(model, name, module)
         fused, query = find_attribute(module, self.fused), find_attribute(module, self.query)
-        if fused is None or (self.query and query is None) or not has_values(module, self.when):
+        if fused is None or (self.query and query is None) or not candidate.fits(self.when):
             return None
-        output_projection = find_output_projection(model, name, module, self.output, None)
+        output_projection = candidate.find_output(self.output)
         if output_projection is None:
             return None
-        refuse_others(self.name, name, module, {fused, query or fused}, (*self.beside, *self.output))
-        path, projection = join_names(name, fused), read_child(module, fused)
-        separate = None if query is None else read_child(module, query)
-        heads, groups, size = self._count(path, module, projection, separate, output_projection)
+        candidate.refuse_others(self.name, {fused, query or fused}, (*self.beside, *self.output))
+        heads, groups, size = self._count(candidate, fused, query, output_projection)
         counts = {kind: heads if kind == "query" else groups for kind in PROJECTIONS}
         parts = groups if self.interleaved else self.parts
         jump, start, slices = sum(counts[kind] // parts for kind in self.order) * size, 0, {}
         for kind in self.order:
             run = counts[kind] // parts
-            whole = build_slice(kind, path, projection, counts[kind], size, start, size)
-            slices[kind] = whole.divide_runs(run, jump)
+            slices[kind] = candidate.slice(kind, fused, counts[kind], size, start, size).divide_runs(run, jump)
             start += run * size
-        if separate is not None:
-            slices["query"] = build_slice("query", join_names(name, str(query)), separate, heads, size)
-        own = [slices[kind] for kind in PROJECTIONS]
-        return replace(build_site(model, name, module, self.name, own, output_projection), tiled=self.tiled)
+        if query is not None:
+            slices["query"] = candidate.slice("query", query, heads, size)
+        return candidate.site(self.name, [slices[kind] for kind in PROJECTIONS], output_projection, tiled=self.tiled)
 
     def _count(
-        self,
-        name: str,
-        module: nn.Module,
-        fused: Projection,
-        query: Projection | None,
-        output_projection: OutputProjection,
+        self, candidate: Candidate, fused: str, query: str | None, output_projection: OutputProjection
     ) -> tuple[int, int, int]:
         """Return query heads, key/value heads and head size, from the width of W_O where it is known."""
-        width = read_output_width(output_projection) or (None if query is None else query.rows)
+        named = replace(candidate, name=candidate.join(fused))
+        module, rows = candidate.module, read_child(candidate.module, fused).rows
+        width = read_output_width(output_projection) or (None if query is None else read_child(module, query).rows)
         given = read_integer(module, self.num_heads)
         size = None if isinstance(self.num_heads, int) else read_integer(module, self.head_size)
-        if size is None:
-            if given is None:
-                refuse_uncounted(name, module, self.num_heads, self.head_size)
-            size = count_heads(name, width or fused.rows // len(self.order), given)
-        heads = given if width is None else count_heads(f"W_O of {name}", width, size)
-        if heads is None:
-            refuse_uncounted(name, module, self.num_heads, self.head_size)
-        rest, pair = fused.rows - (heads * size if query is None else 0), 2 * size
+        if size is None and given is not None:
+            size = count_heads(named.name, width or rows // len(self.order), given)
+        heads = given if width is None or size is None else count_heads(f"W_O of {named.name}", width, size)
+        if heads is None or size is None:
+            named.refuse_uncounted(self.num_heads, self.head_size)
+        rest, pair = rows - (heads * size if query is None else 0), 2 * size
         fits = rest > 0 and rest % pair == 0 and heads % (rest // pair) == 0
         if not fits or heads % self.parts or rest // pair % self.parts:
             kinds = f"{', '.join(self.order)} {'of each group' if self.interleaved else 'in blocks'}"
             raise LayoutError(
-                f"{name}.weight: {fused.rows} rows are not {kinds} for {heads} query heads of {size} rows; "
-                "the layout row does not describe this module: write one for it (SeparateLinears, num_heads=...), or "
-                "leave it out with exclude."
+                f"{named.name}.weight: {rows} rows are not {kinds} for {heads} query heads of {size} rows; the layout "
+                "row does not describe this module: write one for it (SeparateLinears, num_heads=...), or leave it out "
+                "with exclude."
             )
         return heads, rest // pair, size
+
+
+def require_order(order: tuple[str, ...], query: tuple[str, ...]) -> None:
+    """Raise `SettingError` unless `order` is made of query, key and value; of two of them beside a query."""
+    expected = sorted(PROJECTIONS[1:] if query else PROJECTIONS)
+    if sorted(order) != expected:
+        why = ", as the query has its own projection" if query else ""
+        raise SettingError(f"order is {order}; expected {', '.join(expected)} in some order{why}.")
 
 
 @dataclass(frozen=True)
@@ -414,49 +385,44 @@ class LatentLinears:
     """
 
     name: str = "latent"
-    query: tuple[str, ...] = ("q_b_proj", "q_proj")
-    fused: tuple[str, ...] = ("kv_b_proj",)
-    output: tuple[str, ...] = ("o_proj",)
-    num_heads: tuple[str | int, ...] | int = NUM_HEADS
-    value_size: tuple[str, ...] = ("v_head_dim",)
-    beside: tuple[str, ...] = (*BESIDE, "q_a_proj", "kv_a_proj_with_mqa")
-
-    def __post_init__(self) -> None:
-        for field in ("query", "fused", "output", "value_size", "beside"):
-            require_names(field, getattr(self, field))
-        require_count("num_heads", self.num_heads)
+    query: Names = ("q_b_proj", "q_proj")
+    fused: Names = ("kv_b_proj",)
+    output: Names = ("o_proj",)
+    num_heads: HeadCount = NUM_HEADS
+    value_size: Names = ("v_head_dim",)
+    beside: Names = (*BESIDE, "q_a_proj", "kv_a_proj_with_mqa")
+    __post_init__ = check_fields
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds both projections and W_O."""
+        candidate = Candidate(model, name, module)
         fused, query = find_attribute(module, self.fused), find_attribute(module, self.query)
-        if fused is None or query is None:
+        output_projection = candidate.find_output(self.output)
+        if fused is None or query is None or output_projection is None:
             return None
-        output_projection = find_output_projection(model, name, module, self.output, None)
-        if output_projection is None:
-            return None
-        refuse_others(self.name, name, module, {fused, query}, (*self.beside, *self.output))
-        pair, queries = read_child(module, fused), read_child(module, query)
-        width, value = read_output_width(output_projection), read_integer(module, self.value_size)
-        heads = read_integer(module, self.num_heads)
+        candidate.refuse_others(self.name, {fused, query}, (*self.beside, *self.output))
+        pair, width = read_child(module, fused).rows, read_output_width(output_projection)
+        value, heads = read_integer(module, self.value_size), read_integer(module, self.num_heads)
         if value is not None and width is not None:
             # the number of heads that the module holds may be from before some were pruned
             heads = count_heads(f"W_O of {name}", width, value)
-        if heads is None or (value is None and width is None):
-            refuse_uncounted(name, module, self.num_heads, self.value_size)
-        value = count_heads(f"W_O of {name}", int(width or 0), heads) if value is None else value
-        paths = {kind: join_names(name, query if kind == "query" else fused) for kind in PROJECTIONS}
-        size, rows = count_heads(paths["query"], queries.rows, heads), count_heads(paths["key"], pair.rows, heads)
+        elif value is None and width is not None and heads is not None:
+            value = count_heads(f"W_O of {name}", width, heads)
+        if heads is None or value is None:
+            candidate.refuse_uncounted(self.num_heads, self.value_size)
+        size = count_heads(candidate.join(query), read_child(module, query).rows, heads)
+        rows = count_heads(candidate.join(fused), pair, heads)
         if rows <= value:
             raise LayoutError(
-                f"{paths['key']}.weight: {pair.rows} rows are not a key and a value of {value} rows for each of "
+                f"{candidate.join(fused)}.weight: {pair} rows are not a key and a value of {value} rows for each of "
                 f"{heads} heads; the layout row does not describe this module."
             )
         slices = [
-            build_slice("query", paths["query"], queries, heads, size),
-            build_slice("key", paths["key"], pair, heads, rows - value, stride=rows),
-            build_slice("value", paths["value"], pair, heads, value, start=rows - value, stride=rows),
+            candidate.slice("query", query, heads, size),
+            candidate.slice("key", fused, heads, rows - value, stride=rows),
+            candidate.slice("value", fused, heads, value, start=rows - value, stride=rows),
         ]
-        return build_site(model, name, module, self.name, slices, output_projection)
+        return candidate.site(self.name, slices, output_projection)
 
 
 @dataclass(frozen=True)
@@ -474,39 +440,30 @@ class SharedLinears(SeparateLinears):
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that attends with a query projection and no value projection."""
-        query, key = (find_attribute(module, names) for names in (self.query, self.key))
-        none = any(getattr(module, attribute, module) is None for attribute in self.value)
-        if query is None or _holds_others(module, {query, key}) or (key is not None and not none):
+        candidate = Candidate(model, name, module)
+        query, key = find_attribute(module, self.query), find_attribute(module, self.key)
+        without_value = any(getattr(module, attribute, module) is None for attribute in self.value)
+        if query is None or _holds_others(module, {query, key}) or (key is not None and not without_value):
             return None
         if not attends(module) and ATTENTION.search(type(module).__name__) is None:
             return None
-        found = {kind: read_child(module, path) for kind, path in (("query", query), ("key", key)) if path is not None}
-        size = self._read_size(name, module, found["query"].rows, False)
+        found = {kind: path for kind, path in (("query", query), ("key", key)) if path is not None}
+        size = self._read_size(candidate, read_child(module, query).rows, False)
         counts = {
-            kind: count_heads(join_names(name, path), found[kind].rows, size)
-            for kind, path in (("query", query), ("key", key))
-            if path is not None
+            kind: count_heads(candidate.join(path), read_child(module, path).rows, size) for kind, path in found.items()
         }
         heads = counts["query"]
-        output_projection = find_output_projection(model, name, module, self.output, heads * size)
-        if output_projection is None or read_output_width(output_projection) is None:
+        output_projection = candidate.find_output(self.output, heads * size)
+        if read_output_width(output_projection) is None:
             return None
-        slices = [
-            build_slice(kind, join_names(name, path), found[kind], counts[kind], size)
-            for kind, path in (("query", query), ("key", key))
-            if path is not None
-        ]
-        groups = counts.get("key", self._count_groups(module, heads))
+        ratio = read_integer(module, RATIOS)
+        groups = heads // max(ratio, 1) if ratio is not None else read_integer(module, (*KEY_COUNTS, heads)) or heads
+        groups = counts.get("key", groups)
         if heads % groups:
             return None
+        slices = [candidate.slice(kind, path, counts[kind], size) for kind, path in found.items()]
         layout = f"{self.name} keys and values" if key is None else f"{self.name} keys as values"
-        return build_site(model, name, module, layout, slices, output_projection, groups)
-
-    @staticmethod
-    def _count_groups(module: nn.Module, heads: int) -> int:
-        """Return the number of key/value heads of an attention that holds none of them."""
-        ratio = read_integer(module, RATIOS)
-        return read_integer(module, (*KEY_COUNTS, heads)) or heads if ratio is None else heads // max(ratio, 1)
+        return candidate.site(layout, slices, output_projection, groups)
 
 
 def _holds_others(module: nn.Module, used: set[str | None]) -> bool:
@@ -514,9 +471,6 @@ def _holds_others(module: nn.Module, used: set[str | None]) -> bool:
     children = [name for name, child in module._modules.items() if child is not None and projects(child)]
     matrices = [name for name, held in module._parameters.items() if held is not None and held.dim() > 1]
     return any(find_letters(name) for name in (*children, *matrices) if name not in used)
-
-
-_LINEARS = SeparateLinears()
 
 
 @dataclass(frozen=True)
@@ -530,9 +484,7 @@ class HeadList:
     Args:
         name: Name of the row in tables and messages.
         heads: Attribute names of the list of heads; any list when empty.
-        query: Attribute names of the query projection of a head, or of the list of query projections, tried in order.
-        key: Likewise for the key projection.
-        value: Likewise for the value projection.
+        query, key, value: Attribute names of the projections of a head, or of the lists of them, tried in order.
         output: Likewise for W_O; a leading ".." starts an attribute path at the parent module.
 
     Raises:
@@ -543,42 +495,36 @@ class HeadList:
     """
 
     name: str = "list"
-    heads: tuple[str, ...] = ()
-    query: tuple[str, ...] = (*_LINEARS.query, "queries", "q_mappings")
-    key: tuple[str, ...] = (*_LINEARS.key, "keys", "k_mappings")
-    value: tuple[str, ...] = (*_LINEARS.value, "values", "v_mappings")
-    output: tuple[str, ...] = (*_LINEARS.output, "c_proj", "projection", "fc", "fc_out")
-
-    def __post_init__(self) -> None:
-        for field in ("heads", *PROJECTIONS, "output"):
-            require_names(field, getattr(self, field))
+    heads: Names = ()
+    query: Names = (*SeparateLinears.query, "queries", "q_mappings")
+    key: Names = (*SeparateLinears.key, "keys", "k_mappings")
+    value: Names = (*SeparateLinears.value, "values", "v_mappings")
+    output: Names = (*SeparateLinears.output, "c_proj", "projection", "fc", "fc_out")
+    __post_init__ = check_fields
 
     def site(self, model: nn.Module, name: str, module: nn.Module) -> Site | None:
         """Return the site of a module that holds the list."""
+        candidate = Candidate(model, name, module)
         found = self._find(module)
         if found is None:
             return None
         owner, lists = found
         projections = list(chain.from_iterable(lists[kind].values() for kind in PROJECTIONS))
-        first = projections[0]
+        first, count = projections[0], len(lists["query"])
         if any((p.rows, p.columns, p.axis) != (first.rows, first.columns, first.axis) for p in projections):
             return None
-        count = len(lists["query"])
-        output_projection = find_output_projection(model, name, module, self.output, count * first.rows)
+        output_projection = candidate.find_output(self.output, count * first.rows)
         # modules as wide as their inputs may be layers, one after another
         layers = owner is not module and first.rows == first.columns
         if output_projection is None and (layers or count == 1):
             return None
         slices = []
         for kind in PROJECTIONS:
-            members = [
-                build_slice(kind, join_names(name, path), projection, 1, first.rows)
-                for path, projection in lists[kind].items()
-            ]
-            places = [path.split(".") for path in lists[kind]]
-            same = ("*" if len(set(parts)) > 1 else parts[0] for parts in zip(*places, strict=True))
-            slices.append(HeadView.stack(join_names(name, f"{'.'.join(same)}.weight"), owner, members))
-        return build_site(model, name, module, self.name, slices, output_projection)
+            members = [candidate.slice(kind, path, 1, first.rows) for path in lists[kind]]
+            places = zip(*(path.split(".") for path in lists[kind]), strict=True)
+            same = ("*" if len(set(parts)) > 1 else parts[0] for parts in places)
+            slices.append(HeadView.stack(candidate.join(f"{'.'.join(same)}.weight"), owner, members))
+        return candidate.site(self.name, slices, output_projection)
 
     def _find(self, module: nn.Module) -> tuple[nn.Module, dict[str, dict[str, Projection]]] | None:
         """Return what holds the heads, and the projections of each kind by their paths from the module."""

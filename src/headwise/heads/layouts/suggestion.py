@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise, permutations, product, takewhile
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headwise.errors import HeadwiseError
-from headwise.heads.experiments.arrangement import TOKENS, is_known, list_arguments, require_arranged
+from headwise.heads.experiments.arrangement import TOKENS, drop_hooks, is_known, list_arguments, require_arranged
 from headwise.heads.experiments.verify import draw_zeros, verify_site
-from headwise.heads.heads import PROJECTIONS, Site
+from headwise.heads.heads import PROJECTIONS
 from headwise.heads.layouts.parameters import FusedParameter, SeparateParameters, list_patterns
 from headwise.heads.layouts.rows import FusedLinear, HeadList, Layout, SeparateLinears
 from headwise.heads.layouts.steps import CONFIGS, HEAD_SIZE, NUM_HEADS, find_letters, read_attribute, read_integer
@@ -41,50 +40,7 @@ LARGEST = 2**27
 # Kinds of attention for which rows are sought at most.
 KINDS = 4
 Named = tuple[str, nn.Module]
-_ORDERS = (PROJECTIONS, *(order for order in permutations(PROJECTIONS) if order != PROJECTIONS))
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A row for an attention, and what is to be said of it.
-
-    Attributes:
-        row: The row as it is written; None where none was found.
-        said: A sentence: how the row was tried, or why there is none.
-    """
-
-    row: str | None
-    said: str
-
-
-def suggest_row(model: nn.Module, name: str, module: nn.Module) -> Suggestion:
-    """Return a row that reads an attention, proved in a copy that is called with random tokens where it can be."""
-    label = f"{name or 'the model'} ({type(module).__name__})"
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            trial = _Trial.start(module)
-            rows = takewhile(lambda _: len(trial.refusals) < TRIED, trial.list_rows())
-            found = next((row for row in rows if trial.accepts(row)), None)
-            if isinstance(found, SeparateLinears) and not found.output:
-                found = _find_outside(model, name, found) or found
-            if found is not None:
-                unseen = "" if trial.attends else ", though its heads were not seen to attend"
-                told = f"This row reads {label}, as it shows when called with tokens{unseen}:"
-                return Suggestion(write_row(found), told)
-            return Suggestion(None, f"No row was found for {label}: {trial.explain()}.")
-    except _NotCalled as error:
-        guessed = _guess(module)
-        if guessed is None or not _is_taken(model, name, module, *guessed):
-            return Suggestion(None, f"No row can be tried on {label}: {error}.")
-        kind, given = guessed
-        written = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in given.items())
-        row = f"hw.layouts.{kind.__name__}('mine', {written})"
-        fill_in = (
-            "; put the number of query heads, which no attribute tells, in the place of ..." if "..." in row else ""
-        )
-        return Suggestion(
-            row, f"No row can be tried on {label}: {error}. This one goes by names{fill_in}; prove it with hw.verify:"
-        )
+_ORDERS = tuple(permutations(PROJECTIONS))
 
 
 def suggest_rows(model: nn.Module, modules: Sequence[Named]) -> str:
@@ -93,12 +49,41 @@ def suggest_rows(model: nn.Module, modules: Sequence[Named]) -> str:
     One of each kind is tried. Nothing is said of modules of libraries, which take more than tokens.
     """
     kinds = {type(module): (name, module) for name, module in reversed(modules) if not is_known(module)}
-    found = [suggest_row(model, *named) for named in list(kinds.values())[::-1][:KINDS]]
-    rows = [one for one in found if one.row is not None]
+    found = [_suggest_row(model, *named) for named in list(kinds.values())[::-1][:KINDS]]
+    rows = dict.fromkeys(row for row, _ in found if row is not None)
     if not rows:
-        return "\n".join(one.said for one in found)
-    written = ", ".join(dict.fromkeys(str(one.row) for one in rows))
-    return "\n".join([*(one.said for one in rows), f"    hw.find_heads(model, ({written}, *hw.layouts.LAYOUTS))"])
+        return "\n".join(message for _, message in found)
+    messages = [message for row, message in found if row is not None]
+    return "\n".join([*messages, f"    hw.find_heads(model, ({', '.join(rows)}, *hw.layouts.LAYOUTS))"])
+
+
+def _suggest_row(model: nn.Module, name: str, module: nn.Module) -> tuple[str | None, str]:
+    """Return a row as it is written, None where none was found, and a sentence: how it was tried, or why there is none.
+
+    It is proved in a copy of the attention that is called with random tokens where it can be.
+    """
+    label = f"{name or 'the model'} ({type(module).__name__})"
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            trial = _Trial.start(module)
+            rows = takewhile(lambda _: len(trial.refusals) < TRIED, trial.list_rows())
+            found = next((row for row in rows if trial.accepts(row)), None)
+            if isinstance(found, SeparateLinears) and not found.output:
+                found = _find_outside(model, name, found) or found
+            if found is None:
+                return None, f"No row was found for {label}: {trial.explain()}."
+            unseen = "" if trial.attends else ", though its heads were not seen to attend"
+            return write_row(found), f"This row reads {label}, as it shows when called with tokens{unseen}:"
+    except _NotCalled as error:
+        untried = f"No row can be tried on {label}: {error}."
+        kind, given = _guess(module)
+        if kind is None or not _is_taken(model, name, module, kind, given):
+            return None, untried
+        written = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in given.items())
+        row, fill_in = f"hw.layouts.{kind.__name__}('mine', {written})", ""
+        if ... in given.values():
+            fill_in = "; put the number of query heads, which no attribute tells, in the place of ..."
+        return row, f"{untried} This one goes by names{fill_in}; prove it with hw.verify:"
 
 
 def write_row(row: Layout) -> str:
@@ -108,11 +93,10 @@ def write_row(row: Layout) -> str:
     "hw.layouts.SeparateLinears('mine', query=('w1',))"
     """
     given: Any = row
-    defaults = {field.name: field.default for field in fields(given)}
-    set_to = {name: getattr(given, name) for name, default in defaults.items() if getattr(given, name) != default}
-    first = repr(set_to.pop("name")) if defaults["name"] is MISSING or "name" in set_to else None
-    written = [f"{name}={value!r}".replace("Ellipsis", "...") for name, value in set_to.items()]
-    return f"hw.layouts.{type(row).__name__}({', '.join(([first] if first else []) + written)})"
+    held = {field.name: getattr(given, field.name) for field in fields(given)}
+    changed = {field.name: held[field.name] for field in fields(given) if held[field.name] != field.default}
+    written = [f"{name}={value!r}".replace("Ellipsis", "...") for name, value in changed.items()]
+    return f"hw.layouts.{type(row).__name__}({', '.join(written).removeprefix('name=')})"
 
 
 def _find_outside(model: nn.Module, name: str, row: SeparateLinears) -> SeparateLinears | None:
@@ -136,15 +120,12 @@ class _NotCalled(Exception):
 
 @dataclass(eq=False)
 class _Trial:
-    """A copy of an attention in float64, called with random tokens.
+    """A copy in float64 of an attention, or of a module that holds it at `place`, called with random tokens.
 
     Attributes:
-        module: The copy, of the attention or of a module that holds it.
-        args: Arguments of a call that works.
-        projections: What may be a projection, by dotted path.
-        before: What each of them gets, [tokens, features], and under "" what the module returns.
-        place: Path from the copy to the attention; empty where they are the same.
-        refusals: What was said of rows that were disproved.
+        projections: Modules that may be a projection, by dotted path.
+        before: The tensor [tokens, features] that each of them gets, and under "" the one that the module returns.
+        refusals: Messages on rows that were disproved.
         attends: Whether the heads of the latest row that was proved were seen to attend.
     """
 
@@ -164,14 +145,8 @@ class _Trial:
                 raise _NotCalled(f"its {path} {'is sharded' if is_sharded(one) else 'has no values'}")
         if len(list_projections(module)) > MOST or sum(one.numel() for one in module.parameters()) > LARGEST:
             raise _NotCalled(f"it holds more than {MOST} projections, or {LARGEST:,} numbers")
-        memo: dict[int, Any] = {
-            id(hooks): OrderedDict()
-            for part in module.modules()
-            for name, hooks in vars(part).items()
-            if name.endswith("_hooks")
-        }
         try:
-            twin = copy.deepcopy(module, memo).double().eval()
+            twin = copy.deepcopy(module, drop_hooks(module)).double().eval()
         except Exception as error:
             raise _NotCalled(f"it cannot be copied ({type(error).__name__}: {error})") from error
         draw_zeros(twin)
@@ -261,15 +236,13 @@ class _Trial:
 
     def _list_linears(self, kinds: Mapping[str, set[str]], output: tuple[str, ...], heads: int) -> Iterator[Layout]:
         alone = {kind: [path for path, own in kinds.items() if own == {kind}] for kind in PROJECTIONS}
-        for count in name_count(self.module, heads):
+        for count in _name_count(self.module, heads):
             for tiled in (False, True):
                 more: dict[str, Any] = {"output": output, "tiled": tiled, **count}
                 for query, key, value in product(*alone.values()):
-                    others = [path for path in kinds if path not in (query, key, value, *output)]
-                    row = SeparateLinears("mine", (query,), (key,), (value,), **more)
-                    yield row
-                    if others:
-                        yield SeparateLinears("mine", (query,), (key,), (value,), beside=tuple(others), **more)
+                    others = tuple(path for path in kinds if path not in (query, key, value, *output))
+                    for beside in ({}, {"beside": others}) if others else ({},):
+                        yield SeparateLinears("mine", (query,), (key,), (value,), **beside, **more)
                 for path, own in kinds.items():
                     if output and own >= {"key", "value"}:
                         queries = [()] if "query" in own else [(query,) for query in alone["query"]]
@@ -300,11 +273,8 @@ class _Trial:
         def fits(path: str, letters: str) -> bool:
             return find_letters(path.replace(".", "_")) in (set(), {*letters})
 
-        separate = [
-            chosen
-            for chosen in permutations(held, 3)
-            if len({held[path].dim() for path in chosen}) == 1 and all(map(fits, chosen, "qkv"))
-        ]
+        triples = [chosen for chosen in permutations(held, 3) if len({held[path].dim() for path in chosen}) == 1]
+        separate = [chosen for chosen in triples if all(map(fits, chosen, "qkv"))]
         for weights in (*separate, *((path,) for path in held if fits(path, "qkv"))):
             for output in (path for path in (*reversed(held), *reversed(self.projections)) if path not in weights):
                 inner = ("", *list_patterns(held[weights[0]].dim(), packed=len(weights) == 1))
@@ -313,7 +283,10 @@ class _Trial:
                     yield from self._list_axes(weights, {"output": (output,), "axes": axes, "output_axes": output_axes})
 
     def _list_axes(self, weights: Sequence[str], layout: Mapping[str, Any]) -> Iterator[Layout]:
-        counts = [count for heads in _list_counts(self.module) for count in name_count(self.module, heads)]
+        held = _list_integers(self.module)
+        # of attributes that are named so first
+        numbers = dict.fromkeys([*(number for name, number in held.items() if _COUNTS.search(name)), *held.values()])
+        counts = [count for heads in numbers if 1 < heads <= 256 for count in _name_count(self.module, heads)]
         for count, tiled in product([{}, *(count for count in counts if count)], (False, True)):
             more: dict[str, Any] = {**layout, **count, "tiled": tiled}
             if len(weights) == 1:
@@ -326,31 +299,24 @@ class _Trial:
         """Return whether a row reads the module and the experiments of `verify` prove it."""
         try:
             site = row.site(self.module, self.place, self.module.get_submodule(self.place))
-            if site is None or site.num_heads < 2:
-                return False
-            if site.tiled and site.key_value_heads in (1, site.num_heads):
-                # no groups
+            # tiled keys and values without groups are those that are not tiled
+            if site is None or site.num_heads < 2 or (site.tiled and site.key_value_heads in (1, site.num_heads)):
                 return False
             check_head_views(site.slices)
         except HeadwiseError:
             return False
+        held = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         try:
-            self.attends = self._prove(site)
+            self.attends = verify_site(site, Call(self.module, self.args))
         except HeadwiseError as error:
             self.refusals.append(str(error).partition(". Pass a layout row")[0])
             return False
+        finally:
+            self.module.double().load_state_dict(held)
         if self.attends or not _is_named_otherwise(row):
             return True
         self.refusals.append(f"the heads of {write_row(row)} are not seen to attend, and its names say otherwise")
         return False
-
-    def _prove(self, site: Site) -> bool:
-        """Return whether the heads of a site were seen to attend; raise where they are not apart."""
-        held = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
-        try:
-            return verify_site(site, Call(self.module, self.args))
-        finally:
-            self.module.double().load_state_dict(held)
 
     def explain(self) -> str:
         """Return a clause that says why no row reads the module."""
@@ -385,7 +351,7 @@ def _is_named_otherwise(row: Layout) -> bool:
 
 
 def _name_kind(tokens: int, changed: Sequence[int]) -> str:
-    """Return what reaches so many tokens, and these features of them."""
+    """Return the kind of a feature that reaches so many tokens, and these features of them."""
     if tokens == 1:
         return "query" if len(changed) > 1 else "gate"
     together = any(second - first == 1 for first, second in pairwise(changed))
@@ -393,11 +359,7 @@ def _name_kind(tokens: int, changed: Sequence[int]) -> str:
 
 
 def list_projections(module: nn.Module) -> dict[str, Projection]:
-    """Return the projections inside a module by dotted path, a wrapper as one.
-
-    >>> list(list_projections(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))))
-    ['0', '1.0']
-    """
+    """Return the projections inside a module by dotted path, a wrapper as one."""
     found: dict[str, Projection] = {}
     for path, part in module.named_modules():
         if path and not any(path.startswith(f"{outer}.") for outer in found):
@@ -408,13 +370,7 @@ def list_projections(module: nn.Module) -> dict[str, Projection]:
 
 
 def list_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of two axes or more that belong to no layer of torch, by dotted path.
-
-    >>> module = nn.Linear(2, 2)
-    >>> module.own = nn.ParameterList([nn.Parameter(torch.zeros(2, 3))])
-    >>> list(list_parameters(nn.ModuleDict({"a": module})))
-    ['a.own.0']
-    """
+    """Return the parameters of two axes or more that belong to no layer of torch, by dotted path."""
     held = nn.ParameterList, nn.ParameterDict
     found: dict[str, Tensor] = {}
     for path, part in module.named_modules():
@@ -438,18 +394,11 @@ def _list_integers(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def _list_counts(module: nn.Module) -> list[int]:
-    """Return numbers that may count heads, those of attributes that are named so first."""
-    held = _list_integers(module)
-    named = [number for name, number in held.items() if _COUNTS.search(name)]
-    return [number for number in dict.fromkeys([*named, *held.values()]) if 1 < number <= 256]
-
-
 # Names of attributes that count heads.
 _COUNTS = re.compile(r"head|(?:^|[._])n?_?h(?:$|_)", re.IGNORECASE)
 
 
-def name_count(module: nn.Module, heads: int) -> Iterator[dict[str, Any]]:
+def _name_count(module: nn.Module, heads: int) -> Iterator[dict[str, Any]]:
     """Yield the ways in which a row tells a number of heads: by default, by attributes that hold it, as a number."""
     if read_integer(module, NUM_HEADS) == heads:
         yield {}
@@ -466,16 +415,15 @@ def _is_taken(model: nn.Module, name: str, module: nn.Module, kind: type[Layout]
     row: Any = kind
     try:
         site = row("mine", **given).site(model, name, module)
-        if site is None:
-            return False
-        check_head_views(site.slices)
-        require_arranged(model, [site], lambda *_: "")
+        if site is not None:
+            check_head_views(site.slices)
+            require_arranged(model, [site], lambda *_: "")
     except HeadwiseError:
         return False
-    return True
+    return site is not None
 
 
-def _guess(module: nn.Module) -> tuple[type[SeparateLinears | FusedLinear], dict[str, Any]] | None:
+def _guess(module: nn.Module) -> tuple[type[SeparateLinears | FusedLinear] | None, dict[str, Any]]:
     """Return the kind and settings of a row that goes by the names of projections and by their order."""
     held = list_projections(module)
     letters = {path: find_letters(path.replace(".", "_")) for path in held}
@@ -495,11 +443,9 @@ def _guess(module: nn.Module) -> tuple[type[SeparateLinears | FusedLinear], dict
     if read_integer(module, (*NUM_HEADS, *HEAD_SIZE)) is None:
         given["num_heads"] = (named[0],) if len(named) == 1 else ...
     if all(alone):
-        given = {**{kind: (path,) for kind, path in zip(PROJECTIONS, alone, strict=True)}, **given}
-    elif output is not None and fused is not None:
-        given = {"fused": (fused,), **given}
-    elif output is not None and pair is not None and alone[0] is not None:
-        given = {"fused": (pair,), **given, "order": PROJECTIONS[1:], "query": (alone[0],)}
-    else:
-        return None
-    return SeparateLinears if all(alone) else FusedLinear, given
+        return SeparateLinears, {**{kind: (path,) for kind, path in zip(PROJECTIONS, alone, strict=True)}, **given}
+    if output is not None and fused is not None:
+        return FusedLinear, {"fused": (fused,), **given}
+    if output is not None and pair is not None and alone[0] is not None:
+        return FusedLinear, {"fused": (pair,), **given, "order": PROJECTIONS[1:], "query": (alone[0],)}
+    return None, {}
