@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,11 +34,12 @@ KINDS: Mapping[str, type[Handle]] = {
 }
 
 
+@dataclass
 class _Forward:
     """Whether penalized attentions were called since the last loss, and with gradients."""
 
-    def __init__(self) -> None:
-        self.forget()
+    called: bool = False
+    learned: bool = False
 
     def forget(self) -> None:
         """Begin anew."""
@@ -56,7 +57,7 @@ class Attached(Handle):
         readings: How many forwards had their penalty read.
 
     Raises:
-        SettingError: Something given is no method.
+        SettingError: Something given is not a method.
 
     Example:
         >>> import headwise as hw

@@ -99,13 +99,9 @@ def normalize_biased(scores: Tensor, biases: tuple[Tensor, ...], dtype: torch.dt
 
 
 class FollowedWeights:
-    """The weights of a softmax, and what the module makes of them before it multiplies them with the values.
+    """The weights of a softmax as they are read, before dropout and a mixer, and as they are used.
 
-    Attributes:
-        weights: Weights as they are read: before dropout, and before a mixer.
-        used: Weights as they are used.
-        spoiled: Whether dropout has changed them where they are.
-        cut: Whether the weight of a score of no token, such as a learned sink, was cut off.
+    Dropout in place has `spoiled` them; the weight of a score of no token, such as a learned sink, was `cut` off.
     """
 
     def __init__(self, weights: Tensor, given: Tensor) -> None:
@@ -151,7 +147,7 @@ def watch(site: Site) -> Iterator[Witness]:
     """Yield what the forward of a site's module that runs inside the block computes."""
     witness, parts, modules = Witness(), ValueParts(site), site.value_modules
     held = [site.output_projection.module] if _holds_output(site) and site.output_projection is not None else []
-    # what W_O gets is kept before an ablation
+    # before an ablation changes what W_O gets
     with record(modules, outputs=keep) as projected, record(held, inputs=keep, prepend=True) as joined:
         yield witness
     for call in projected:
@@ -169,12 +165,7 @@ def _holds_output(site: Site) -> bool:
 def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
     """Return the axes 0 to 2 of weights [B, H, Q, K] that are shown to be sequences, heads and queries.
 
-    Weights times values are the outputs of the heads, and are not with the weights of another sequence, head or query.
-
-    Args:
-        site: The site.
-        used: Weights as they are used, of whichever axes.
-        witness: What the forward computed beside them.
+    Weights times values are the outputs of the heads, and differ with the weights of another sequence, head or query.
 
     Raises:
         LayoutError: The outputs of the heads are something else, or cannot be read.
