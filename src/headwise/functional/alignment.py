@@ -118,7 +118,7 @@ def multiply_features(
         turned = centered if metric is None else torch.einsum("the,hef->thf", centered, metric)
         squares = (centered * turned).sum(-1)
         sizes = (squares.detach().sum(0) / count.clamp_min(1)).clamp_min(torch.finfo(squares.dtype).tiny)
-        # rounding errors are those of the features, whatever a metric makes of them
+        # features round, whatever a metric makes of them
         spread = sizes if metric is None else centered.detach().square().sum((0, 2)) / count.clamp_min(1)
         sound = spread > least
         # every result is homogeneous in each head, so that the scale needs no gradient

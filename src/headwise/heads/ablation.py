@@ -30,7 +30,6 @@ from headwise.heads.capture import require_joined
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import explain_uncalled, hands_output
 from headwise.heads.method import Method
-from headwise.heads.view import OutputProjection
 from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument, uncompiled
 from headwise.nn.multihead import walk_once
@@ -64,31 +63,25 @@ class _EditedOutputs(Handle):
         within: Callable[[Tensor], Tensor] | None = None,
         *,
         prepend: bool = False,
-    ) -> OutputProjection | None:
-        """Change what W_O gets, [..., H * e], by `edit`, and return the output projection.
+        attached_by: str = "",
+        training_only: bool = False,
+    ) -> None:
+        """Change what W_O gets, [..., H * e], by `edit`, or outputs [B, Q, H, e] that no module gets by `within`.
 
-        `within`, if any, changes outputs [B, Q, H, e] that pass through no module. With `prepend`, hooks that are there
-        already get the changed outputs.
+        With `prepend`, hooks that are there already get the changed outputs. If a call that attached this is named,
+        later calls raise `NotFired` where W_O is another module than now.
         """
         undo = self._removers.append
         if within is not None and site.output_projection is None and site.gives("outputs"):
             undo(site.reach_scores(undo).listen(Observer(_ignore, edit=within)))
-            return None
-        projection = site.expose(undo)
+            return
+        output_projection = site.expose(undo)
+        projection = output_projection.module
 
         def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             joined = read_first_argument(module, args, kwargs)
             require_joined(joined, site)
             return replace_first_argument(args, kwargs, edit(joined))
-
-        self.hook_before(projection.module, change, prepend=prepend)
-        return projection
-
-    def refuse_another(
-        self, site: Site, output_projection: OutputProjection, attached_by: str, *, training_only: bool = False
-    ) -> None:
-        """Raise `NotFired` in calls of an attention whose output projection is another module than now."""
-        projection = output_projection.module
 
         def require(module: nn.Module, _args: tuple, _kwargs: dict[str, Any]) -> None:
             if output_projection.module is not projection and (module.training or not training_only):
@@ -97,7 +90,9 @@ class _EditedOutputs(Handle):
                     f"after {attached_by}, and would get all heads unchanged; call remove(), and {attached_by} again."
                 )
 
-        self.hook_before(site.module, require)
+        self.hook_before(projection, change, prepend=prepend)
+        if attached_by:
+            self.hook_before(site.module, require)
 
 
 def _ignore(_attended: object) -> None:
@@ -153,9 +148,9 @@ class Ablation(_EditedOutputs):
         with self._attaching(), walk_once(heads.model):
             for removal in self._removals:
                 # before all other hooks, so that these read the input that W_O gets
-                projection = self.edit_outputs(removal.site, removal.zero, removal.zero_within, prepend=True)
-                if projection is not None:
-                    self.refuse_another(removal.site, projection, "hw.ablate")
+                self.edit_outputs(
+                    removal.site, removal.zero, removal.zero_within, prepend=True, attached_by="hw.ablate"
+                )
 
     @property
     def called(self) -> bool:
@@ -271,9 +266,8 @@ class HeadDropping(_EditedOutputs):
                     raise LayoutError(
                         f"{site.label}: its heads are divided over processes, which would drop others each."
                     )
-                projection = self.edit_outputs(site, partial(self._drop, dropped))
-                assert projection is not None  # others are refused
-                self.refuse_another(site, projection, "hw.drop_heads", training_only=True)
+                drop = partial(self._drop, dropped)
+                self.edit_outputs(site, drop, attached_by="hw.drop_heads", training_only=True)
 
     def check(self) -> None:
         """Raise `NotFired` unless heads of every attention could be dropped in some call in training mode."""
@@ -619,7 +613,7 @@ class _Gates(_EditedOutputs):
             return
         gradients = torch.autograd.grad(losses.sum(), [gate for _, gate in taken], allow_unused=True)
         for gated in self.sites:
-            # those of recomputed checkpoints too
+            # also gates of recomputed checkpoints
             gated.gates = []
         sums: dict[_GatedSite, Tensor] = {}
         for (gated, gate), gradient in zip(taken, gradients, strict=True):

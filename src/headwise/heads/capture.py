@@ -171,7 +171,7 @@ class OpenCapture:
         cross = capture.site.kind == "cross"
         padding = self.queries if cross else Padding(capture.key_keep, self.queries.first)
         if capture.site.kind == "pooling" and capture.key_keep is not None:
-            # a text of padding alone is no text, and its one query pools nothing
+            # the one query of a text of padding alone pools nothing
             padding = Padding(capture.key_keep.any(1, keepdim=True))
         axes = ((capture.outputs, 1), (capture.weights, 2), (capture.mean_weights, 1))
         queries = next((tensor.shape[axis] for tensor, axis in axes if tensor is not None), None)

@@ -67,8 +67,8 @@ def watching(before: Iterable[Watched] = (), after: Iterable[Watched] = (), *, p
 class Call:
     """One call of a module.
 
-    Arguments and output are empty where they were not kept. It ran from `start` to `end`, numbers that increase; an end
-    of -1 is that of a call that raised.
+    Arguments and output are empty where they were not kept. It ran from `start` to `end`, numbers that increase; a call
+    that raised ends at -1.
     """
 
     module: nn.Module

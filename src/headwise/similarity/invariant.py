@@ -1,7 +1,7 @@
 """Similarities of heads that tricks do not fool: to be lowered by a penalty, in place of the cosines of the papers.
 
 Means are over pairs of different heads. Those of sets of tokens (`CKA`, `HSIC`, `CrossCorrelation`, `LogDeterminant`)
-are of each call of an attention as a whole, and are averaged over calls; those of parameters need no call.
+take each call of an attention as a whole, and are averaged over calls; terms on parameters need no call.
 """
 
 from __future__ import annotations

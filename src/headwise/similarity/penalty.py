@@ -63,7 +63,7 @@ class RelativeWeights:
 
     At each measurement w = ratio |grad L| / |grad s|, averaged over measurements in its logarithm, and constant in the
     step, as the adaptive weights of GradNorm (Chen et al. 2018) and VQGAN (Esser et al. 2021) are. Until the first one
-    that tells anything, a weight is 0. The ratio is that of a `Relative`, or what the controllers of a `Target` say,
+    that tells anything, a weight is 0. The ratio is given by a `Relative`, or by the controllers of a `Target`,
     times the weight of the attention's kind.
 
     Attributes:
@@ -302,7 +302,7 @@ class Penalize(Method):
 
     @property
     def weighted(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
-        """The similarities, each with its whole weight, or with its share of a strength that is no weight."""
+        """The similarities, each with its weight, or with its share of a relative strength."""
         factor = 1.0 if isinstance(self.weight, Relative | Target) else self.weight
         return tuple((factor * weight, similarity) for weight, similarity in self._list_grouped())
 

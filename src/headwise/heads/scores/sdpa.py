@@ -146,7 +146,7 @@ class CalledScores:
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it."""
         forward, release = _intercept(self.module, self.site, self.writes)
-        # refuses replicas of the module, whose forward would be that of the original
+        # refuses replicas of the module, which would run the original's forward
         handle = self.module.register_forward_pre_hook(Hook(self.module, lambda *_: None))
         return add_listener(forward.listeners, listener, handle.remove, release)
 
@@ -180,7 +180,7 @@ class InterceptedForward:
 
         Raises:
             NotFired: It made no such call.
-            LayoutError: It made several, or its softmax is not shown to be that of its heads.
+            LayoutError: It made several, or its softmax is not proven to normalize its heads' scores.
         """
         mixed, again = find_mixer(self.module) is not None, is_recomputing()
         if not self.listeners and not mixed and not again:
@@ -291,7 +291,7 @@ class _Running:
     Attributes:
         cached: How many tokens were in the cache it was given; None without a cache.
         calls: Number of calls of attention.
-        softmaxes: Number of softmaxes that may be those of the heads.
+        softmaxes: Number of softmaxes that may normalize the heads' scores.
         others: Shapes of other softmaxes.
         mean: Whether the mean of its weights over heads was asked for.
         followed: Its weights, where these were asked for.
@@ -383,7 +383,7 @@ def _resolve_request(forward: InterceptedForward, call: ScoreCall) -> Request:
 def _normalize(
     forward: InterceptedForward, running: _Running, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Compute a softmax as torch does, with biases where it may be that of the heads, and keep its weights."""
+    """Compute a softmax as torch does; add biases to scores that may be the heads', and keep the weights."""
     site = forward.site
     scores, axis, dtype = read_settings(args, kwargs)
     arranged = arrange_heads(scores, site) if scores is not None and axis == -1 else None

@@ -25,7 +25,7 @@ from headwise.nn.multihead import VERY_NEGATIVE
 from headwise.nn.scores import normalize_scores
 
 SOFTMAXES = (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax)
-# What leaves weights those of the same heads, queries and keys between the softmax and the product with the values.
+# Functions between the softmax and the product with the values that keep the order of heads, queries and keys.
 KEPT = (
     *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
     *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.nan_to_num, torch.nan_to_num),
@@ -42,7 +42,7 @@ def is_provable(site: Site) -> bool:
 
 
 def arrange_heads(tensor: Tensor, site: Site) -> Tensor | None:
-    """Return scores or weights as [B, H, Q, K] if they may be those of the site's heads, else None.
+    """Return scores or weights as [B, H, Q, K] if they may belong to the site's heads, else None.
 
     They may be [B, H, Q, K], have the heads in the axis of the batch, [B * H, Q, K], or the query heads of each
     key/value head in an axis of their own, [B, G, H / G, Q, K], or [B, H / G, G, Q, K] where keys are tiled.
