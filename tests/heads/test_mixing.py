@@ -275,14 +275,6 @@ def test_matrices_follow_the_model_and_its_state():
     assert str(mixing) == "HeadMixing(HeadMixer(logits, weights) in 2 sites)"
 
 
-def test_an_implementation_set_later_is_refused():
-    model = BY_NAME["BERT"].build()
-    mixed(model)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(hw.errors.NotFired, match=r"'flash_attention_2'.*hw\.mix_heads was attached"):
-        results(model, BY_NAME["BERT"].inputs())
-
-
 def test_peft_trains_and_saves_the_matrices_it_is_told_of():
     peft = pytest.importorskip("peft")
     family = BY_NAME["BERT"]
