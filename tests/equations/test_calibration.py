@@ -76,6 +76,7 @@ def test_entropy_is_minus_the_sum_of_p_log_p():
         (lambda: reliability(torch.tensor([0.5]), torch.ones(1)), ShapeError, r"correct is torch\.float32"),
         (lambda: predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 2.0]])), SettingError, "row 1 .* sums to 3"),
         (lambda: reliability_of(torch.tensor([[0.5, 0.5]]), torch.tensor([0.0])), ShapeError, "labels are"),
+        (lambda: reliability_of(torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1])), ShapeError, "labels are"),
         (lambda: reliability(CONFIDENCE, CORRECT) + reliability(CONFIDENCE, CORRECT, bins=3), SettingError, "15 and 3"),
     ],
 )

@@ -144,11 +144,14 @@ def test_a_recomputed_forward_has_its_bias_and_dropout_again(form):
         handle = hw.bias_heads(heads, random_bias())
         torch.manual_seed(5)
         returned = first(checkpoint(model, X, use_reentrant=False) if recomputed else model(X))
+        loss = returned.square().sum() + penalty()
+        # backward when nothing is attached any more
         handle.remove()
-        (returned.square().sum() + penalty()).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
         penalty.remove()
-        del returned
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        del returned, loss
+        assert "forward" not in vars(model)
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
