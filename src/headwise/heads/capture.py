@@ -119,10 +119,7 @@ def note_padding(module: nn.Module, tell: Callable[[Padding], object]) -> Callab
 
 
 def find_askers(heads: Heads) -> list[tuple[Site, Site]]:
-    """Return the cross-attentions among heads, each with the self-attention of its layer.
-
-    That runs on the same queries just before, and receives their padding.
-    """
+    """Return each cross-attention with its layer's self-attention, which ran on the same queries with their padding."""
     return [
         (asking, asked)
         for asked in heads.found
@@ -139,11 +136,8 @@ class ForwardToken:
 class OpenCapture:
     """The capture of a call that is still running.
 
-    Attributes:
-        capture: Filled while the call runs.
-        own: Padding that the call received.
-        queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
-        forward: The model's own forward in which it was made; None where a part was called without the model.
+    It has its `own` padding, and in `queries` the padding of the self-attention on the same queries. `forward` is None
+    where a part was called without the model.
     """
 
     capture: Capture
@@ -301,10 +295,7 @@ def count_cached(module: nn.Module, arguments: Mapping[str, object]) -> int | No
 
 
 def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:
-    """Return True where a key of this call is a real token, [B or 1, K]; None when it was given no mask.
-
-    Masks of modules of transformers are read in the convention of transformers.
-    """
+    """Return True where a key of this call is a real token, [B or 1, K]; None when it was given no mask."""
     mask = arguments.get("key_padding_mask")
     if isinstance(mask, Tensor):
         return valid_keys(mask) if mask.dim() == 2 else None

@@ -58,8 +58,7 @@ class _Here:
 class _SiteTap:
     """The hooks of one site, and its calls since the last read.
 
-    Each site has an object of its own, and nothing is looked up by name: layers that torch.compile compiles one by one
-    then differ in nothing it guards on, and share a graph.
+    Its own object, without look-ups by name, so that layers that torch.compile compiles one by one share a graph.
     """
 
     def __init__(self, taps: Taps, site: Site) -> None:

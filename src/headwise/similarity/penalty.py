@@ -201,7 +201,7 @@ class RelativeWeights:
 def awaits_static_graph(loss: Tensor) -> bool:
     """Return whether DistributedDataParallel(static_graph=True) has yet to see its first backward pass.
 
-    It begins to average gradients at the end of that pass: one of a measurement before it would end this for good.
+    It averages gradients from the end of that pass on; a measurement before would end this for good.
     """
     if not is_distributed():
         return False

@@ -72,9 +72,7 @@ def connect_called_scores(site: Site) -> Site:
 
 
 def list_called(module: nn.Module) -> frozenset[str]:
-    """Return which of torch's `scaled_dot_product_attention` and `softmax` the code of a module names.
-
-    That is the code of its class and of the modules inside it, and of functions that it calls or holds.
+    """Return which of torch's `scaled_dot_product_attention` and `softmax` a module and the functions it calls name.
 
     >>> sorted(list_called(nn.Sequential(nn.Softmax(-1)))), sorted(list_called(nn.Linear(2, 2)))
     (['softmax'], [])
