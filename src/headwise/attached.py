@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,11 +34,12 @@ KINDS: Mapping[str, type[Handle]] = {
 }
 
 
+@dataclass
 class _Forward:
     """Whether penalized attentions were called since the last loss, and with gradients."""
 
-    def __init__(self) -> None:
-        self.forget()
+    called: bool = False
+    learned: bool = False
 
     def forget(self) -> None:
         """Begin anew."""
@@ -56,7 +57,7 @@ class Attached(Handle):
         readings: How many forwards had their penalty read.
 
     Raises:
-        SettingError: Something given is no method.
+        SettingError: Something given is not a method.
 
     Example:
         >>> import headwise as hw
@@ -183,7 +184,7 @@ class Attached(Handle):
     def loss(self, loss: Tensor, *, share: float = 1.0) -> Tensor:
         """Return the loss of the last forward with all that the methods add to it, and in evaluation the loss alone.
 
-        A strength relative to a loss is measured against that of the task, without what other methods add.
+        A relative strength is measured against the task's loss, without what other methods add.
 
         Raises:
             NotFired: Penalties are attached to no model, or to another one than that which ran; or as of the methods.
@@ -282,7 +283,7 @@ class Attached(Handle):
         return list(zip(self.methods, self.handles, strict=True))
 
     def _attach(self, stage: str, find: Callable[[], Heads], optimizers: Sequence[Optimizer] = ()) -> None:
-        """Attach the methods of a stage; where one cannot be attached, take those of this stage off again."""
+        """Attach the methods of a stage; where one cannot be attached, take the others off again."""
         wanted = [index for index, method in enumerate(self.methods) if method.stage == stage]
         heads = find() if wanted else None
         try:

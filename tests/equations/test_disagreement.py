@@ -27,7 +27,6 @@ class Term(NamedTuple):
     loop: Callable[[Tensor, Tensor], Tensor]
     draw: Callable[[int, int, int, int], Tensor]
     tokens: tuple[int, ...]
-    rank: int
 
 
 def vectors(batch: int, length: int, heads: int, width: int) -> Tensor:
@@ -43,55 +42,17 @@ def sentences(batch: int, length: int, heads: int, width: int) -> Tensor:
     return rows(batch, length, heads, width)[:, :, 0]
 
 
+DRAWN = {
+    "subspace_similarity": (vectors, (0, 1)),
+    "output_similarity": (vectors, (0, 1)),
+    "position_similarity": (rows, (0, 2)),
+    "position_squared_difference": (rows, (0, 2)),
+    "normalized_position_similarity": (rows, (0, 2)),
+    "frobenius_penalty": (sentences, (0,)),
+}
 TERMS = {
-    "subspace": Term(
-        disagreement.subspace_similarity,
-        disagreement.subspace_similarity_sum,
-        loops.subspace_similarity,
-        vectors,
-        (0, 1),
-        2,
-    ),
-    "output": Term(
-        disagreement.output_similarity,
-        disagreement.output_similarity_sum,
-        loops.output_similarity,
-        vectors,
-        (0, 1),
-        2,
-    ),
-    "position": Term(
-        disagreement.position_similarity,
-        disagreement.position_similarity_sum,
-        loops.position_similarity,
-        rows,
-        (0, 2),
-        3,
-    ),
-    "squared difference": Term(
-        disagreement.position_squared_difference,
-        disagreement.position_squared_difference_sum,
-        loops.position_squared_difference,
-        rows,
-        (0, 2),
-        3,
-    ),
-    "normalized position": Term(
-        disagreement.normalized_position_similarity,
-        disagreement.normalized_position_similarity_sum,
-        loops.normalized_position_similarity,
-        rows,
-        (0, 2),
-        3,
-    ),
-    "frobenius": Term(
-        disagreement.frobenius_penalty,
-        disagreement.frobenius_penalty_sum,
-        loops.frobenius_penalty,
-        sentences,
-        (0,),
-        2,
-    ),
+    name: Term(getattr(disagreement, name), getattr(disagreement, f"{name}_sum"), getattr(loops, name), *drawn)
+    for name, drawn in DRAWN.items()
 }
 each_term = pytest.mark.parametrize("term", TERMS.values(), ids=TERMS.keys())
 
@@ -272,37 +233,34 @@ def test_a_backward_inside_autocast_keeps_the_gradient_of_the_cosine_in_float32(
     assert torch.equal(inside, outside)
 
 
-def test_golden_cosines_of_two_tokens_and_their_mean() -> None:
-    tokens = torch.tensor([[[1, 0], [0, 2]], [[1, 1], [3, 4]]], dtype=torch.float64)
-    for term in (disagreement.output_similarity, disagreement.subspace_similarity):
-        assert term(tokens[0]).item() == pytest.approx(0.5, abs=1e-6)
-        assert term(tokens[1]).item() == pytest.approx(0.99497475, abs=1e-6)
-        padded = torch.cat([tokens, tokens.new_full((1, 2, 2), 7.0)])
-        keep = torch.tensor([True, True, False])
-        assert term(padded, keep).item() == pytest.approx(0.74748737, abs=1e-6)
+TOKENS = torch.tensor([[[1, 0], [0, 2]], [[1, 1], [3, 4]], [[7, 7], [7, 7]]], dtype=torch.float64)
+QUERIES = torch.tensor([[[0.5, 0.5, 0], [0, 1, 0]], [[0.2, 0.3, 0.5], [0.2, 0.3, 0.5]]], dtype=torch.float64)
+SENTENCE = torch.tensor([[[0.5, 0.5, 0], [0.2, 0.3, 0.5]]], dtype=torch.float64)
+# the position term prefers collapse
+UNIFORM = torch.full((1, 8, 3, 64), 1 / 64, dtype=torch.float64)
+DISJOINT = torch.eye(8, 64, dtype=torch.float64).reshape(1, 8, 1, 64)
 
 
-def test_golden_overlaps_of_two_queries() -> None:
-    weights = torch.tensor([[[0.5, 0.5, 0], [0, 1, 0]], [[0.2, 0.3, 0.5], [0.2, 0.3, 0.5]]], dtype=torch.float64)
-    assert disagreement.position_similarity(weights, torch.tensor([True, False])).item() == pytest.approx(0.345)
-    assert disagreement.position_similarity(weights, torch.tensor([False, True])).item() == pytest.approx(0.495)
-
-
-def test_golden_scores_show_that_the_position_term_prefers_collapse() -> None:
-    uniform = torch.full((1, 8, 3, 64), 1 / 64, dtype=torch.float64)
-    disjoint = torch.eye(8, 64, dtype=torch.float64).reshape(1, 8, 1, 64)
-    assert disagreement.position_similarity(uniform).item() == pytest.approx(0.015625, abs=1e-6)
-    assert disagreement.position_similarity(disjoint).item() == pytest.approx(0.125, abs=1e-6)
-    assert disagreement.normalized_position_similarity(uniform).item() == pytest.approx(1.0, abs=1e-6)
-    assert disagreement.normalized_position_similarity(disjoint).item() == pytest.approx(0.125, abs=1e-6)
-    assert disagreement.position_squared_difference(uniform).item() == pytest.approx(0.0, abs=1e-6)
-    assert disagreement.position_squared_difference(disjoint).item() == pytest.approx(-1.75, abs=1e-6)
-
-
-def test_frobenius_penalty_by_hand() -> None:
-    weights = torch.tensor([[[0.5, 0.5, 0], [0.2, 0.3, 0.5]]], dtype=torch.float64)
-    by_hand = (0.5 - 1) ** 2 + 2 * 0.25**2 + (0.38 - 1) ** 2
-    assert disagreement.frobenius_penalty(weights).item() == pytest.approx(by_hand, abs=1e-12)
+@pytest.mark.parametrize(
+    ("name", "given_tensor", "keep", "expected"),
+    [
+        *((name, TOKENS[:1], None, 0.5) for name in ("output_similarity", "subspace_similarity")),
+        *((name, TOKENS[1:2], None, 0.99497475) for name in ("output_similarity", "subspace_similarity")),
+        *((name, TOKENS, (True, True, False), 0.74748737) for name in ("output_similarity", "subspace_similarity")),
+        ("position_similarity", QUERIES, (True, False), 0.345),
+        ("position_similarity", QUERIES, (False, True), 0.495),
+        ("position_similarity", UNIFORM, None, 0.015625),
+        ("position_similarity", DISJOINT, None, 0.125),
+        ("normalized_position_similarity", UNIFORM, None, 1.0),
+        ("normalized_position_similarity", DISJOINT, None, 0.125),
+        ("position_squared_difference", UNIFORM, None, 0.0),
+        ("position_squared_difference", DISJOINT, None, -1.75),
+        ("frobenius_penalty", SENTENCE, None, (0.5 - 1) ** 2 + 2 * 0.25**2 + (0.38 - 1) ** 2),
+    ],
+)
+def test_golden_numbers(name: str, given_tensor: Tensor, keep: tuple[bool, ...] | None, expected: float) -> None:
+    mask = None if keep is None else torch.tensor(keep)
+    assert TERMS[name].fast(given_tensor, mask).item() == pytest.approx(expected, abs=1e-8)
 
 
 def test_layout_in_memory_does_not_matter() -> None:
@@ -329,22 +287,18 @@ def test_the_hand_written_gradient_works_under_torch_func() -> None:
 def test_wrong_input_is_refused_with_shape_and_expectation(term: Term) -> None:
     tensor = term.draw(2, 3, 4, 5)
     keep = torch.ones(token_shape(term, tensor), dtype=torch.bool)
-    with pytest.raises(ShapeError, match=r"has shape \(5,\); expected"):
-        term.fast(torch.rand(5))
-    with pytest.raises(ShapeError, match="none of these axes empty"):
-        term.fast(tensor[..., :0])
-    with pytest.raises(ShapeError, match=r"is torch.int64; expected a floating dtype"):
-        term.fast(tensor.long())
-    with pytest.raises(ShapeError, match=r"is a list; expected a torch.Tensor"):
-        term.fast(tensor.tolist())
-    with pytest.raises(MaskError, match=r"keep is torch.float32; expected a bool tensor"):
-        term.fast(tensor, keep.float())
-    with pytest.raises(MaskError, match=r"keep is list; expected a bool tensor"):
-        term.fast(tensor, keep.tolist())
-    with pytest.raises(MaskError, match=r"keep has shape .*; expected"):
-        term.fast(tensor, keep.unsqueeze(-1))
-    with pytest.raises(MaskError, match=r"keep has shape .*; expected"):
-        term.fast(tensor, keep[:1])
+    for wrong, message in (
+        ((torch.rand(5),), r"has shape \(5,\); expected"),
+        ((tensor[..., :0],), "none of these axes empty"),
+        ((tensor.long(),), "is torch.int64; expected a floating dtype"),
+        ((tensor.tolist(),), "is a list; expected a torch.Tensor"),
+        ((tensor, keep.float()), "keep is torch.float32; expected a bool tensor"),
+        ((tensor, keep.tolist()), "keep is list; expected a bool tensor"),
+        ((tensor, keep.unsqueeze(-1)), "keep has shape .*; expected"),
+        ((tensor, keep[:1]), "keep has shape .*; expected"),
+    ):
+        with pytest.raises(ShapeError if len(wrong) == 1 else MaskError, match=message):
+            term.fast(*wrong)
 
 
 def test_every_fast_term_has_a_loop() -> None:

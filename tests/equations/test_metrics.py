@@ -42,16 +42,11 @@ class Metric(NamedTuple):
         return 1 if self.draw is vectors else 2
 
 
-METRICS = {
-    "head_distance": Metric(metrics.head_distance, loops.head_distance, vectors),
-    "output_cosine": Metric(metrics.output_cosine, loops.output_cosine, vectors),
-    "linear_cka": Metric(metrics.linear_cka, loops.linear_cka, vectors),
-    "rbf_hsic": Metric(metrics.rbf_hsic, loops.rbf_hsic, vectors),
-    "prediction_disagreement": Metric(metrics.prediction_disagreement, loops.prediction_disagreement, vectors),
-    "attention_jensen_shannon": Metric(metrics.attention_jensen_shannon, loops.attention_jensen_shannon, rows),
-    "generalized_jensen_shannon": Metric(metrics.generalized_jensen_shannon, loops.generalized_jensen_shannon, rows),
-    "attention_entropy": Metric(metrics.attention_entropy, loops.attention_entropy, rows),
+DRAWN = {
+    **dict.fromkeys(("head_distance", "output_cosine", "linear_cka", "rbf_hsic", "prediction_disagreement"), vectors),
+    **dict.fromkeys(("attention_jensen_shannon", "generalized_jensen_shannon", "attention_entropy"), rows),
 }
+METRICS = {name: Metric(getattr(metrics, name), getattr(loops, name), draw) for name, draw in DRAWN.items()}
 each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.keys())
 
 
@@ -208,31 +203,50 @@ def test_zero_vectors_and_particles_have_cosine_zero() -> None:
 @each_metric
 def test_wrong_input_is_refused_with_shape_and_expectation(metric: Metric) -> None:
     tensor = metric.draw(2, 3, 4, 5)
-    with pytest.raises(ShapeError, match=r"has shape \(5,\); expected"):
-        metric.fast(torch.rand(5))
-    with pytest.raises(ShapeError, match=r"expected a floating dtype"):
-        metric.fast(tensor.long())
-    with pytest.raises(ShapeError, match=r"there is no valid token"):
-        metric.fast(tensor[:0])
-    with pytest.raises(MaskError, match=r"there is no valid token"):
-        metric.fast(tensor, torch.zeros(2, 3, dtype=torch.bool))
-    with pytest.raises(MaskError, match=r"keep is torch.int64; expected a bool tensor"):
-        metric.fast(tensor, torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(MaskError, match=r"keep has shape \(2, 4\); expected \(2, 3\)"):
-        metric.fast(tensor, torch.ones(2, 4, dtype=torch.bool))
+    for wrong, message in (
+        ((torch.rand(5),), r"has shape \(5,\); expected"),
+        ((tensor.long(),), "expected a floating dtype"),
+        ((tensor[:0],), "there is no valid token"),
+        ((tensor, torch.zeros(2, 3, dtype=torch.bool)), "there is no valid token"),
+        ((tensor, torch.ones(2, 3, dtype=torch.int64)), "keep is torch.int64; expected a bool tensor"),
+        ((tensor, torch.ones(2, 4, dtype=torch.bool)), r"keep has shape \(2, 4\); expected \(2, 3\)"),
+    ):
+        with pytest.raises(ShapeError if len(wrong) == 1 else MaskError, match=message):
+            metric.fast(*wrong)
 
 
-@pytest.mark.parametrize("name", [name for name in METRICS if name != "attention_entropy"])
-def test_one_head_has_no_pairs_and_is_refused(name: str) -> None:
-    with pytest.raises(ShapeError, match="has 1 head; expected at least two"):
-        METRICS[name].fast(METRICS[name].draw(2, 3, 1, 5))
+REFUSED = {
+    **{
+        f"one head, {name}": (
+            lambda metric=metric: metric.fast(metric.draw(2, 3, 1, 5)),
+            "has 1 head; expected at least",
+        )
+        for name, metric in METRICS.items()
+        if name != "attention_entropy"
+    },
+    "one particle": (lambda: metrics.parameter_cosine(torch.rand(1, 5)), "particles has 1 head; expected at least two"),
+    "no rows": (lambda: metrics.particle_norms(torch.rand(5)), r"particles has shape \(5,\)"),
+    "three tokens": (
+        lambda: metrics.effective_heads(torch.rand(3, 2, 4)),
+        "the moments are of 3 tokens; debiased CKA needs at least 4",
+    ),
+    "other weights": (
+        lambda: metrics.effective_heads(torch.rand(5, 2, 4), output_weights=torch.rand(2, 7, 3)),
+        r"output_weights has shape \(2, 7, 3\); expected \[2, d, 4\]",
+    ),
+    "one token": (lambda: metrics.linear_cka(torch.rand(1, 3, 4)), "the moments are of 1 token"),
+    "other heads": (
+        lambda: metrics.output_moments(torch.rand(5, 3, 4)) + metrics.output_moments(torch.rand(5, 2, 4)),
+        r"\(3, 4\) and \(2, 4\) were added",
+    ),
+}
 
 
-def test_parameter_metrics_refuse_what_has_no_pairs_or_no_rows() -> None:
-    with pytest.raises(ShapeError, match="particles has 1 head; expected at least two"):
-        metrics.parameter_cosine(torch.rand(1, 5))
-    with pytest.raises(ShapeError, match=r"particles has shape \(5,\)"):
-        metrics.particle_norms(torch.rand(5))
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_pairs_no_tokens_or_other_shapes_is_refused(what: str) -> None:
+    call, message = REFUSED[what]
+    with pytest.raises(ShapeError, match=message):
+        call()
 
 
 @settings(max_examples=15)
@@ -271,20 +285,6 @@ def test_debiased_cka_of_low_precision_is_that_of_its_numbers(dtype: torch.dtype
     torch.manual_seed(2)
     tensor = (vectors(2, 30, 4, 6) + 100).to(dtype)
     torch.testing.assert_close(metrics.debiased_cka(tensor), metrics.debiased_cka(tensor.double()), atol=1e-5, rtol=0)
-
-
-def test_effective_heads_refuses_three_tokens_and_other_weights() -> None:
-    with pytest.raises(ShapeError, match="the moments are of 3 tokens; debiased CKA needs at least 4"):
-        metrics.effective_heads(torch.rand(3, 2, 4))
-    with pytest.raises(ShapeError, match=r"output_weights has shape \(2, 7, 3\); expected \[2, d, 4\]"):
-        metrics.effective_heads(torch.rand(5, 2, 4), output_weights=torch.rand(2, 7, 3))
-
-
-def test_moments_refuse_one_token_and_heads_of_other_shapes() -> None:
-    with pytest.raises(ShapeError, match="the moments are of 1 token"):
-        metrics.linear_cka(torch.rand(1, 3, 4))
-    with pytest.raises(ShapeError, match=r"\(3, 4\) and \(2, 4\) were added"):
-        metrics.output_moments(torch.rand(5, 3, 4)) + metrics.output_moments(torch.rand(5, 2, 4))
 
 
 def test_every_metric_has_a_loop() -> None:

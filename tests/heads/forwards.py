@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,14 @@ def results(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     found = model(**inputs)
     values = [found] if isinstance(found, Tensor) else found.values() if hasattr(found, "values") else found
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def copies(thing: object) -> list:
+    """The same thing by deep copy, pickle, and torch.save."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return [copy.deepcopy(thing), pickle.loads(pickle.dumps(thing)), torch.load(buffer, weights_only=False)]
 
 
 def no_bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
@@ -42,12 +54,38 @@ def checkpoint_activations(model: nn.Module, *, reentrant: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
+def require_same_gradients(name: str, step: Callable[[nn.Module], object], *, reentrant: bool = False) -> list[str]:
+    """Take a step of a family with and without activation checkpointing, and return what has the same gradient."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = BY_NAME[name].build().double().train()
+        without_dropout(model)
+        if checkpointing:
+            checkpoint_activations(model, reentrant=reentrant)
+        if reentrant:
+            model.enable_input_require_grads()
+        step(model)
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    plain, again = gradients
+    assert plain.keys() == again.keys()
+    for key, gradient in plain.items():
+        torch.testing.assert_close(again[key], gradient)
+    assert any(gradient.any() for gradient in plain.values())
+    return list(plain)
+
+
 def first_key_only(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
     """Head 1 sees key 0 alone."""
     bias = torch.zeros(1, call.heads, 1, call.keys)
     if call.first_key == 0:
         bias[:, 1, :, 1:] = -math.inf
     return bias
+
+
+def slanted(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
+    """A bias of its own for each head and key."""
+    drawn = torch.linspace(-2, 3, call.heads * call.keys, dtype=call.dtype)
+    return drawn.view(1, call.heads, 1, call.keys)
 
 
 def weighed(output: Tensor) -> Tensor:

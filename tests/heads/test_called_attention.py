@@ -1,21 +1,21 @@
-"""What attentions that call the fused kernel themselves compute is read and biased at the call, exactly."""
+"""What attentions that call the fused kernel themselves compute is read and biased there exactly, or refused."""
 
 from __future__ import annotations
 
-import copy
-import io
+import inspect
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from heads.calling import CallingAttention, EinsumAttention, NanoGPT, X, written_out
-from heads.vision import SwinTransformer, VisionTransformer
+from heads.forwards import copies
+from headwise.heads import find
 
 SETTINGS = {
     "plain": {},
@@ -97,33 +97,6 @@ def test_a_bias_is_added_to_the_scores_of_the_call(settings: str, mask: str, rea
         torch.testing.assert_close(found.nan_to_num(), wanted.nan_to_num(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "term",
-    [
-        hw.similarity.Position(),
-        hw.similarity.Frobenius(),
-        hw.similarity.PositionSquaredDifference(),
-        hw.similarity.Position(recompute=True),
-    ],
-)
-def test_penalties_on_weights_have_the_value_and_gradient_of_weights_written_out(term):
-    model = build("grouped")
-    penalty = hw.Disagreement(hw.find_heads(model), term)
-    model(X)
-    value = penalty()
-    weights = written_out(model, X)["weights"]
-    given = weights.mean(1) if term.reads == "mean_weights" else weights
-    own, number = term.sum_and_count(given, None)
-    torch.testing.assert_close(value, own / number, rtol=1e-12, atol=1e-12)
-    parameters = [model.q_proj.weight, model.k_proj.bias, model.k_proj.weight]
-    found, wanted = (
-        torch.autograd.grad(one, parameters, allow_unused=True, materialize_grads=True) for one in (value, own / number)
-    )
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-    assert float(found[0].abs().max()) > 1e-6
-
-
 def test_dropout_acts_on_the_weights_that_are_read_before_it():
     model = CallingAttention(dropout=0.5).double()
     expected = written_out(model, X)
@@ -164,28 +137,6 @@ def test_low_precision_is_read_as_it_is_computed(dtype: torch.dtype):
     torch.testing.assert_close(capture.weights.double(), expected, rtol=0.0, atol=4 * torch.finfo(dtype).eps)
 
 
-def test_nanogpt_and_timm_are_read_in_every_layer():
-    for model, inputs, count in (
-        (NanoGPT(), torch.randn(2, 6, 12), 3),
-        (VisionTransformer(24, 3, 2), torch.randn(2, 3, 8, 8), 3),
-        (SwinTransformer(16, (2, 4), 2), torch.randn(2, 3, 8, 8), 2),
-    ):
-        model.double().eval()
-        x = inputs.double()
-        heads = hw.find_heads(model)
-        plain = model(x)
-        with hw.Taps(heads, weights=True, values=True, outputs=True) as taps:
-            torch.testing.assert_close(model(x), plain, rtol=1e-12, atol=1e-12)
-            captures = taps.read()
-        assert captures[0].weights.shape[1] == count
-        for capture in captures:
-            rebuilt = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
-            torch.testing.assert_close(rebuilt, capture.outputs, rtol=1e-12, atol=1e-12)
-        penalty = hw.Disagreement(heads, hw.similarity.Position() + hw.similarity.Frobenius())
-        model(x)
-        penalty().backward()
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_roles_guide_the_heads_of_nanogpt(size: int):
     torch.manual_seed(0)
@@ -203,44 +154,6 @@ def test_roles_guide_the_heads_of_nanogpt(size: int):
     assert capture.weights[0, :, 5, 0].gt(0.0).tolist() == [False, True, True]
 
 
-def test_a_recomputed_call_has_the_bias_of_its_first_run():
-    gradients = []
-    for recomputed in (False, True):
-        model = build("causal")
-        bias = torch.randn(1, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-        handle = hw.bias_heads(hw.find_heads(model), bias)
-        loss = (checkpoint(model, X, use_reentrant=False) if recomputed else model(X)).square().sum()
-        handle.remove()
-        loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        del loss
-        assert "forward" not in vars(model)
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-12, atol=1e-12)
-    plain = build("causal")
-    plain(X).square().sum().backward()
-    assert not torch.allclose(plain.q_proj.weight.grad, gradients[0]["q_proj.weight"])
-
-
-@pytest.mark.parametrize("model", [NanoGPT(layers=1, dropout=0.0), build("grouped")], ids=["nanoGPT", "grouped"])
-def test_a_compiled_model_is_read_and_biased_in_one_graph(model: nn.Module):
-    model.double()
-    bias = torch.randn(1, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    heads = hw.find_heads(model)
-    with hw.bias_heads(heads, bias), hw.Taps(heads, weights=True, outputs=True) as taps:
-        expected = model(X)
-        (own,) = taps.read()
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        for _ in range(2):
-            torch.testing.assert_close(compiled(X), expected)
-            (capture,) = taps.read()
-            torch.testing.assert_close(capture.weights, own.weights)
-            torch.testing.assert_close(capture.outputs, own.outputs)
-        capture.weights.square().sum().backward()
-    torch._dynamo.reset()
-
-
 def test_other_threads_and_models_are_left_alone():
     model, other = build("causal"), build("grouped")
     bias = torch.zeros(1, 4, 6, 6, dtype=torch.float64)
@@ -250,20 +163,14 @@ def test_other_threads_and_models_are_left_alone():
     direct = F.scaled_dot_product_attention(q, q, q)
     ready, wrong = threading.Barrier(4), []
 
-    def run(call, wanted: Tensor) -> None:
+    def run(call: Callable[[], Tensor], wanted: Tensor) -> None:
         ready.wait()
         wrong.extend(float((call() - wanted).detach().abs().max()) for _ in range(60))
 
+    works = [(lambda: model(X), expected), (lambda: model(X), expected), (lambda: other(X), plain)]
+    works.append((lambda: F.scaled_dot_product_attention(q, q, q), direct))
     with hw.bias_heads(hw.find_heads(model), bias):
-        threads = [
-            threading.Thread(target=run, args=args)
-            for args in (
-                (lambda: model(X), expected),
-                (lambda: model(X), expected),
-                (lambda: other(X), plain),
-                (lambda: F.scaled_dot_product_attention(q, q, q), direct),
-            )
-        ]
+        threads = [threading.Thread(target=run, args=work) for work in works]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -272,9 +179,7 @@ def test_other_threads_and_models_are_left_alone():
     assert max(wrong) < 1e-12
 
 
-def test_copies_and_pickles_run_their_own_forward_and_removal_leaves_nothing():
-    import inspect
-
+def test_copies_and_pickles_run_their_own_forward_and_what_wraps_it_goes_on():
     model = build("causal")
     plain, signature = model(X), inspect.signature(model.forward)
     bias = torch.zeros(1, 4, 1, 6, dtype=torch.float64)
@@ -282,23 +187,12 @@ def test_copies_and_pickles_run_their_own_forward_and_removal_leaves_nothing():
     with hw.bias_heads(hw.find_heads(model), bias):
         assert inspect.signature(model.forward) == signature
         biased = model(X)
-        twin = copy.deepcopy(model)
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
         with pytest.raises(hw.errors.NotFired, match=r"replica that nn\.DataParallel made"):
             model._replicate_for_data_parallel()(X)
-        for one in (twin, loaded):
+        for one in copies(model):
             assert vars(one)["forward"] == type(one).forward.__get__(one)
             assert torch.equal(one(X), plain)
-            with torch.no_grad():
-                one.q_proj.weight.zero_()
-            assert not torch.equal(one(X), plain)
-        assert torch.equal(model(X), biased)
-        assert not torch.allclose(biased, plain)
-    assert "forward" not in vars(model)
-    assert torch.equal(model(X), plain)
+    assert not torch.allclose(biased, plain)
     # hooks of Accelerate wrap a forward in this way
     inner = model.forward
     model.forward = lambda x, mask=None: 2.0 * inner(x, mask)
@@ -374,3 +268,90 @@ def test_a_role_of_future_tokens_alone_leaves_a_causal_head_regular():
     # tokens before the separator have no key that the role and causality allow: their head is regular there
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 3, 6, dtype=torch.float64))
     assert weights[0, 0, 5].nonzero().flatten().tolist() == [5]
+
+
+class Twice(CallingAttention):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) + super().forward(x.flip(1), mask)
+
+
+class Folded(CallingAttention):
+    """Heads in the batch."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in self.project(x))
+        heads = F.scaled_dot_product_attention(q, k, v, mask).unflatten(0, (-1, self.num_heads))
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Channels(CallingAttention):
+    """Channels attend to channels, as in XCiT."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (part.mT for part in self.project(x))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).permute(0, 3, 1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (Twice, r"calls scaled_dot_product_attention several times in one forward"),
+        (Folded, r"queries of shape \(8, 6, 5\) and keys .*expected \(batch, 4 heads, tokens, 5 features\)"),
+        (Channels, r"with queries of shape \(2, 4, 5, 6\)"),
+    ],
+)
+def test_calls_from_which_heads_cannot_be_read_are_refused(
+    attention: type[nn.Module], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    # channels are else refused when heads are found
+    monkeypatch.setattr(find, "require_arranged", lambda *_: None)
+    model = attention().double()
+    plain = model(X)
+    with hw.Taps(hw.find_heads(model), weights=True), pytest.raises(hw.errors.LayoutError, match=message):
+        model(X)
+    assert torch.equal(model(X), plain)
+
+
+def test_a_forward_that_takes_another_way_is_told():
+    class Exponentials(CallingAttention):
+        flash = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.flash:
+                return super().forward(x)
+            q, k, v = self.project(x)
+            weights = (q @ k.mT).exp()
+            weights = weights / weights.sum(-1, keepdim=True)
+            return self.o_proj((weights @ v).transpose(1, 2).flatten(2)) * x.softmax(1).sum(1, keepdim=True)
+
+    model = Exponentials().double()
+    heads = hw.find_heads(model)
+    model.flash = False
+    plain = model.eval()(X)
+    for attach in (
+        lambda: hw.Disagreement(heads, hw.similarity.Position()),
+        lambda: hw.bias_heads(heads, torch.zeros(1, 1, 1, 6)),
+    ):
+        handle = attach()
+        with pytest.raises(
+            hw.errors.NotFired, match=r"did not call scaled_.*, nor a softmax .* \(but over \(2, 6, 12\)\)"
+        ):
+            model(X)
+        handle.remove()
+    assert torch.equal(model(X), plain)
+
+
+def test_what_no_call_is_found_in_is_refused_when_attached():
+    model = CallingAttention()
+
+    class Eager(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 4
+            self.q_proj, self.k_proj, self.v_proj, self.o_proj = model.q_proj, model.k_proj, model.v_proj, model.o_proj
+
+    with pytest.raises(
+        hw.errors.LayoutError,
+        match=r"_attention, a softmax between projections .*, which this one does not",
+    ):
+        hw.Taps(hw.find_heads(Eager()), weights=True)

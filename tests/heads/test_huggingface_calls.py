@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +10,11 @@ from torch import Tensor, nn
 
 import headwise as hw
 from heads.families import BY_NAME
-from heads.forwards import checkpoint_activations, generator, no_bias, prompt, results, without_dropout
+from heads.forwards import generator, no_bias, prompt, require_same_gradients, results, without_dropout
 from heads.transformers_versions import given_cache
 
 FROM_A_CACHE = r"called with a cache, which holds keys whose values the call itself did not compute.*use_cache=False"
+THREE = hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
 TOKENS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
@@ -65,33 +65,26 @@ def test_values_of_a_call_that_only_fills_a_cache_are_read(name: str):
             assert capture.key_keep is None or capture.key_keep.shape == capture.values.shape[:2]
 
 
-def test_values_of_a_call_that_fills_a_part_of_a_static_cache_are_refused():
-    from transformers import StaticCache
+def test_values_of_a_call_that_fills_a_part_of_a_cache_or_follows_a_prefix_are_refused():
+    from transformers import DynamicCache, StaticCache
 
     model, inputs = BY_NAME["Llama"].build(), BY_NAME["Llama"].inputs()
     padded = BY_NAME["Llama"].inputs(padded=True)
-    for given, weights, slots in ((inputs, True, 7), (inputs, False, 12), (padded, False, 7)):
-        with hw.Taps(hw.find_heads(model), values=True, weights=weights) as taps, torch.no_grad():
-            model(**given, **given_cache(StaticCache(config=model.config, max_cache_len=slots)))
-            assert all(capture.values.shape[1] == 7 for capture in taps.read())
-    for given, weights in ((inputs, True), (padded, False)):
-        with hw.Taps(hw.find_heads(model), values=True, weights=weights) as taps, torch.no_grad():
-            model(**given, **given_cache(StaticCache(config=model.config, max_cache_len=12)))
-            with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
-                taps.read()
-
-
-def test_values_behind_a_prefix_given_as_a_cache_are_refused():
-    from transformers import DynamicCache
-
-    model, inputs = BY_NAME["Llama"].build(), BY_NAME["Llama"].inputs()
     prefix = DynamicCache(config=model.config)
     for layer in range(model.config.num_hidden_layers):
         prefix.update(*torch.randn(2, 2, 2, 3, 8), layer)
-    with hw.Taps(hw.find_heads(model), values=True) as taps:
-        model(input_ids=inputs["input_ids"], **given_cache(prefix))
-        with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
-            taps.read()
+    for given, weights, slots, refused in (
+        *((inputs, True, 7, False), (inputs, False, 12, False), (padded, False, 7, False)),
+        *((inputs, True, 12, True), (padded, False, 12, True), ({"input_ids": inputs["input_ids"]}, False, 0, True)),
+    ):
+        cache = StaticCache(config=model.config, max_cache_len=slots) if slots else prefix
+        with hw.Taps(hw.find_heads(model), values=True, weights=weights) as taps, torch.no_grad():
+            model(**given, **given_cache(cache))
+            if refused:
+                with pytest.raises(hw.errors.NotFired, match=FROM_A_CACHE):
+                    taps.read()
+            else:
+                assert all(capture.values.shape[1] == 7 for capture in taps.read())
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
@@ -164,23 +157,13 @@ def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["BERT", "Llama", "T5"])
 def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reentrant: bool):
-    family = BY_NAME[name]
-    gradients = []
-    for checkpointing in (False, True):
-        model = family.build().double().train()
-        without_dropout(model)
+    def step(model: nn.Module) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
             hw.aggregate(hw.find_heads(model), hw.routing.EMRouting(capsules=8))
-        if checkpointing:
-            checkpoint_activations(model, reentrant=reentrant)
-            model.enable_input_require_grads()
-        results(model, family.inputs(padded=True))[0].square().mean().backward()
-        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-    assert any("vote" in key for key in gradients[0])
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], gradient)
+        results(model, BY_NAME[name].inputs(padded=True))[0].square().mean().backward()
+
+    assert any("vote" in key for key in require_same_gradients(name, step, reentrant=reentrant))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -197,9 +180,7 @@ def test_every_method_works_in_half_precision(name: str, precision: str, impleme
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
     with torch.no_grad(), mixed:
         plain = results(model, inputs)
-    penalty = hw.Disagreement(
-        heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
-    )
+    penalty = hw.Disagreement(heads, THREE)
     with mixed, hw.bias_heads(heads, by_position):
         results(model, inputs)
         loss = penalty()
@@ -263,26 +244,6 @@ def test_an_encoder_whose_output_is_used_twice_is_read_once(training: bool):
         assert all(site.kind == "decoder" or torch.equal(c.key_keep, mask.bool()) for c in own)
 
 
-def test_the_penalty_of_two_forwards_is_their_mean_and_its_gradient_that_of_both():
-    family = BY_NAME["BERT"]
-    first, second = family.inputs(padded=False), family.inputs(padded=False)
-    second["input_ids"] = second["input_ids"].flip(1)
-    gradients = []
-    for together in (True, False):
-        model = family.build().double().train()
-        without_dropout(model)
-        penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output() + hw.similarity.Position())
-        parts = []
-        for inputs in (first, second):
-            results(model, inputs)
-            parts.append(None if together else penalty() / 2)
-        value = penalty() if together else sum(parts)
-        value.backward()
-        gradients.append([value, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for left, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(left, right)
-
-
 def test_a_forward_without_gradients_before_the_penalty_is_read_is_refused():
     family = BY_NAME["BERT"]
     model, inputs = family.build().train(), family.inputs()
@@ -336,32 +297,19 @@ def test_two_readers_read_the_same_without_disturbing_each_other():
 
 @pytest.mark.parametrize("name", ["BERT", "Llama", "T5"])
 def test_a_penalty_over_accumulated_and_checkpointed_steps_has_the_gradients_of_plain_ones(name: str):
-    family = BY_NAME[name]
-    batches = [family.inputs(padded=True), family.inputs(padded=False)]
-    gradients = []
-    for checkpointing in (False, True):
-        model = family.build().double().train()
-        without_dropout(model)
-        if checkpointing:
-            checkpoint_activations(model, reentrant=False)
-        heads = hw.find_heads(model)
-        penalty = hw.Disagreement(
-            heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
-        )
-        losses = []
-        for inputs in batches:
+    def step(model: nn.Module) -> None:
+        heads, losses = hw.find_heads(model), []
+        penalty = hw.Disagreement(heads, THREE)
+        for padded in (True, False):
             with hw.bias_heads(heads, by_position):
-                output = results(model, inputs)[0]
+                output = results(model, BY_NAME[name].inputs(padded=padded))[0]
             losses.append(output.square().mean() + penalty())
         penalty.remove()
         # backward when nothing is attached any more, and in another order
         for loss in reversed(losses):
             loss.backward()
-        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], gradient)
-    assert not math.isclose(float(gradients[0][next(iter(gradients[0]))].abs().sum()), 0.0)
+
+    require_same_gradients(name, step)
 
 
 @pytest.mark.parametrize(

@@ -11,32 +11,71 @@ from torch import nn
 import headwise as hw
 from heads.families import BY_NAME, FAMILIES, INTERFACED, REACHED
 from heads.family import Family
-from heads.forwards import checkpoint_activations, no_bias, results, same, without_dropout
+from heads.forwards import checkpoint_activations, no_bias, require_same_gradients, results, same
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_reading_outputs_and_values_leaves_the_outputs_as_they_are_to_the_bit(family: Family):
+def test_outputs_and_values_of_each_site_are_read_with_their_padding_and_nothing_changes(family: Family):
     model, inputs = family.build(), family.inputs(padded=family.maskable)
-    if isinstance(model, nn.Transformer):
-        # stock modules change class, and their fast path with them
-        [site.expose() for site in hw.find_heads(model)]
+    # stock modules change class, and their fast path with them
+    [site.expose() for site in hw.find_heads(model)]
     plain = results(model, inputs)
     with hw.Taps(hw.find_heads(model), outputs=True, values=True) as taps:
-        tapped = results(model, inputs)
-        taps.read()
-    assert same(plain, tapped)
+        assert same(plain, results(model, inputs))
+        captures = taps.read()
+        model(**family.inputs(padded=False))
+        for capture in taps.read():
+            for keep in (capture.key_keep, capture.query_keep):
+                assert keep is None or bool(keep.all())
     assert same(plain, results(model, inputs))
+    expected = sorted(name for kind in family.attentions for name in kind.names for _ in range(kind.calls))
+    assert sorted(capture.site.name for capture in captures) == expected
+    for capture in captures:
+        site = capture.site
+        assert capture.outputs.shape[2:] == (site.num_heads, site.head_size)
+        assert capture.values.shape[2:] == (site.key_value_heads, site.head_size)
+        assert len(capture.outputs) == len(capture.values) >= 2
+        if family.maskable:
+            require_padding(family, model, inputs, capture)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("family", REACHED, ids=str)
-def test_weights_beside_the_attention_are_the_same_and_leave_the_outputs_to_the_bit(family: Family, biased: bool):
+def require_padding(family: Family, model: nn.Module, inputs: dict, capture: hw.heads.Capture) -> None:
+    site, keep = capture.site, capture.key_keep
+    if family.name in ("CLIP", "Kosmos-2") and not site.name.startswith("text"):
+        assert keep is None
+        return
+    if site.kind not in ("self", "cross") and "encoder_hidden_states" not in family.inputs():
+        # the target has no padding
+        assert keep is None or bool(keep.all())
+        return
+    assert keep.shape == capture.values.shape[:2]
+    mask = inputs.get("attention_mask")
+    if family.name == "Wav2Vec2":
+        mask = model._get_feature_vector_attention_mask(keep.shape[1], mask)
+    elif isinstance(model, nn.Transformer):
+        mask = ~inputs["src_key_padding_mask"]
+    elif site.kind == "cross" and "encoder_attention_mask" in inputs:
+        mask = inputs["encoder_attention_mask"]
+    assert torch.equal(keep, mask.bool())
+    assert not bool(keep.all())
+    # Funnel pools its queries between blocks
+    if site.kind != "cross" and capture.outputs.shape[1] == keep.shape[1]:
+        assert torch.equal(capture.query_keep, keep)
+
+
+BESIDE = [(family, "plain") for family in REACHED] + [(family, "biased") for family in REACHED]
+
+
+@pytest.mark.parametrize(("family", "how"), [*BESIDE, *((family, "eager") for family in INTERFACED)], ids=str)
+def test_weights_beside_the_attention_are_the_same_and_leave_the_outputs_to_the_bit(family: Family, how: str):
     model, inputs = family.build().eval(), family.inputs(padded=family.maskable)
     heads = hw.find_heads(model)
     # stock modules change class, and their fast path with them
     [site.expose() for site in heads]
+    if how == "eager":
+        model.set_attn_implementation("eager")
     with torch.no_grad():
-        if biased:
+        if how == "biased":
             hw.bias_heads(heads, no_bias)
         before = results(model, inputs)
         with hw.Taps(heads, weights=True) as taps:
@@ -53,34 +92,6 @@ def test_weights_beside_the_attention_are_the_same_and_leave_the_outputs_to_the_
         assert one.weights is not None
         assert other.weights is not None
         torch.testing.assert_close(one.weights, other.weights, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", INTERFACED, ids=str)
-def test_weights_beside_eager_attention_leave_the_outputs_to_the_bit(family: Family):
-    model, inputs = family.build().eval(), family.inputs(padded=family.maskable)
-    model.set_attn_implementation("eager")
-    heads = hw.find_heads(model)
-    with torch.no_grad():
-        before = results(model, inputs)
-        with hw.Taps(heads, weights=True, beside=True) as taps:
-            assert same(results(model, inputs), before)
-            taps.read()
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_captures_match_the_sites_one_to_one_and_have_the_shapes_of_the_heads(family: Family):
-    model = family.build()
-    heads = hw.find_heads(model)
-    with hw.Taps(heads, outputs=True, values=True) as taps:
-        model(**family.inputs(batch=3))
-        captures = taps.read()
-    expected = sorted(name for kind in family.attentions for name in kind.names for _ in range(kind.calls))
-    assert sorted(capture.site.name for capture in captures) == expected
-    for capture in captures:
-        site = capture.site
-        assert capture.outputs.shape[2:] == (site.num_heads, site.head_size)
-        assert capture.values.shape[2:] == (site.key_value_heads, site.head_size)
-        assert len(capture.outputs) == len(capture.values) >= 3
 
 
 @pytest.mark.parametrize("family", REACHED, ids=str)
@@ -128,44 +139,6 @@ def test_weights_are_those_the_familys_own_eager_attention_returns(name: str):
             own = "attentions" if "attentions" in again else names[capture.site.kind]
             torch.testing.assert_close(capture.weights, again[own][capture.site.layer])
     assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.maskable], ids=str)
-def test_each_call_has_the_padding_it_received(family: Family):
-    model = family.build()
-    heads = hw.find_heads(model)
-    with hw.Taps(heads, outputs=True, values=True) as taps:
-        inputs = family.inputs(batch=3, padded=True)
-        model(**inputs)
-        padded = taps.read()
-        model(**family.inputs(batch=3, padded=False))
-        whole = taps.read()
-    for capture in whole:
-        for keep in (capture.key_keep, capture.query_keep):
-            assert keep is None or bool(keep.all())
-    for capture in padded:
-        site = capture.site
-        if family.name in ("CLIP", "Kosmos-2") and not site.name.startswith("text"):
-            assert capture.key_keep is None
-            continue
-        reads_source = site.kind in ("self", "cross") or "encoder_hidden_states" in family.inputs()
-        if not reads_source:
-            assert capture.key_keep is None or bool(capture.key_keep.all())
-            continue
-        keep = capture.key_keep
-        assert keep.shape == capture.values.shape[:2]
-        mask = inputs.get("attention_mask")
-        if family.name == "Wav2Vec2":
-            mask = model._get_feature_vector_attention_mask(keep.shape[1], mask)
-        elif isinstance(model, nn.Transformer):
-            mask = ~inputs["src_key_padding_mask"]
-        elif site.kind == "cross" and "encoder_attention_mask" in inputs:
-            mask = inputs["encoder_attention_mask"]
-        assert torch.equal(keep, mask.bool())
-        assert not bool(keep.all())
-        # Funnel pools its queries between blocks
-        if site.kind != "cross" and capture.outputs.shape[1] == keep.shape[1]:
-            assert torch.equal(capture.query_keep, keep)
 
 
 @pytest.mark.parametrize("name", ["T5", "BART", "Marian", "BERT with cross-attention", "GPT-2 with cross-attention"])
@@ -219,53 +192,25 @@ def test_the_gradient_of_the_output_penalty_reaches_every_value_weight(family: F
 
 @pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "ModernBERT"])
 def test_checkpointing_gives_the_same_gradients_with_backward_outside_and_is_refused_when_reentrant(name: str):
-    family = BY_NAME[name]
-    inputs = family.inputs(padded=True)
-    gradients = []
-    for checkpointing in (False, True):
-        model = family.build().double().train()
-        without_dropout(model)
-        if checkpointing:
-            checkpoint_activations(model, reentrant=False)
-        heads = hw.find_heads(model)
-        with hw.Disagreement(
-            heads, hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
-        ) as penalty:
+    inputs = BY_NAME[name].inputs(padded=True)
+    term = hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position()
+
+    def step(model: nn.Module) -> None:
+        with hw.Disagreement(hw.find_heads(model), term) as penalty:
             results(model, inputs)
             loss = penalty()
         loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        assert {site.module.config._attn_implementation for site in heads.sites} == {"sdpa"}
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], gradient)
 
+    require_same_gradients(name, step)
+    model = BY_NAME[name].build().train()
     checkpoint_activations(model, reentrant=True)
     model.enable_input_require_grads()
-    penalty = hw.Disagreement(heads, hw.similarity.Output())
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results(model, inputs)
     with pytest.raises(hw.errors.NotFired, match=r"carries no gradient.*use_reentrant=False"):
         penalty()
-
-
-def test_a_compiled_model_has_the_same_penalty():
-    family = BY_NAME["BERT"]
-    model, inputs = family.build(), family.inputs(padded=True)
-    penalty = hw.Disagreement(
-        hw.find_heads(model), hw.similarity.Output() + hw.similarity.Subspace() + hw.similarity.Position()
-    )
-    results(model, inputs)
-    expected = penalty()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):
-        compiled(**inputs)
-        found = penalty()
-        torch.testing.assert_close(found, expected)
-    found.backward()
-    penalty.remove()
 
 
 @pytest.mark.parametrize("name", ["T5", "BART", "Marian"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import headwise as hw
 from heads.calling import CallingAttention, CausalSelfAttention
 from heads.families import BY_NAME, REACHED, WRITTEN
 from heads.family import Family
-from heads.forwards import checkpoint_activations, results, same, weighed, without_dropout
+from heads.forwards import copies, require_same_gradients, results, same, weighed
 from headwise.nn.mixing import HeadMixer, find_mixer
 from reference.attention import talking_heads
 
@@ -207,50 +206,35 @@ def test_dropout_comes_after_both_matrices():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["BERT", "calling", "torch"])
-def test_recomputed_activations_give_the_same_gradients(name: str, reentrant: bool):
-    def gradients(recomputed: bool) -> list[Tensor]:
-        if name == "BERT":
-            family = BY_NAME["BERT"]
-            model, inputs = family.build().train(), family.inputs(padded=True)
-            without_dropout(model)
-            mixed(model)
-            if recomputed:
-                checkpoint_activations(model, reentrant=reentrant)
-            loss = results(model, inputs)[0].square().mean()
-        else:
-            torch.manual_seed(0)
-            model = (
-                CallingAttention().double() if name == "calling" else nn.TransformerEncoderLayer(12, 3, 8, 0.0).double()
-            )
-            mixed(model)
-            x = X.clone().requires_grad_()
-            found = checkpoint(model, x, use_reentrant=reentrant) if recomputed else model(x)
-            loss = found.square().mean()
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+def test_recomputed_activations_give_the_same_gradients(reentrant: bool):
+    def step(model: nn.Module) -> None:
+        mixed(model)
+        results(model, BY_NAME["BERT"].inputs(padded=True))[0].square().mean().backward()
 
-    for one, other in zip(gradients(False), gradients(True), strict=True):
-        torch.testing.assert_close(one, other)
+    require_same_gradients("BERT", step, reentrant=reentrant)
+    for build in (CallingAttention, partial(nn.TransformerEncoderLayer, 12, 3, 8, 0.0)):
+        torch.manual_seed(0)
+        model, gradients = build().double(), []
+        mixed(model)
+        for call in (model, partial(checkpoint, model, use_reentrant=reentrant)):
+            model.zero_grad()
+            call(X.clone().requires_grad_()).square().mean().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_again():
     module = attention()
     mixed(module)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    for twin in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
+    for twin in copies(module):
         assert torch.equal(twin(X, X, X)[0], module(X, X, X)[0])
     for model, call in (
         (BY_NAME["BERT"].build(), lambda model: results(model, BY_NAME["BERT"].inputs())[0]),
         (CallingAttention().double(), lambda model: model(X)),
     ):
-        handle = mixed(model)
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        mixed(model)
+        for twin in copies(model):
             with pytest.raises(
                 hw.errors.NotFired, match=r"it is a copy.*Call hw\.mix_heads\(hw\.find_heads\(model\)\)"
             ):
@@ -261,7 +245,6 @@ def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_a
             assert torch.equal(call(twin), call(model))
             again.remove()
             assert not torch.equal(call(twin), call(model))
-        handle.remove()
 
 
 # torch's own, where a graph ends between the projections and the scores
@@ -290,14 +273,6 @@ def test_matrices_follow_the_model_and_its_state():
     assert find_mixer(mixing.heads.sites[0].module).reset_parameters() is None
     assert torch.equal(mixing.mixers[mixing.heads.sites[0].name].weights, torch.eye(4, dtype=torch.bfloat16))
     assert str(mixing) == "HeadMixing(HeadMixer(logits, weights) in 2 sites)"
-
-
-def test_an_implementation_set_later_is_refused():
-    model = BY_NAME["BERT"].build()
-    mixed(model)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(hw.errors.NotFired, match=r"'flash_attention_2'.*hw\.mix_heads was attached"):
-        results(model, BY_NAME["BERT"].inputs())
 
 
 def test_peft_trains_and_saves_the_matrices_it_is_told_of():
@@ -362,13 +337,39 @@ class OwnForward(hw.nn.MultiheadAttention):
         return super().forward(*args, **kwargs)
 
 
-def test_what_would_not_be_trained_or_not_be_applied_is_refused():
+def own_mixer() -> hw.nn.MultiheadAttention:
+    module = attention()
+    module.head_mixer = nn.Linear(2, 2)
+    return module
+
+
+REFUSED = {
+    "additive": (lambda: hw.nn.AdditiveAttention(12, 4, 3), "computes its scores otherwise"),
+    "written": (BY_NAME["Bloom"].build, "writes its softmax out"),
+    "unreached": (BY_NAME["WavLM"].build, "computes its scores otherwise"),
+    "a forward of its own": (lambda: OwnForward(12, 3), "whose forward is its own"),
+    "one head": (lambda: hw.nn.MultiheadAttention(12, 1), "has one head"),
+    "replicated": (lambda: Replicated(attention()), "wrapped by DistributedDataParallel"),
+    "a name that is taken": (own_mixer, "attribute 'head_mixer' of its own"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_not_be_trained_or_not_be_applied_is_refused(what: str):
+    build, message = REFUSED[what]
+    model = build()
+    before = list(model.state_dict())
+    with pytest.raises(hw.errors.LayoutError, match=message):
+        hw.mix_heads(hw.find_heads(model))
+    assert list(model.state_dict()) == before
+
+
+def test_a_second_mixer_and_one_that_mixes_nothing_are_refused():
     module = attention()
     heads = hw.find_heads(module)
-    with pytest.raises(hw.errors.SettingError, match="neither matrix"):
-        hw.mix_heads(heads, logits=False, weights=False)
-    with pytest.raises(hw.errors.SettingError, match="neither matrix"):
-        HeadMixer(3, logits=False, weights=False)
+    for mix in (partial(hw.mix_heads, heads), partial(HeadMixer, 3)):
+        with pytest.raises(hw.errors.SettingError, match="neither matrix"):
+            mix(logits=False, weights=False)
     with pytest.raises(hw.errors.SettingError, match="num_heads is 1"):
         HeadMixer(1)
     handle = hw.mix_heads(heads)
@@ -377,18 +378,3 @@ def test_what_would_not_be_trained_or_not_be_applied_is_refused():
     module.head_mixer = HeadMixer(3)
     with pytest.raises(hw.errors.HeadwiseError, match="no longer has the matrices of this mix_heads"):
         handle.remove()
-    for wrong, message in (
-        (hw.nn.AdditiveAttention(12, 4, 3), "computes its scores otherwise"),
-        (BY_NAME["Bloom"].build(), "writes its softmax out"),
-        (BY_NAME["WavLM"].build(), "computes its scores otherwise"),
-        (OwnForward(12, 3), "whose forward is its own"),
-        (hw.nn.MultiheadAttention(12, 1), "has one head"),
-        (Replicated(attention()), "wrapped by DistributedDataParallel"),
-    ):
-        with pytest.raises(hw.errors.LayoutError, match=message):
-            hw.mix_heads(hw.find_heads(wrong))
-        assert not any("head_mixer" in name for name, _ in wrong.named_parameters())
-    own = attention()
-    own.head_mixer = nn.Linear(2, 2)
-    with pytest.raises(hw.errors.LayoutError, match="attribute 'head_mixer' of its own"):
-        hw.mix_heads(hw.find_heads(own))

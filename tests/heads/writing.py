@@ -190,10 +190,26 @@ class BesideGates(Written):
         return super().forward(x, keep) * gates.sum(-1, keepdim=True)
 
 
-FORMS = (
+WRITTEN = (
     *(Written, OfAModule, Causal, OfAFunction, TimeFirst, Folded, WithoutOutput, Grouped, ClearedAfter),
     *(OfAnInnerModule, BesideGates),
 )
+
+
+class Called(Written):
+    """The fused kernel attends, under grouped queries."""
+
+    causal = True
+
+    def __init__(self) -> None:
+        super().__init__(key_value_heads=2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        dropout = 0.3 if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], allowed, dropout, enable_gqa=True)
+
+
+FORMS = (*WRITTEN, Called)
 
 
 def build(form: type[Written]) -> Written:

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import headwise as hw
-from repulsion.launches import Launches
 
 HEADS, LENGTH = 4, 24
 EXPLICIT, RECOMPUTED = hw.similarity.Position(), hw.similarity.Position(recompute=True)
@@ -158,28 +157,8 @@ def test_activation_checkpointing_makes_it_again():
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
 
 
-def test_taps_read_the_mean_and_evaluation_too():
-    model = encoder().eval()
-    with hw.Taps(hw.find_heads(model), mean_weights=True) as mean, hw.Taps(hw.find_heads(model), weights=True) as all_:
-        model(states())
-        for one, other in zip(mean.read(), all_.read(), strict=True):
-            assert one.weights is None
-            torch.testing.assert_close(one.mean_weights, other.weights.mean(1))
-
-
-def test_the_penalty_of_a_step_never_waits_for_the_device():
-    model = encoder().train()
-    for term in (RECOMPUTED, EXPLICIT, hw.similarity.Output() + hw.similarity.Subspace()):
-        with hw.Disagreement(hw.find_heads(model), term) as penalty:
-            x, mask = states(), padding()
-            with Launches():
-                (model(x, src_key_padding_mask=mask).square().mean() + penalty()).backward()
-
-
-def test_it_says_which_it_is_and_refuses_what_is_neither():
+def test_it_says_which_it_is():
     assert (repr(EXPLICIT), repr(RECOMPUTED)) == ("Position()", "Position(recompute=True)")
-    with pytest.raises(hw.errors.SettingError, match=r"Position\.recompute is 1"):
-        hw.similarity.Position(recompute=1)
 
 
 def test_heads_divided_by_tensor_parallel_are_refused(monkeypatch):

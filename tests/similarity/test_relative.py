@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ def make(layers: int = 2) -> torch.nn.Module:
     return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).double()
 
 
-def task(model: torch.nn.Module, seed: int = 1) -> torch.Tensor:
+def task(model: torch.nn.Module, seed: int = 1, **arguments: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(seed)
-    return (model(torch.randn(4, 7, 12, dtype=torch.float64)) - 0.3).square().mean()
+    return (model(torch.randn(4, 7, 12, dtype=torch.float64), **arguments) - 0.3).square().mean()
+
+
+def relative(model: torch.nn.Module, **settings: Any) -> hw.similarity.Disagreement:
+    return hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), **settings)
 
 
 def norms(model: torch.nn.Module, scalar: torch.Tensor) -> list[torch.Tensor]:
@@ -53,10 +58,8 @@ def test_each_layer_is_pushed_by_the_ratio(term):
 @pytest.mark.parametrize("weight", [0.5, -0.5])
 def test_the_weight_of_a_kind_multiplies_the_ratio(weight: float):
     model = make()
-    whole = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
-    half = hw.Disagreement(
-        hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), weights={"self": weight}
-    )
+    whole = relative(model)
+    half = relative(model, weights={"self": weight})
     loss = task(model)
     pushed = whole.loss(loss) - loss
     torch.testing.assert_close(half.loss(loss) - loss, weight * pushed)
@@ -65,7 +68,7 @@ def test_the_weight_of_a_kind_multiplies_the_ratio(weight: float):
 
 def test_parameters_are_those_that_are_trained_at_each_measurement():
     model = make()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=1)
+    penalty = relative(model, every=1)
     model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
     loss = task(model)
     assert (norms(model, penalty.loss(loss) - loss)[-1] / norms(model, loss)[-1]).item() == pytest.approx(0.3)
@@ -81,7 +84,7 @@ def test_parameters_are_those_that_are_trained_at_each_measurement():
 
 def test_the_weight_is_a_constant_of_the_step():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
+    penalty = relative(model)
     loss = task(model)
     total = penalty.loss(loss)
     total.backward()
@@ -96,7 +99,7 @@ def test_the_weight_is_a_constant_of_the_step():
 
 def test_weights_are_averaged_and_measured_every_few_steps():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=3)
+    penalty = relative(model, every=3)
     wanted, used = [], []
     for step in range(7):
         torch.manual_seed(step)
@@ -117,7 +120,7 @@ def test_weights_are_averaged_and_measured_every_few_steps():
 
 def test_a_weight_stays_below_a_multiple_of_its_first():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=1)
+    penalty = relative(model, every=1)
     penalty.loss(task(model))
     first = penalty.relative.state_dict()["logarithms"]["layers.0.self_attn"]
     for _ in range(40):
@@ -145,7 +148,7 @@ def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: fl
 @pytest.mark.parametrize("factor", [0.0, math.nan, math.inf])
 def test_a_loss_without_a_sound_gradient_changes_no_weight(factor: float):
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=1)
+    penalty = relative(model, every=1)
     penalty.loss(factor * task(model))
     assert penalty.relative.state_dict()["logarithms"] == {}
     penalty.loss(task(model))
@@ -156,7 +159,7 @@ def test_a_loss_without_a_sound_gradient_changes_no_weight(factor: float):
 
 def test_evaluation_returns_the_loss_and_measures_nothing():
     model = make(layers=1).eval()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3))
+    penalty = relative(model)
     with torch.no_grad():
         loss = task(model)
         assert penalty.loss(loss) is loss
@@ -165,13 +168,13 @@ def test_evaluation_returns_the_loss_and_measures_nothing():
 
 def test_a_resumed_run_goes_on_with_the_same_weights():
     model = make(layers=1)
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=2)
+    penalty = relative(model, every=2)
     for step in range(3):
         penalty.loss(task(model, step))
     state = copy.deepcopy(penalty.relative.state_dict())
     expected = penalty.loss(task(model, 9)).item()
     penalty.remove()
-    again = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength=hw.Relative(0.3), every=2)
+    again = relative(model, every=2)
     again.relative.load_state_dict(state)
     assert again.loss(task(model, 9)).item() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(SettingError, match="names 'other'"):
@@ -198,23 +201,18 @@ def test_without_a_strength_a_call_is_the_similarity_and_a_tenth_is_added():
     assert again.relative is None
 
 
-def test_a_loss_without_a_gradient_is_refused():
-    model = make()
-    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.CKA())
-    with pytest.raises(hw.errors.NotFired, match="the loss carries no gradient"):
-        penalty.loss(task(model).detach())
-
-
 def test_what_cannot_be_is_refused():
     model = make(layers=1)
-    heads = hw.find_heads(model)
     with pytest.raises(SettingError, match=r"strength is '0\.3'; expected a number, hw\.Relative"):
-        hw.Disagreement(heads, hw.similarity.CKA(), strength="0.3")
+        hw.Disagreement(hw.find_heads(model), hw.similarity.CKA(), strength="0.3")
     with pytest.raises(SettingError, match="every is 0"):
-        hw.Disagreement(heads, hw.similarity.CKA(), strength=hw.Relative(0.3), every=0)
-    penalty = hw.Disagreement(heads, hw.similarity.CKA(), strength=hw.Relative(0.3))
+        relative(model, every=0)
+    penalty = relative(model)
     loss = task(model)
-    with pytest.raises(SettingError, match=r"write loss = penalty\.loss"):
-        penalty()
-    with pytest.raises(ShapeError, match=r"loss is a tensor of shape \(2,\)"):
-        penalty.loss(torch.stack([loss, loss]))
+    for call, error, message in (
+        (penalty, SettingError, r"write loss = penalty\.loss"),
+        (lambda: penalty.loss(torch.stack([loss, loss])), ShapeError, r"loss is a tensor of shape \(2,\)"),
+        (lambda: penalty.loss(loss.detach()), hw.errors.NotFired, "the loss carries no gradient"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

@@ -1,11 +1,4 @@
-"""Centered kernel alignment of heads, biased and debiased, from one product of features.
-
-Cholesky factors that tell of a failure by their values.
-
-What a kernel [H, H] of heads says of all of them: how many there are in effect, and its determinant.
-
-Cross-correlation between the features of two heads.
-"""
+"""Centered kernel alignment of heads, the effective number and determinant of a kernel, and cross-correlation."""
 
 from __future__ import annotations
 
@@ -100,24 +93,18 @@ class Products:
 def multiply_features(
     features: Tensor, keep: Tensor | None = None, metric: Tensor | None = None, *, sketch: int = 0
 ) -> Products:
-    """Return the sums from which alignment is computed, differentiably, from one product; see `square_products`.
+    """Return the sums from which alignment is computed, of features [..., H, e] and valid tokens `keep` [...].
 
     Features are centered first, also for the unbiased estimator: uncentered sums in float32 lose every digit to a
     common offset. Each head is divided by its root mean square, as fourth powers would overflow or vanish; one that is
-    constant over tokens has sums of 0 and gets no gradient.
+    constant over tokens has sums of 0 and gets no gradient. Padded tokens may hold anything and get gradient 0.
 
-    Args:
-        features: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all. Padded tokens may hold anything and get gradient 0.
-        metric: [H, e, e], symmetric: lengths and products are those of features y with y . y' = x^T M x'. With
-            M_i = W_O,i W_O,i^T these are the contributions y = x W_O,i of each head, [N, d], which are never formed.
-        sketch: Number of random directions in which products of different heads are estimated, without bias, as
-            |X_j^T X_i|_F^2 = E |X_j^T X_i g|^2 with g ~ N(0, I): T H^2 e multiplications for each. Directions
-            are drawn anew in each call, from torch's generator on the CPU. 0 computes the products.
+    With a symmetric `metric` M [H, e, e], lengths and products are of features y with y . y' = x^T M x': for
+    M_i = W_O,i W_O,i^T these are the contributions y = x W_O,i, [N, d], which are never formed.
 
-    Raises:
-        ShapeError: `features` is not floating or has fewer than two axes.
-        MaskError: `keep` is not bool or not of the leading shape of `features`.
+    `sketch` is the number of random directions g ~ N(0, I) in which products of different heads are estimated, without
+    bias, as |X_j^T X_i|_F^2 = E |X_j^T X_i g|^2: T H^2 e multiplications for each. They are drawn anew in each call,
+    from torch's generator on the CPU. 0 computes the products.
 
     >>> head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0], [1.0, -1.0], [0.0, 3.0]])
     >>> multiply_features(torch.stack([head, -3 * head.flip(1)], dim=1)).debiased_cka()[0, 1]
@@ -127,9 +114,11 @@ def multiply_features(
     if metric is not None:
         metric = metric.to(centered.dtype)
     with autocast_off(centered):
-        squares = _square(centered, metric)
+        # x^T M x, [T, H]
+        turned = centered if metric is None else torch.einsum("the,hef->thf", centered, metric)
+        squares = (centered * turned).sum(-1)
         sizes = (squares.detach().sum(0) / count.clamp_min(1)).clamp_min(torch.finfo(squares.dtype).tiny)
-        # rounding errors are those of the features, whatever a metric makes of them
+        # features round, whatever a metric makes of them
         spread = sizes if metric is None else centered.detach().square().sum((0, 2)) / count.clamp_min(1)
         sound = spread > least
         # every result is homogeneous in each head, so that the scale needs no gradient
@@ -154,12 +143,8 @@ def square_products(vectors: Tensor, metric: Tensor | None = None) -> Tensor:
     """Return |Y_i^T Y_j|_F^2 of each pair of heads, [H, H].
 
     It is the sum of squares of a block of the product of features X^T X, T (He)^2 multiplications, and also tr K_i K_j
-    of the products of tokens K_i = X_i M_i X_i^T, H T^2 e + H^2 T^2 of them. Of both the smaller product is computed,
-    that of tokens where T^2 <= H e^2.
-
-    Args:
-        vectors: X, [T, H, e].
-        metric: M, [H, e, e], as for `multiply_features`.
+    of the products of tokens K_i = X_i M_i X_i^T, H T^2 e + H^2 T^2 of them. The smaller product is computed, of tokens
+    where T^2 <= H e^2. X is [T, H, e], and M [H, e, e] as for `multiply_features`.
 
     >>> square_products(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
     tensor([[ 25., 125.],
@@ -194,24 +179,13 @@ def _estimate_products(vectors: Tensor, metric: Tensor | None, draws: int) -> Te
         # directions of the contributions' own space: x M^(1/2) g, whose square has the mean x^T M x
         turned = metric @ own
         exact = (turned * turned.mT).sum((1, 2))
-        root = find_triangles(metric + 1e-6 * _mean_diagonal(metric))
+        eye = torch.eye(width, dtype=metric.dtype, device=metric.device)
+        root = find_triangles(metric + 1e-6 * (metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * eye))
         projected = torch.einsum("the,hes->ths", vectors, root @ directions)
         across = (vectors.flatten(1).mT @ projected.flatten(1)).view(heads, width, heads, draws)
         found = torch.einsum("iajs,iab,ibjs->ij", across, metric, across) / draws
     found = (found + found.mT) / 2
     return torch.where(torch.eye(heads, dtype=torch.bool, device=found.device), exact, found)
-
-
-def _mean_diagonal(metric: Tensor) -> Tensor:
-    """Return the mean of the diagonal times the identity, [H, e, e]."""
-    eye = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    return metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * eye
-
-
-def _square(vectors: Tensor, metric: Tensor | None) -> Tensor:
-    """Return x^T M x of [T, H, e] vectors, [T, H]."""
-    other = vectors if metric is None else torch.einsum("the,hef->thf", vectors, metric)
-    return (vectors * other).sum(-1)
 
 
 def center_features(features: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,25 +232,16 @@ EPSILON = 1e-3
 
 
 def effective_number(kernel: Tensor, energies: Tensor | None = None) -> Tensor:
-    """Return the effective number of heads, in [1, H]: 1 where all are copies, H where no two are alike.
+    """Return the effective number of heads, [*] in [1, H]: 1 where all are copies, H where no two are alike.
 
-    E = exp(-sum_k l_k log l_k) over the eigenvalues l of K/H (Roy and Vetterli 2007; the Vendi score of Friedman and
-    Dieng 2023). k equal groups of copies give k. Entries are clipped to [0, 1], as chance correlations below 0 are no
-    likeness, the diagonal is set to 1, and eigenvalues are clipped at 0 and renormalized, as the clipped matrix need
-    not be positive semidefinite.
+    E = exp(-sum_k l_k log l_k) over the eigenvalues l of K/H, of similarities K [*, H, H] (Roy and Vetterli 2007; the
+    Vendi score of Friedman and Dieng 2023). k equal groups of copies give k. Entries are clipped to [0, 1], as chance
+    correlations below 0 are not a likeness, the diagonal is set to 1, and eigenvalues are clipped at 0 and
+    renormalized, as the clipped matrix need not be positive semidefinite. Without a gradient: its slope is infinite
+    where an eigenvalue is 0.
 
-    With `energies` p_i (shares of the variance that each head contributes) the eigenvalues are those of
-    sqrt(p_i) K_ij sqrt(p_j), so that a head that says nothing does not count.
-
-    Args:
-        kernel: [*, H, H], symmetric similarities, for example `debiased_cka` of the heads' contributions.
-        energies: [*, H], at least 0, of any scale.
-
-    Returns:
-        [*], float64, without a gradient: its slope is infinite where an eigenvalue is 0.
-
-    Raises:
-        ShapeError: The kernel is no square matrix.
+    With `energies` p_i [*, H], of any scale, the eigenvalues are of sqrt(p_i) K_ij sqrt(p_j), so that a head that says
+    nothing does not count.
 
     >>> effective_number(torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]))
     tensor(1.8899, dtype=torch.float64)
@@ -286,7 +251,11 @@ def effective_number(kernel: Tensor, energies: Tensor | None = None) -> Tensor:
     heads = kernel.shape[-1]
     clipped = kernel.detach().double().clamp(0.0, 1.0)
     clipped = clipped.masked_fill(torch.eye(heads, dtype=torch.bool, device=clipped.device), 1.0)
-    shares = torch.full_like(clipped[..., 0], 1 / heads) if energies is None else _to_shares(energies)
+    shares = torch.full_like(clipped[..., 0], 1 / heads)
+    if energies is not None:
+        wide = energies.detach().double()
+        total = wide.sum(-1, keepdim=True)
+        shares = torch.where(total > 0, wide / total, shares)
     weighted = shares.sqrt().unsqueeze(-1) * clipped * shares.sqrt().unsqueeze(-2)
     # of numbers that are not finite there are no eigenvalues
     finite = weighted.isfinite().all(-1).all(-1)
@@ -299,13 +268,10 @@ def effective_number(kernel: Tensor, energies: Tensor | None = None) -> Tensor:
 def log_determinant(kernel: Tensor, epsilon: float = EPSILON) -> Tensor:
     """Return -(1/H) log det((K + epsilon I) / (1 + epsilon)): 0 where no two heads are alike, largest for copies.
 
-    The volume that the heads span, as in determinantal point processes (Macchi 1975; Kulesza and Taskar 2012). For
-    copies it is ((H - 1) log(1 / epsilon) - log H) / H up to O(epsilon). The gradient, -(K + epsilon I)^-1 / H in K,
-    falls on the pair that is closest and grows as 1 / epsilon.
-
-    Args:
-        kernel: [*, H, H], positive semidefinite with ones on the diagonal.
-        epsilon: Added to the diagonal, above 0.
+    The volume that the heads span, as in determinantal point processes (Macchi 1975; Kulesza and Taskar 2012). The
+    kernel [*, H, H] is positive semidefinite with ones on the diagonal. For copies it is
+    ((H - 1) log(1 / epsilon) - log H) / H up to O(epsilon). The gradient, -(K + epsilon I)^-1 / H in K, falls on the
+    pair that is closest and grows as 1 / epsilon.
 
     >>> round(float(log_determinant(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))), 3)
     0.144
@@ -316,32 +282,20 @@ def log_determinant(kernel: Tensor, epsilon: float = EPSILON) -> Tensor:
     return -2 / heads * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-def _to_shares(energies: Tensor) -> Tensor:
-    wide = energies.detach().double()
-    total = wide.sum(-1, keepdim=True)
-    return torch.where(total > 0, wide / total, 1 / wide.shape[-1])
-
-
 # Added to the variance of a feature, as a share of the mean variance of its head.
 SMALLEST_VARIANCE = 1e-5
 
 
 def cross_correlation(features: Tensor, keep: Tensor | None = None, *, matched: bool = False) -> Tensor:
-    """Return how strongly the features of two heads correlate, [H, H].
+    """Return how strongly the features [..., H, e] of two heads correlate over valid tokens, [H, H].
 
     With C^ij = Z_i^T Z_j / N of standardized features, s_ij = (1/e) sum_ab (C^ij_ab)^2 in [0, e], the redundancy term
     of Barlow Twins (Zbontar et al. 2021) between heads in place of views, or mean_a (C^ij_aa)^2 in [0, 1] with
     `matched`. VICReg's covariance term (Bardes et al. 2022) is the first without the division by the deviation.
 
-    It does not change with the scale and offset of each feature, but does with a rotation inside a head, which the
-    matched form does not see through. Its value for a copy is not fixed, so that layers do not compare. Independent
-    heads score about e / N, and one that is constant over tokens 0. Prefer the debiased alignment of `alignment`, which
-    is invariant and unbiased.
-
-    Args:
-        features: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
-        matched: Whether to compare feature a of one head with feature a of the other alone.
+    It does not change with the scale and offset of each feature, but does with a rotation inside a head. Its value for
+    a copy is not fixed, so that layers do not compare. Independent heads score about e / N, and one that is constant
+    over tokens 0.
 
     >>> features = torch.tensor([[[1.0], [2.0]], [[2.0], [0.0]], [[4.0], [1.0]]])
     >>> round(float(cross_correlation(features)[0, 1]), 4)

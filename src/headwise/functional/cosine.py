@@ -1,7 +1,4 @@
-"""Squared cosine of the outputs of two heads at one token, without a matrix of pairs for each token.
-
-The mean cosine between heads at each token, from the sum of their directions, with a gradient of its own.
-"""
+"""Squared and mean cosine of the outputs of heads at each token, without a matrix of pairs for each token."""
 
 from __future__ import annotations
 
@@ -20,24 +17,12 @@ SHORTEST = 1e-6
 def squared_cosine_sum(vectors: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the squared cosine of two heads, averaged over pairs and summed over valid tokens, and their number.
 
-    s = sum_t mean_{i<j} (u_ti . u_tj)^2 with u = x / |x|. Plain cosine is least (-1/(H-1)) for one function in pairs
-    of opposite sign; its square is not. At each token s is 1 when all heads are parallel, 0 when they are orthogonal,
-    1/e on average for random directions, and at least (H/e - 1)/(H - 1) (Welch 1974). It does not change with the
-    scale and sign of each head and token, nor with one rotation of all heads; it does change with a rotation inside
-    one head, which hides copies.
-
-    The gradient in x_ti has no part along x_ti, and is 0 at exact copies, where the similarity is largest.
-
-    Args:
-        vectors: [..., H, e], H at least 2.
-        keep: [...], bool, True = valid token; None keeps all. Padded tokens may hold anything and get gradient 0.
-
-    Returns:
-        The sum in [0, number of tokens], float32 or float64, and the number of valid tokens.
-
-    Raises:
-        ShapeError: `vectors` is not floating or has fewer than two axes.
-        MaskError: `keep` is not bool or not of the leading shape of `vectors`.
+    s = sum_t mean_{i<j} (u_ti . u_tj)^2 with u = x / |x| of vectors [..., H, e]. Plain cosine is least (-1/(H-1)) for
+    one function in pairs of opposite sign; its square is not. At each token s is 1 when all heads are parallel, 0 when
+    they are orthogonal, 1/e on average for random directions, and at least (H/e - 1)/(H - 1) (Welch 1974). It does not
+    change with the scale and sign of each head and token, nor with one rotation of all heads; it does change with a
+    rotation inside one head, which hides copies. The gradient in x_ti has no part along x_ti, and is 0 at exact copies,
+    where the similarity is largest, and at padding, which may hold anything.
 
     >>> total, tokens = squared_cosine_sum(torch.tensor([[[1.0, 0.0], [-3.0, -4.0]]]))
     >>> round(float(total), 4), int(tokens)

@@ -12,7 +12,7 @@ RIDGE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 def span_similarity(factors: Tensor) -> Tensor:
-    """Return how much the column spaces of two heads overlap, [H, H] in [0, 1].
+    """Return how much the column spaces of two heads overlap, [H, H] in [0, 1], from their weights [H, d, e].
 
     s_ij = tr(P_i P_j) / min(d, e) with P_i the projector on the columns of W_i, which is the mean squared cosine of the
     principal angles; for e <= d the projection metric is e (1 - s_ij) (Edelman, Arias and Smith 1998). It is 1 for
@@ -22,9 +22,6 @@ def span_similarity(factors: Tensor) -> Tensor:
 
     A ridge on the Gram matrix (1e-6 of the mean squared column, 1e-12 in float64) keeps the gradient of nearly
     dependent columns finite; it lowers s_ii by as much for orthogonal columns, and by more for dependent ones.
-
-    Args:
-        factors: [H, d, e], for example the value weights of each head as [d_in, e].
 
     >>> factors = torch.tensor([[[1.0], [0.0]], [[1.0], [1.0]]])
     >>> span_similarity(factors)[0, 1]
@@ -61,13 +58,9 @@ def orthonormal_basis(factors: Tensor) -> tuple[Tensor, Tensor]:
 def map_cosine(first: Tensor, second: Tensor) -> Tensor:
     """Return the cosine of the maps M_i = A_i B_i of two heads, [H, H] in [-1, 1], without forming any map.
 
-    <M_i, M_j> = tr((A_i^T A_j)(B_j B_i^T)), over |M_i| |M_j|. With A = W_V and B = W_O it compares what two heads do
-    with a token they attend to, whatever basis each works in; its square is also indifferent to sign. Under rotary
-    embedding W_Q W_K^T is not the map of scores: positions turn what lies between.
-
-    Args:
-        first: A, [H, d, e].
-        second: B, [H, e, d'].
+    <M_i, M_j> = tr((A_i^T A_j)(B_j B_i^T)), over |M_i| |M_j|, of A [H, d, e] and B [H, e, d']. With A = W_V and B = W_O
+    it compares what two heads do with a token they attend to, whatever basis each works in; its square is also
+    indifferent to sign. Under rotary embedding W_Q W_K^T is not the map of scores: positions turn what lies between.
 
     >>> first = torch.tensor([[[1.0], [0.0]], [[2.0], [2.0]]])
     >>> map_cosine(first, first.mT)[0, 1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,7 +30,6 @@ from headwise.heads.capture import require_joined
 from headwise.heads.heads import LINES, Heads, Site, require_heads, shorten
 from headwise.heads.layouts.functional import explain_uncalled, hands_output
 from headwise.heads.method import Method
-from headwise.heads.view import OutputProjection
 from headwise.nn.checkpointing import is_in_checkpoint, is_recomputing
 from headwise.nn.hooks import Handle, read_first_argument, replace_first_argument, uncompiled
 from headwise.nn.multihead import walk_once
@@ -38,43 +37,120 @@ from headwise.nn.scores import Observer
 from headwise.settings import Rate
 
 
-@dataclass(eq=False)
-class _Removal:
-    """A site whose heads are removed, and whether a forward pass reached it.
+class _EditedOutputs(Handle):
+    """Heads changed where W_O gets them, until `remove()`; a copy of the model has them as they were.
 
-    Its own object, so that layers that torch.compile compiles one by one share a graph.
+    Each attention has an object of its own with what is done to it, so that layers that torch.compile compiles one by
+    one share a graph.
     """
 
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        require_heads(heads)
+        self.heads = heads
+        projections = Counter(id(one.output_projection.module) for one in heads.found if one.output_projection)
+        for site in heads:
+            if site.output_projection is not None and projections[id(site.output_projection.module)] > 1:
+                raise LayoutError(
+                    f"{site.label} calls the same output projection as another attention, whose heads would be changed "
+                    "too; give each attention an output projection of its own."
+                )
+
+    def edit_outputs(
+        self,
+        site: Site,
+        edit: Callable[[Tensor], Tensor],
+        within: Callable[[Tensor], Tensor] | None = None,
+        *,
+        prepend: bool = False,
+        attached_by: str = "",
+        training_only: bool = False,
+    ) -> None:
+        """Change what W_O gets, [..., H * e], by `edit`, or outputs [B, Q, H, e] that no module gets by `within`.
+
+        With `prepend`, hooks that are there already get the changed outputs. If a call that attached this is named,
+        later calls raise `NotFired` where W_O is another module than now.
+        """
+        undo = self._removers.append
+        if within is not None and site.output_projection is None and site.gives("outputs"):
+            undo(site.reach_scores(undo).listen(Observer(_ignore, edit=within)))
+            return
+        output_projection = site.expose(undo)
+        projection = output_projection.module
+
+        def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            joined = read_first_argument(module, args, kwargs)
+            require_joined(joined, site)
+            return replace_first_argument(args, kwargs, edit(joined))
+
+        def require(module: nn.Module, _args: tuple, _kwargs: dict[str, Any]) -> None:
+            if output_projection.module is not projection and (module.training or not training_only):
+                raise NotFired(
+                    f"{site.label}: its output projection is now a {type(output_projection.module).__name__}, set "
+                    f"after {attached_by}, and would get all heads unchanged; call remove(), and {attached_by} again."
+                )
+
+        self.hook_before(projection, change, prepend=prepend)
+        if attached_by:
+            self.hook_before(site.module, require)
+
+
+def _ignore(_attended: object) -> None:
+    return None
+
+
+@dataclass(eq=False)
+class _Removal:
+    """A site whose heads are removed, and whether a forward pass reached it."""
+
     site: Site
+    indices: list[int]
     reached: bool = False
     factors: Tensor | None = None
 
+    def zero(self, joined: Tensor) -> Tensor:
+        """Return what W_O gets, [..., H * e], without the heads that are removed."""
+        return self.site.scale_heads(joined, self._make_factors(joined))
 
-class Ablation(Handle):
+    def zero_within(self, outputs: Tensor) -> Tensor:
+        """Return outputs [B, Q, H, e] without these heads."""
+        return outputs * self.site.select_own_heads(self._make_factors(outputs), 0, outputs.shape[2])[:, None]
+
+    def _make_factors(self, outputs: Tensor) -> Tensor:
+        """Return 0 for the heads that are removed and 1 for the others, [H]."""
+        if is_in_checkpoint():
+            raise NotFired(
+                f"{self.site.label}: heads are removed for evaluation; a backward pass after the block "
+                "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
+                "or gradients."
+            )
+        self.reached = True
+        kept = self.factors
+        compiling = torch.compiler.is_compiling()
+        # made once: the indices are numbers of the host
+        if compiling or kept is None or kept.dtype != outputs.dtype or kept.device != outputs.device:
+            kept = torch.ones(self.site.num_heads, dtype=outputs.dtype, device=outputs.device)
+            kept[self.indices] = 0.0
+            self.factors = self.factors if compiling else kept
+        return kept
+
+
+class Ablation(_EditedOutputs):
     """Heads removed from a model until `remove()` or the end of a `with` block; returned by `ablate`.
 
     On leaving the block it raises `NotFired` where no forward pass went through a site.
     """
 
     def __init__(self, heads: Heads, indices: tuple[int, ...]) -> None:
-        super().__init__()
-        self.heads, self.indices = heads, indices
-        require_unshared(heads)
-        # all output projections are found before the first is hooked: an error leaves the model as it was
-        within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
-        self._removals = [_Removal(site) for site in heads.sites]
+        super().__init__(heads)
+        self.indices = indices
+        self._removals = [_Removal(site, list(indices)) for site in heads.sites]
         with self._attaching(), walk_once(heads.model):
-            keep = self._removers.append
-            projections = [None if own else site.expose(keep) for site, own in zip(heads.sites, within, strict=True)]
-        for removal, output_projection in zip(self._removals, projections, strict=True):
-            if output_projection is None:
-                listener = Observer(ignore, edit=partial(self._zero_outputs, removal))
-                self._removers.append(removal.site.reach_scores(keep).listen(listener))
-                continue
-            projection = output_projection.module
-            # before all other hooks, so that these read the input that W_O gets
-            self.hook_before(projection, self._make_zeroing(removal), prepend=True)
-            self.hook_before(removal.site.module, make_check(removal.site, output_projection, "hw.ablate"))
+            for removal in self._removals:
+                # before all other hooks, so that these read the input that W_O gets
+                self.edit_outputs(
+                    removal.site, removal.zero, removal.zero_within, prepend=True, attached_by="hw.ablate"
+                )
 
     @property
     def called(self) -> bool:
@@ -83,14 +159,12 @@ class Ablation(Handle):
 
     def check(self) -> None:
         """Raise `NotFired` unless a forward pass went through every ablated site."""
-        silent = [removal.site.label for removal in self._removals if not removal.reached]
+        silent = [removal.site for removal in self._removals if not removal.reached]
         if silent:
-            uncalled = next(
-                (site for site in (r.site for r in self._removals if not r.reached) if hands_output(site)), None
-            )
+            uncalled = next((site for site in silent if hands_output(site)), None)
             raise NotFired(
                 f"no forward pass went through the ablated heads of {len(silent)} of {len(self.heads)} sites "
-                f"({', '.join(silent[:6])}); the score cannot show their removal."
+                f"({', '.join(site.label for site in silent[:6])}); the score cannot show their removal."
                 + ("" if uncalled is None else f" In {uncalled.label}, {explain_uncalled(uncalled, 'outputs')}")
             )
 
@@ -98,77 +172,7 @@ class Ablation(Handle):
         return f"heads {', '.join(map(str, self.indices))} of each of {len(self.heads)} sites"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_removals": [_Removal(site) for site in self.heads.sites]}
-
-    def _make_zeroing(self, removal: _Removal) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
-        site = removal.site
-
-        def zero(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            outputs = read_first_argument(module, args, kwargs)
-            keep = self._make_factors(removal, outputs)
-            require_joined(outputs, site)
-            return replace_first_argument(args, kwargs, site.scale_heads(outputs, keep))
-
-        return zero
-
-    def _zero_outputs(self, removal: _Removal, outputs: Tensor) -> Tensor:
-        """Return the outputs of heads [B, Q, H, e] without those removed, where they pass through no module."""
-        keep = self._make_factors(removal, outputs)
-        return outputs * removal.site.select_own_heads(keep, 0, outputs.shape[2])[:, None]
-
-    def _make_factors(self, removal: _Removal, outputs: Tensor) -> Tensor:
-        """Return 0 for the heads that are removed and 1 for the others, [H]."""
-        site = removal.site
-        if is_in_checkpoint():
-            raise NotFired(
-                f"{site.label}: heads are removed for evaluation; a backward pass after the block "
-                "would compute this activation checkpoint again with the heads in place. Turn checkpointing off, "
-                "or gradients."
-            )
-        removal.reached = True
-        if torch.compiler.is_compiling():
-            return self._multiply_by(site, outputs)
-        # made once: the indices are numbers of the host
-        kept = removal.factors
-        if kept is None or kept.dtype != outputs.dtype or kept.device != outputs.device:
-            kept = removal.factors = self._multiply_by(site, outputs)
-        return kept
-
-    def _multiply_by(self, site: Site, outputs: Tensor) -> Tensor:
-        keep = torch.ones(site.num_heads, dtype=outputs.dtype, device=outputs.device)
-        keep[list(self.indices)] = 0.0
-        return keep
-
-
-def ignore(_attended: object) -> None:
-    """Do nothing with what an attention computed."""
-
-
-def require_unshared(heads: Heads) -> None:
-    """Raise `LayoutError` if two attentions share an output projection."""
-    called = Counter(id(site.output_projection.module) for site in heads.found if site.output_projection is not None)
-    for site in heads:
-        if site.output_projection is not None and called[id(site.output_projection.module)] > 1:
-            raise LayoutError(
-                f"{site.label} calls the same output projection as another attention, whose heads would be changed "
-                "too; give each attention an output projection of its own."
-            )
-
-
-def make_check(
-    site: Site, output_projection: OutputProjection, attached_by: str, *, training_only: bool = False
-) -> Callable[[nn.Module, tuple, dict], None]:
-    """Return a hook on an attention that raises `NotFired` where its output projection is another module than now."""
-    projection = output_projection.module
-
-    def require(module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        if output_projection.module is not projection and (module.training or not training_only):
-            raise NotFired(
-                f"{site.label}: its output projection is now a {type(output_projection.module).__name__}, set after "
-                f"{attached_by}, and would get all heads unchanged; call remove(), and {attached_by} again."
-            )
-
-    return require
+        return {**super().__getstate__(), "_removals": [_Removal(site, []) for site in self.heads.sites]}
 
 
 def ablate(heads: Heads, *indices: int | Iterable[int]) -> Ablation:
@@ -231,13 +235,13 @@ def _list_indices(given: Any) -> list[Any]:
 
 @dataclass(eq=False)
 class _Dropped:
-    """An attention, and whether heads of it could be dropped; its own object, as in `ablate`."""
+    """A site, and whether heads of it could be dropped."""
 
     site: Site
     acted: bool = False
 
 
-class HeadDropping(Handle):
+class HeadDropping(_EditedOutputs):
     """Heads dropped at random in training mode until `remove()` or the end of a `with` block; see `drop_heads`.
 
     What was attached before (taps, penalties, measures) reads heads as they were computed. A copy of the model drops
@@ -249,23 +253,21 @@ class HeadDropping(Handle):
     """
 
     def __init__(self, heads: Heads, rate: float, *, seed: int | None = None) -> None:
-        super().__init__()
-        require_heads(heads)
+        super().__init__(heads)
         self.rate = rate
         if seed is not None:
             require_integer("seed", seed)
-        self.heads, self.generator = heads, None if seed is None else torch.Generator().manual_seed(seed)
-        require_unshared(heads)
-        for site in heads:
-            if site.divided:
-                raise LayoutError(f"{site.label}: its heads are divided over processes, which would drop others each.")
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
         self._dropped = [_Dropped(site) for site in heads]
         with self._attaching():
             for dropped in self._dropped:
                 site = dropped.site
-                projection = site.expose(self._removers.append)
-                self.hook_before(projection.module, self._make_hook(dropped))
-                self.hook_before(site.module, make_check(site, projection, "hw.drop_heads", training_only=True))
+                if site.divided:
+                    raise LayoutError(
+                        f"{site.label}: its heads are divided over processes, which would drop others each."
+                    )
+                drop = partial(self._drop, dropped)
+                self.edit_outputs(site, drop, attached_by="hw.drop_heads", training_only=True)
 
     def check(self) -> None:
         """Raise `NotFired` unless heads of every attention could be dropped in some call in training mode."""
@@ -304,20 +306,14 @@ class HeadDropping(Handle):
         require_range("rate", rate, low=0.0, high=0.99)
         self._rate = rate
 
-    def _make_hook(self, dropped: _Dropped) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None]:
+    def _drop(self, dropped: _Dropped, joined: Tensor) -> Tensor:
+        """Return what W_O gets with some heads dropped, in training mode."""
         site = dropped.site
-
-        def drop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-            if not module.training:
-                return None
-            dropped.acted = True
-            joined = read_first_argument(module, args, kwargs)
-            require_joined(joined, site)
-            factors = self._draw(site, joined).repeat_interleave(site.head_size, dim=-1).to(joined)
-            factors = factors.view(joined.shape[0], *[1] * (joined.dim() - 2), joined.shape[-1])
-            return replace_first_argument(args, kwargs, joined * factors)
-
-        return drop
+        if not (site.output_projection and site.output_projection.module.training):
+            return joined
+        dropped.acted = True
+        factors = self._draw(site, joined).repeat_interleave(site.head_size, dim=-1).to(joined)
+        return joined * factors.view(joined.shape[0], *[1] * (joined.dim() - 2), joined.shape[-1])
 
     def _draw(self, site: Site, joined: Tensor) -> Tensor:
         """Return m_h H / sum_h m_h of each row, [B, H]."""
@@ -386,9 +382,8 @@ def drop_heads(heads: Heads, rate: float, *, seed: int | None = None) -> HeadDro
     """Zero each head of each example with probability `rate` while training, and scale the others up: DropHead.
 
     O_h <- O_h m_h H / sum_h m_h before W_O, with m_h ~ Bernoulli(1 - rate) drawn for each example and attention (Zhou
-    et al. 2020, section 3, Eq. 3). An example is a row of what W_O gets: where windows of an image are folded into the
-    batch (Swin), each window draws its own. Where every head of an example would be dropped, all stay. In evaluation
-    mode nothing is dropped. For scheduled DropHead, set `rate` of the handle between steps.
+    et al. 2020, section 3, Eq. 3). An example is a row of what W_O gets, such as a window of Swin. Where every head of
+    an example would be dropped, all stay. For scheduled DropHead, set `rate` of the handle between steps.
 
     Args:
         heads: The attentions.
@@ -412,9 +407,6 @@ def drop_heads(heads: Heads, rate: float, *, seed: int | None = None) -> HeadDro
         HeadDropping(0.1 of the heads of 1 attentions)
     """
     return HeadDropping(heads, rate, seed=seed)
-
-
-METHODS = ("exact", "first_order")
 
 
 @dataclass(frozen=True)
@@ -459,21 +451,19 @@ def importance(
 
     "first_order": I_h = E_x |dL(x)/dxi_h| at xi_h = 1, where W_O gets xi_h O_h in the place of O_h (Michel et al. 2019,
     section 4.1); one forward and one backward pass for all heads. The absolute value is taken for each item x, so that
-    items cannot cancel. A head that is called several times for an item has one xi_h. The paper divides I_h by its l2
-    norm over the heads of a layer before it compares layers; this is not done here. It is a linear estimate: what heads
-    do together, or what saturates, it does not see. Compare it with the exact drops on a sample where ranks matter.
+    items cannot cancel. Unlike in the paper, I_h is not divided by its l2 norm over the heads of a layer. It is a
+    linear estimate and does not see what heads do together, or what saturates: compare it with exact drops on a sample.
 
     For "first_order" the items of a batch are along the first axis of the losses and of what the attention computes.
-    Padding counts nowhere that it does not count in the losses: average the loss of an item over its own tokens. Use
-    the evaluation mode, and no layer that mixes items (batch normalization). Aggregated heads have their xi_h before
-    the aggregator. Gradients of parameters are left as they were, and a compiled model runs uncompiled.
+    Average the loss of an item over its own tokens, use the evaluation mode, and no layer that mixes items (batch
+    normalization). Aggregated heads have their xi_h before the aggregator. Gradients of parameters are left as they
+    were, and a compiled model runs uncompiled.
 
     Args:
         heads: The sites whose heads are judged.
-        score: For "exact", runs the model on the user's data and returns its score, the larger the better; called once
-            for the whole model and once per head, without gradients. For "first_order", runs it once and returns the
-            losses of the items, [items], with their graph, or yields them batch by batch, so that only one graph is
-            held. A loss that is a sum of a sequence's tokens, or any score, will do: the sign does not matter.
+        score: For "exact", runs the model on your data and returns its score, the larger the better; called once for
+            the whole model and once per head, without gradients. For "first_order", runs it once and returns the
+            losses (or scores) of the items, [items], with their graph, or yields them batch by batch.
         method: "exact" or "first_order".
 
     Raises:
@@ -497,7 +487,7 @@ def importance(
         True
     """
     require_heads(heads)
-    require_choice("method", method, METHODS)
+    require_choice("method", method, ("exact", "first_order"))
     if not callable(score):
         raise SettingError(
             f"score is a {type(score).__name__}; expected a function without arguments that runs the model on your "
@@ -509,8 +499,13 @@ def importance(
 
 @torch.no_grad()
 def _remove_each(heads: Heads, score: Callable[[], Any]) -> Importance:
-    baseline = _read_score(score())
-    drops = {site.shown: baseline - _score_without_each(heads, site, score) for site in heads.sites}
+    baseline, drops = _read_score(score()), {}
+    for site in heads.sites:
+        alone, scores = replace(heads, sites=(site,)), []
+        for head in range(site.num_heads):
+            with ablate(alone, head):
+                scores.append(_read_score(score()))
+        drops[site.shown] = baseline - torch.tensor(scores, dtype=torch.float64, device="cpu")
     return Importance(baseline, drops)
 
 
@@ -519,24 +514,14 @@ def _read_score(given: Any) -> float:
     try:
         number = float(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise SettingError(
-            f'score returned {told}; method="exact" expects one number, the larger the better, and '
+            f'score returned {what}; method="exact" expects one number, the larger the better, and '
             'method="first_order" the losses of the items.'
         ) from error
     if not math.isfinite(number):
         raise HeadwiseError(f"score returned {number}, by which no head can be judged; check the data for NaN.")
     return number
-
-
-def _score_without_each(heads: Heads, site: Site, score: Callable[[], Any]) -> Tensor:
-    """Return the score without each head of a site, [H]."""
-    alone, scores = Heads(heads.model, (site,), heads.projections, heads.found), []
-    for head in range(site.num_heads):
-        with ablate(alone, head) as ablation:
-            scores.append(_read_score(score()))
-            ablation.check()
-    return torch.tensor(scores, dtype=torch.float64, device="cpu")
 
 
 @torch.enable_grad()
@@ -586,6 +571,10 @@ class _GatedSite:
     gates: list[Tensor]
     reached: bool = False
 
+    def gate_joined(self, joined: Tensor) -> Tensor:
+        """Return what W_O gets, [rows, ..., H * e], times new gates."""
+        return self.gate(joined.unflatten(-1, (self.site.num_heads, self.site.head_size))).flatten(-2)
+
     def gate(self, outputs: Tensor) -> Tensor:
         """Return outputs of heads [rows, ..., H, e] times new gates [rows, H]."""
         if not torch.is_grad_enabled():
@@ -600,31 +589,22 @@ class _GatedSite:
         return outputs * gates.view((rows, *between, heads, 1)[-outputs.dim() :])
 
 
-class _Gates(Handle):
+class _Gates(_EditedOutputs):
     """A gate of 1 on each head of each item, at the input of W_O."""
 
     def __init__(self, heads: Heads) -> None:
-        super().__init__()
-        require_unshared(heads)
-        within = [site.output_projection is None and site.gives("outputs") for site in heads.sites]
-        projections = [
-            None if own else site.expose(self._removers.append).module
-            for site, own in zip(heads.sites, within, strict=True)
-        ]
-        divided = next((site.label for site in heads.sites if site.divided), None)
-        if divided is not None:
-            raise LayoutError(
-                f'{divided}: under tensor parallelism no process computes the outputs of all heads; use method="exact".'
-            )
-        self.sites = [
-            _GatedSite(site, torch.zeros(site.num_heads, dtype=torch.float64, device="cpu"), []) for site in heads.sites
-        ]
-        for gated, projection in zip(self.sites, projections, strict=True):
-            if projection is None:
-                listener = Observer(ignore, edit=gated.gate)
-                self._removers.append(gated.site.reach_scores(self._removers.append).listen(listener))
-            else:
-                self.hook_before(projection, _make_gating(gated))
+        super().__init__(heads)
+        self.sites = []
+        with self._attaching():
+            for site in heads:
+                gated = _GatedSite(site, torch.zeros(site.num_heads, dtype=torch.float64, device="cpu"), [])
+                self.edit_outputs(site, gated.gate_joined, gated.gate)
+                if site.divided:
+                    raise LayoutError(
+                        f"{site.label}: under tensor parallelism no process computes the outputs of all heads; use "
+                        'method="exact".'
+                    )
+                self.sites.append(gated)
 
     def differentiate(self, losses: Tensor) -> None:
         """Add what the losses of a batch say of each head."""
@@ -633,7 +613,7 @@ class _Gates(Handle):
             return
         gradients = torch.autograd.grad(losses.sum(), [gate for _, gate in taken], allow_unused=True)
         for gated in self.sites:
-            # those of recomputed checkpoints too
+            # also gates of recomputed checkpoints
             gated.gates = []
         sums: dict[_GatedSite, Tensor] = {}
         for (gated, gate), gradient in zip(taken, gradients, strict=True):
@@ -652,18 +632,6 @@ class _Gates(Handle):
                 f"the losses depend on no head of {len(silent)} of {len(self.sites)} sites ({', '.join(silent[:6])}); "
                 "no forward pass went through them, or what they computed was detached. Select other heads."
             )
-
-
-def _make_gating(gated: _GatedSite) -> Callable[[nn.Module, tuple, dict], tuple[tuple, dict]]:
-    site = gated.site
-
-    def gate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        joined = read_first_argument(module, args, kwargs)
-        require_joined(joined, site)
-        split = gated.gate(joined.unflatten(-1, (site.num_heads, site.head_size)))
-        return replace_first_argument(args, kwargs, split.flatten(-2))
-
-    return gate
 
 
 def _group(gradient: Tensor, gate: Tensor, items: int, site: Site) -> Tensor:

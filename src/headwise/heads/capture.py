@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -76,13 +76,13 @@ class Capture:
         return 0 if self.weights is None else self.weights.shape[0] * self.weights.shape[2]
 
     def __repr__(self) -> str:
-        held = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "site")
+        held = ((entry.name, getattr(self, entry.name)) for entry in fields(self) if entry.name != "site")
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in held if tensor is not None)
         return f"Capture({self.site.label}: {shapes or 'nothing yet'})"
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Self:
         # torch copies no tensor with a graph, and a copy of the site would hold a copy of the model
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "site"}
+        tensors = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "site"}
         return replace(self, **{name: None if t is None else t.detach().clone() for name, t in tensors.items()})
 
 
@@ -119,10 +119,7 @@ def note_padding(module: nn.Module, tell: Callable[[Padding], object]) -> Callab
 
 
 def find_askers(heads: Heads) -> list[tuple[Site, Site]]:
-    """Return the cross-attentions among heads, each with the self-attention of its layer.
-
-    That runs on the same queries just before, and receives their padding.
-    """
+    """Return each cross-attention with its layer's self-attention, which ran on the same queries with their padding."""
     return [
         (asking, asked)
         for asked in heads.found
@@ -139,11 +136,8 @@ class ForwardToken:
 class OpenCapture:
     """The capture of a call that is still running.
 
-    Attributes:
-        capture: Filled while the call runs.
-        own: Padding that the call received.
-        queries: Padding of the self-attention that ran on the same queries; its own for self-attention.
-        forward: The model's own forward in which it was made; None where a part was called without the model.
+    It has its `own` padding, and in `queries` the padding of the self-attention on the same queries. `forward` is None
+    where a part was called without the model.
     """
 
     capture: Capture
@@ -152,11 +146,7 @@ class OpenCapture:
     forward: ForwardToken | None
 
     def finish(self, *, outputs: bool, values: bool, weights: bool, mean_weights: bool = False) -> Capture:
-        """Return the capture with the padding of its queries, one row a sequence.
-
-        Raises:
-            NotFired: Something requested, which the arguments say, was not computed in the call where it is read.
-        """
+        """Return the capture with its queries' padding; `NotFired` if something requested was not computed in it."""
         capture = self.capture
         name = capture.site.label
         if outputs and capture.outputs is None:
@@ -175,7 +165,7 @@ class OpenCapture:
         cross = capture.site.kind == "cross"
         padding = self.queries if cross else Padding(capture.key_keep, self.queries.first)
         if capture.site.kind == "pooling" and capture.key_keep is not None:
-            # a text of padding alone is no text, and its one query pools nothing
+            # the one query of a text of padding alone pools nothing
             padding = Padding(capture.key_keep.any(1, keepdim=True))
         axes = ((capture.outputs, 1), (capture.weights, 2), (capture.mean_weights, 1))
         queries = next((tensor.shape[axis] for tensor, axis in axes if tensor is not None), None)
@@ -288,9 +278,7 @@ def name_arguments(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, obj
 def count_cached(module: nn.Module, arguments: Mapping[str, object]) -> int | None:
     """Return how many tokens were in the cache that an attention module was called with; None without a cache.
 
-    Args:
-        module: The attention module, which may hold its place in the cache.
-        arguments: Those of the call by name; the place in the cache may be one of them.
+    The module's place in the cache is one of its arguments or attributes.
     """
     cache: Any = next((value for value in arguments.values() if hasattr(value, "get_seq_length")), None)
     if cache is None:
@@ -307,10 +295,7 @@ def count_cached(module: nn.Module, arguments: Mapping[str, object]) -> int | No
 
 
 def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tensor | None:
-    """Return True where a key of this call is a real token, [B or 1, K]; None when it was given no mask.
-
-    Masks of modules of transformers are read in the convention of transformers.
-    """
+    """Return True where a key of this call is a real token, [B or 1, K]; None when it was given no mask."""
     mask = arguments.get("key_padding_mask")
     if isinstance(mask, Tensor):
         return valid_keys(mask) if mask.dim() == 2 else None
@@ -331,22 +316,14 @@ def read_key_padding(module: nn.Module, arguments: Mapping[str, object]) -> Tens
 
 
 def find_real_keys(mask: Tensor) -> Tensor | None:
-    """Return True where some query may attend to a key, from a mask in transformers' convention.
+    """Return True where some query may attend to a key [B, K], or None for a mask of an unknown shape.
 
-    A real token may always be attended to by itself, under causality and in a window too; padding by none.
+    A real token may always attend to itself, also under causality and in a window; no query attends to padding. The
+    mask is [B, K], [B, Q, K] or [B, 1 or H, Q, K] in transformers' convention: True or 1 may attend, or additive, which
+    a floating mask without a positive entry is.
 
-    Args:
-        mask: [B, K], [B, Q, K] or [B, 1 or H, Q, K]; boolean (True may attend), integer (1 may attend) or additive.
-            A floating mask without a positive entry is additive.
-
-    Returns:
-        [B, K], or None for a mask of another shape.
-
-    Example:
-        >>> import torch
-        >>> causal_and_padded = torch.tensor([[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]).bool()
-        >>> find_real_keys(causal_and_padded)
-        tensor([[ True,  True, False]])
+    >>> find_real_keys(torch.tensor([[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]).bool())
+    tensor([[ True,  True, False]])
     """
     if mask.dim() not in (2, 3, 4):
         return None
@@ -386,23 +363,19 @@ def is_partial() -> bool:
     return not torch.compiler.is_compiling() and _partial.get()
 
 
+@dataclass
 class _Forward:
     """Whether a forward runs, which, and whether the last one was given a cache."""
 
-    def __init__(self) -> None:
-        self.inside = self.generating = False
-        self.token = ForwardToken()
+    inside: bool = False
+    generating: bool = False
+    token: ForwardToken = field(default_factory=ForwardToken)
 
 
 class ForwardScope:
-    """Tells when a forward of a model runs. Recomputation by activation checkpointing is no forward.
+    """Calls `begun` and `ended`, with whether it raised, in the thread of each forward of a model.
 
-    Args:
-        model: The model.
-        begun: Called when a forward begins.
-        ended: Called when it ends, with whether it raised.
-
-    Both are called in the thread of the forward.
+    Recomputation by activation checkpointing is not a forward.
     """
 
     def __init__(self, model: nn.Module, begun: Callable[[], object], ended: Callable[[bool], object]) -> None:

@@ -65,7 +65,7 @@ class Method(ABC):
         """
 
     def select(self, heads: Heads) -> Heads:
-        """Return the heads that it acts on: those of its kinds, in its layers of each kind.
+        """Return the heads that it acts on: of its kinds, in its layers of each kind.
 
         Raises:
             LayoutError: There is no attention of that kind or in that layer.

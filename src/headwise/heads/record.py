@@ -37,17 +37,14 @@ _clock = count()
 def watching(before: Iterable[Watched] = (), after: Iterable[Watched] = (), *, prepend: bool = False) -> Iterator[None]:
     """Inside the block, call functions before and after the calls that modules get from this thread.
 
-    Args:
-        before: Modules, each with a function (module, args, kwargs) -> None, or other arguments of the call.
-        after: Modules, each with a function (module, args, kwargs, output) -> None, or another output.
-        prepend: Whether those before a call come before other hooks.
+    A function (module, args, kwargs) before a call may return other arguments, one (module, args, kwargs, output) after
+    it another output. With `prepend`, functions before a call come before other hooks.
 
-    Example:
-        >>> linear = nn.Linear(2, 2)
-        >>> with watching(after=[(linear, lambda module, args, kwargs, output: output + 1.0)]):
-        ...     moved = linear(torch.zeros(2))
-        >>> torch.equal(moved, linear(torch.zeros(2)) + 1.0)
-        True
+    >>> linear = nn.Linear(2, 2)
+    >>> with watching(after=[(linear, lambda module, args, kwargs, output: output + 1.0)]):
+    ...     moved = linear(torch.zeros(2))
+    >>> torch.equal(moved, linear(torch.zeros(2)) + 1.0)
+    True
     """
     thread = threading.get_ident()
 
@@ -70,11 +67,8 @@ def watching(before: Iterable[Watched] = (), after: Iterable[Watched] = (), *, p
 class Call:
     """One call of a module.
 
-    Attributes:
-        module: The module.
-        args, kwargs: What it was called with; nothing where that was not kept.
-        output: What it returned; None where that was not kept.
-        start, end: When it began and ended, as numbers that increase; an end of -1 where it raised.
+    Arguments and output are empty where they were not kept. It ran from `start` to `end`, numbers that increase; a call
+    that raised ends at -1.
     """
 
     module: nn.Module
@@ -159,18 +153,14 @@ def record(
 ) -> Iterator[list[Call]]:
     """Record the calls that modules get from this thread inside the block, in the order in which they begin.
 
-    Args:
-        modules: The modules.
-        inputs: What is kept of (args, kwargs): the result of `keep`, `clone` or `copy_deeply`; None for nothing.
-        outputs: What is kept of an output, likewise.
-        prepend: Whether inputs are kept before other hooks change them.
+    `inputs` and `outputs` are `keep`, `clone` or `copy_deeply`, by which (args, kwargs) and outputs are kept, or None.
+    With `prepend`, inputs are kept before other hooks change them.
 
-    Example:
-        >>> linear = nn.Linear(2, 3)
-        >>> with record([linear], inputs=keep, outputs=keep) as calls:
-        ...     _ = linear(torch.zeros(4, 2))
-        >>> [(call.given.shape, call.output.shape) for call in calls]
-        [(torch.Size([4, 2]), torch.Size([4, 3]))]
+    >>> linear = nn.Linear(2, 3)
+    >>> with record([linear], inputs=keep, outputs=keep) as calls:
+    ...     _ = linear(torch.zeros(4, 2))
+    >>> [(call.given.shape, call.output.shape) for call in calls]
+    [(torch.Size([4, 2]), torch.Size([4, 3]))]
     """
     calls: list[Call] = []
     running: dict[nn.Module, list[int]] = {module: [] for module in modules}
@@ -277,12 +267,9 @@ def _convert(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_site(site: Site, model: nn.Module, memo: Mapping[int, Any]) -> Site | None:
-    """Return a site as it is read in a copy; None where the copy does not hold its projections.
+    """Return a site as it is read in a copy of its model or module, with the memo of `copy_deeply`.
 
-    Args:
-        site: The site.
-        model: The copy of its model, or of its module.
-        memo: Copies by the ids of what they are copies of, from `copy_deeply`.
+    None where the copy does not hold its projections.
     """
 
     def find(module: nn.Module | None) -> nn.Module | None:
@@ -314,20 +301,14 @@ def copy_site(site: Site, model: nn.Module, memo: Mapping[int, Any]) -> Site | N
 def copy_deeply(value: T, memo: dict[int, Any] | None = None) -> T:
     """Return a deep copy, in which a tensor with a graph is a detached copy and what cannot be copied is shared.
 
-    Args:
-        value: A module, or anything else.
-        memo: As in `copy.deepcopy`: copies by the ids of what they are copies of.
-
     Raises:
         HeadwiseError: It refuses to be copied even so.
 
-    Example:
-        >>> import threading
-        >>> layer = nn.Linear(2, 2)
-        >>> layer.lock, layer.cache = threading.Lock(), layer.weight * 2.0
-        >>> twin = copy_deeply(layer)
-        >>> twin.lock is layer.lock, twin.cache is layer.cache
-        (True, False)
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.lock, layer.cache = threading.Lock(), layer.weight * 2.0
+    >>> twin = copy_deeply(layer)
+    >>> twin.lock is layer.lock, twin.cache is layer.cache
+    (True, False)
     """
     memo = {} if memo is None else memo
     given, shared = dict(memo), {}

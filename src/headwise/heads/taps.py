@@ -1,8 +1,6 @@
 """Reading the values, attention weights and outputs of each head during a forward pass.
 
 Outputs are read at the module that plays W_O, values where they are projected, weights where the scores are computed.
-
-The effective number of heads of an attention, from what it computed in a step.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -49,27 +47,39 @@ UNREAD_CALLS = 64
 READS = ("outputs", "values", "weights", "mean_weights")
 
 
+@dataclass
 class _Here:
-    """What a thread knows of a site: its calls since the last read, and the padding of the queries of the next."""
+    """What a thread knows of a site: its calls since the last read, and the padding of the next call's queries."""
 
-    def __init__(self) -> None:
-        self.calls: list[OpenCapture] = []
-        self.asked = Padding()
+    calls: list[OpenCapture] = field(default_factory=list)
+    asked: Padding = field(default_factory=Padding)
 
 
 class _SiteTap:
     """The hooks of one site, and its calls since the last read.
 
-    Each site has an object of its own, and nothing is looked up by name: layers that torch.compile compiles one by one
-    then differ in nothing it guards on, and share a graph.
+    Its own object, without look-ups by name, so that layers that torch.compile compiles one by one share a graph.
     """
 
     def __init__(self, taps: Taps, site: Site) -> None:
         self.taps, self.site, self.crosses = taps, site, site.kind == "cross"
         self.here, self.reached = PerThread(_Here), False
         self.names, self.parts = list_parameters(site.module), ValueParts(site)
-        self.within = self._list_within()
-        self.places = _list_places(site) if taps.values else []
+        called = bool(site.value_modules) and not is_handing(site)
+        apart = {
+            "values": called or all(part.projection != "value" for part in site.parts),
+            "outputs": site.output_projection is not None,
+        }
+        # read where the scores are computed, as no module call returns or takes it, or may not
+        self.within = [what for what in apart if getattr(taps, what) and not apart[what] and site.gives(what)]
+        read = {id(module) for module in site.value_modules} if taps.values else ()
+        # where the modules that project values are held, each with its name there
+        self.places = [
+            (owner, name, part)
+            for owner in site.module.modules()
+            for name, part in owner._modules.items()
+            if part is not None and id(part) in read
+        ]
 
     def attach(self, undo: Undo) -> None:
         """Put the hooks in place; `undo` is given what removes them."""
@@ -87,7 +97,7 @@ class _SiteTap:
         if taps.weights or taps.mean_weights or within:
             # values that a module may return are read here where it did not, and need no call here
             needs = taps.weights or taps.mean_weights or {*within} - {"values"} or not site.value_modules
-            active = taps._is_active if needs else _never
+            active = taps._is_active if needs else bool
             listener = Observer(self.see, taps.weights, taps.mean_weights, taps.beside, active)
             undo(site.reach_scores(undo).listen(listener))
         if taps.values:
@@ -98,16 +108,6 @@ class _SiteTap:
                 )
             for index, module in enumerate(site.value_modules):
                 taps.hook_after(module, partial(self.take_values, index))
-
-    def _list_within(self) -> tuple[str, ...]:
-        """Return what is read where the scores are computed, as no module call returns or takes it, or may not."""
-        site = self.site
-        called = bool(site.value_modules) and not is_handing(site)
-        apart = {
-            "values": called or all(part.projection != "value" for part in site.parts),
-            "outputs": site.output_projection is not None,
-        }
-        return tuple(what for what in apart if getattr(self.taps, what) and not apart[what] and site.gives(what))
 
     def note_asked(self, padding: Padding) -> None:
         """Note the padding that the self-attention on the same queries received."""
@@ -188,33 +188,22 @@ class _SiteTap:
                 )
 
 
-def _list_places(site: Site) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return where the modules that project values are held, each with its name there."""
-    read = {id(module) for module in site.value_modules}
-    return [
-        (owner, name, part)
-        for owner in site.module.modules()
-        for name, part in owner._modules.items()
-        if part is not None and id(part) in read
-    ]
-
-
+@dataclass
 class _Running:
-    """Whether a thread's captures are kept until they are read or the next forward, and whether none are made."""
+    """Whether a thread's captures are kept only until the next forward, and whether it makes no captures."""
 
-    def __init__(self) -> None:
-        self.transient = self.paused = False
+    transient: bool = False
+    paused: bool = False
 
 
 class Taps(Handle):
     """Reads chosen attentions during forward passes and keeps the captures until they are read.
 
-    While the model trains (training mode, gradients on) every call since the last `read` is kept, so that an encoder
-    called twice gives two captures per attention; captures of a forward that raised are dropped.
-    Otherwise each forward of the model drops the captures of the previous one, and a part called without the model (the
-    encoder, while generating) keeps its newest call. A module shared between layers gives one capture per call, in
-    order. Recomputation by activation checkpointing is not captured again. Copies and pickles of the model are not
-    tapped. Each thread that runs the model reads its own calls.
+    While the model trains (training mode, gradients on) every call since the last `read` is kept; captures of a forward
+    that raised are dropped. Otherwise each forward of the model drops the captures of the previous one, and a part
+    called without the model (the encoder, while generating) keeps its newest call. A module shared between layers gives
+    one capture per call, in order. Recomputation by activation checkpointing is not captured again. Copies and pickles
+    of the model are not tapped. Each thread that runs the model reads its own calls.
 
     Args:
         heads: The sites to read.
@@ -306,7 +295,7 @@ class Taps(Handle):
         return [self._finish(call) for call in _interleave(taken)]
 
     def read_called(self) -> list[Capture]:
-        """Return what `read` does of the calls that computed all that is read, and nothing of others."""
+        """Like `read`, but skip calls that did not compute everything requested."""
         found = []
         for call in _interleave(self._take()):
             with suppress(NotFired):
@@ -403,12 +392,8 @@ class Tap(Method):
 
     def attach(self, heads: Heads) -> Taps:
         """Read the selected heads; errors as of `Taps`."""
-        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in ("layers", "kinds")}
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.kw_only}
         return Taps(self.select(heads), **own)
-
-
-def _never() -> bool:
-    return False
 
 
 def _interleave(taken: list[list[OpenCapture]]) -> list[OpenCapture]:
@@ -420,12 +405,8 @@ def _interleave(taken: list[list[OpenCapture]]) -> list[OpenCapture]:
 def count_effective_heads(captures: Sequence[Capture], keep: Tensor | None = None) -> Tensor:
     """Return the effective number of heads of one attention over the tokens of some calls, a float64 scalar.
 
-    It is that of the debiased alignment of what heads add to the output, O_h W_O,h, or of O_h where no linear output
-    projection follows: see `similarity.effective.effective_number`. NaN with fewer than four valid tokens.
-
-    Args:
-        captures: Calls of one attention, with outputs.
-        keep: True where a token is real, [B, L]; overrides the padding that each call received.
+    `effective_number` of the debiased alignment of the contributions O_h W_O,h, or of O_h where no linear output
+    projection follows. NaN with fewer than four valid tokens. `keep` [B, L] overrides the padding of each call.
     """
     tokens = []
     for capture in captures:
@@ -440,11 +421,7 @@ def count_effective_heads(captures: Sequence[Capture], keep: Tensor | None = Non
 
 
 def require_reachable(target: Target, heads: Heads) -> None:
-    """Raise `SettingError` where an attention has fewer heads than a target asks for; those of one head are left out.
-
-    Raises:
-        SettingError: It names the attention.
-    """
+    """Raise `SettingError` if an attention with several heads has fewer than a target asks for."""
     for site in heads:
         if 1 < site.num_heads < target.effective_heads:
             raise SettingError(

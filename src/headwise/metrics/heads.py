@@ -63,16 +63,10 @@ def output_cosine(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     `output_similarity` of the loss, which includes pairs of a head with itself; here orthogonal heads give 0. The
     cosine of a zero vector is 0.
 
-    Args:
-        outputs: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
+    Args and raises as for `head_distance`.
 
     Returns:
         A scalar in [-1/(H-1), 1], invariant to the scale of each head.
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
 
     >>> output_cosine(torch.tensor([[[1.0, 0.0], [3.0, 4.0]]]))
     tensor(0.6000)
@@ -112,14 +106,8 @@ def parameter_cosine(particles: Tensor) -> ParameterCosine:
 def particle_norms(particles: Tensor) -> Tensor:
     """Euclidean norm of the parameters of each head, |θ_i|: [*, M, D] -> [*, M], float64.
 
-    Args:
-        particles: [*, M, D], one flattened head per row.
-
-    Returns:
-        [*, M]. Growing norms raise every Euclidean distance without making heads more different.
-
-    Raises:
-        ShapeError: Wrong shape or dtype.
+    Growing norms raise every Euclidean distance without making heads more different. `ShapeError` for another shape or
+    dtype.
 
     >>> particle_norms(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
     tensor([5., 1.], dtype=torch.float64)
@@ -168,16 +156,10 @@ def generalized_jensen_shannon(weights: Tensor, keep: Tensor | None = None) -> T
     mean_q [ S(mean_h A_hq) - mean_h S(A_hq) ], where S is the entropy (Lin 1991, with equal weights): the mutual
     information of the head and the attended key. It takes one pass over heads; `attention_jensen_shannon` takes pairs.
 
-    Args:
-        weights: [..., H, Q, K], attention weights, before dropout; each row sums to one.
-        keep: [..., Q], bool, True = valid query; None keeps all.
+    Args and raises as for `attention_jensen_shannon`.
 
     Returns:
         A scalar in [0, log H]: 0 if heads attend alike, log H if no two share a key.
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or no query.
-        MaskError: `keep` is not bool, of another shape, or keeps no query.
 
     >>> generalized_jensen_shannon(torch.eye(4).reshape(1, 4, 1, 4)).exp()
     tensor(4.)
@@ -193,16 +175,10 @@ def attention_entropy(weights: Tensor, keep: Tensor | None = None) -> Tensor:
 
     mean_q [ -Σ_k A_hqk log A_hqk ]: 0 for a head that attends to one key, log K for a uniform one.
 
-    Args:
-        weights: [..., H, Q, K], attention weights, before dropout; each row sums to one.
-        keep: [..., Q], bool, True = valid query; None keeps all.
+    Args and raises as for `attention_jensen_shannon`.
 
     Returns:
         [H], in [0, log K].
-
-    Raises:
-        ShapeError: Wrong shape or dtype, or no query.
-        MaskError: `keep` is not bool, of another shape, or keeps no query.
 
     >>> attention_entropy(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]))
     tensor([0.0000, 0.6931])
@@ -228,16 +204,10 @@ def prediction_disagreement(logits: Tensor, keep: Tensor | None = None) -> Tenso
     reading makes of one head's contribution alone. Report it at the last layer, or with a fitted probe: at other layers
     the reading is not the model's. A sign or a common offset changes it although the heads say the same.
 
-    Args:
-        logits: [..., H, C].
-        keep: [...], bool, True = valid token; None keeps all.
+    Args and raises as for `head_distance`, with logits [..., H, C] as outputs.
 
     Returns:
         A float64 scalar in [0, 1].
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
 
     >>> prediction_disagreement(torch.tensor([[[2.0, 0.0], [0.0, 1.0], [3.0, 1.0]]]))
     tensor(0.6667, dtype=torch.float64)
@@ -254,9 +224,7 @@ def rbf_hsic(outputs: Tensor, keep: Tensor | None = None, *, tokens: int = 512) 
     distance between tokens of each head, which makes it indifferent to scale. It sees copies that no linear kernel
     does, such as |z| of z, weakly where heads are wide. Its value for a copy is not fixed.
 
-    Args:
-        outputs: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
+    Args and raises as for `head_distance`, and:
         tokens: The most tokens compared, at least 2, spread evenly over those given: the cost grows with their square.
 
     Returns:
@@ -264,8 +232,7 @@ def rbf_hsic(outputs: Tensor, keep: Tensor | None = None, *, tokens: int = 512) 
 
     Raises:
         SettingError: `tokens` is no such number.
-        ShapeError: Wrong shape or dtype, fewer than two heads, or fewer than two tokens.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
+        ShapeError: There are fewer than two tokens.
 
     >>> rbf_hsic(torch.tensor([[[0.0], [0.0]], [[1.0], [2.0]], [[3.0], [6.0]]]))
     tensor(0.1301, dtype=torch.float64)

@@ -151,18 +151,10 @@ def output_moments(
 ) -> OutputMoments:
     """Return the moments of the outputs of one batch, to be added over batches.
 
-    Args:
-        outputs: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
-        output_weights: W_O of each head as [H, d, e]; the moments are then of its contribution W_O,h o_h, in an
-            orthonormal basis of the head's own, in which all kernels are the same.
+    Args and raises as for `debiased_cka`.
 
     Returns:
-        `OutputMoments`, whose memory is (H e)^2 for any number of tokens.
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or no token.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
+        `EffectiveHeads(number, weighted, tokens)`.
 
     >>> output_moments(torch.ones(4, 2, 3)).count
     4
@@ -197,16 +189,10 @@ def linear_cka(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
     when one head is a rotation and scaling of another. It is biased upward with few tokens: independent heads score
     about e/T, so use many more tokens than the width of a head, or `debiased_cka`.
 
-    Args:
-        outputs: [..., H, e].
-        keep: [...], bool, True = valid token; None keeps all.
+    Args and raises as for `debiased_cka`, from two tokens on.
 
     Returns:
         A float64 scalar in [0, 1]; a head that is constant over tokens scores 0 with every other head.
-
-    Raises:
-        ShapeError: Wrong shape or dtype, fewer than two heads, or fewer than two tokens.
-        MaskError: `keep` is not bool, of another shape, or keeps no token.
 
     >>> head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0]])
     >>> linear_cka(torch.stack([head, -3 * head.flip(1)], dim=1))

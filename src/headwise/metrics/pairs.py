@@ -41,9 +41,7 @@ class PairSums:
 def distance_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
     """Return sums over tokens of |x_i - x_j|, whose mean over tokens and pairs is `metrics.head_distance`.
 
-    Args:
-        vectors: [..., H, e].
-        keep: [...], bool, True = valid; None keeps all.
+    Vectors are [..., H, e]; `keep` [...] is True for valid tokens, and None keeps all.
 
     Example:
         >>> distance_pairs(torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])).mean[0, 1]
@@ -58,9 +56,7 @@ def distance_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
 def cosine_pairs(vectors: Tensor, keep: Tensor | None = None) -> PairSums:
     """Return sums over tokens of cos(x_i, x_j), whose mean over tokens and pairs is `metrics.output_cosine`.
 
-    Args:
-        vectors: [..., H, e]; the cosine of a zero vector is 0.
-        keep: [...], bool, True = valid; None keeps all.
+    Vectors are [..., H, e], and the cosine of a zero vector is 0; `keep` [...] is True for valid tokens, None for all.
 
     Example:
         >>> cosine_pairs(torch.tensor([[[1.0, 0.0], [3.0, 4.0]]])).mean[0, 1]
@@ -80,10 +76,7 @@ def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSu
     """Return sums over queries of the Jensen-Shannon divergence between heads, and of the entropy of each head [H].
 
     Their means over queries are `metrics.attention_jensen_shannon` (also over pairs) and `metrics.attention_entropy`.
-
-    Args:
-        weights: [..., H, Q, K]; each row sums to one.
-        keep: [..., Q], bool, True = valid query; None keeps all.
+    Rows of weights [..., H, Q, K] sum to one; `keep` [..., Q] is True for valid queries, and None keeps all.
 
     Example:
         >>> pairs, entropy = attention_pairs(torch.eye(2).reshape(1, 2, 1, 2))
@@ -110,10 +103,7 @@ def attention_pairs(weights: Tensor, keep: Tensor | None = None) -> tuple[PairSu
 
 @torch.no_grad()
 def parameter_pairs(particles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosine and the distance of the parameters of each pair of heads, both [M, M] float64.
-
-    Args:
-        particles: [M, D], one flattened head per row.
+    """Return the cosine and the distance of the parameters of each pair of heads [M, D], both [M, M] float64.
 
     Example:
         >>> cosine, distance = parameter_pairs(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))

@@ -105,20 +105,13 @@ T = TypeVar("T")
 
 
 class PerThread(threading.local, Generic[T]):
-    """What the hooks of a running forward leave for one another: each thread has its own.
+    """What the hooks of a running forward leave for one another: each thread has its `own`, made by `make`.
 
-    Threads may run one model on different inputs. A copy or a pickle begins anew.
+    Threads may run one model on different inputs. A copy or a pickle begins anew. Attributes of `own` are set, and not
+    of this object, as torch.compile would forget these at the end of a graph.
 
-    Args:
-        make: Makes what a thread begins with. Its attributes are set, and not those of this object, which torch.compile
-            would forget at the end of a graph.
-
-    Attributes:
-        own: What the running thread has.
-
-    Example:
-        >>> inputs = PerThread(list)
-        >>> inputs.own.append("what this thread gave")
+    >>> inputs = PerThread(list)
+    >>> inputs.own.append("what this thread gave")
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -130,14 +123,10 @@ class PerThread(threading.local, Generic[T]):
 
 
 class Hook:
-    """A forward hook or pre-hook of one module, dropped when that module is copied or pickled.
+    """A forward hook or pre-hook of one module; a call by another module is ignored.
 
-    A deep copy must not be observed in place of the original, and a pickle cannot hold the observer. Both get a hook
-    that does nothing.
-
-    Args:
-        module: The module served; a call by another one is ignored.
-        function: What torch's hook would be: (module, args[, kwargs][, output]) -> anything a hook may return.
+    A deep copy must not be observed in place of the original, and a pickle cannot hold the observer: both get a hook
+    that does nothing. The function is what torch's hook would be.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
@@ -159,7 +148,7 @@ class Hook:
 
     def __reduce__(self) -> tuple:
         # for copy and pickle
-        return _forgotten, ()
+        return _Forgotten, ()
 
 
 def run_uncompiled(function: Callable[..., object]) -> None:
@@ -376,7 +365,3 @@ class _Forgotten:
             for hooks in held:
                 for number in gone:
                     hooks.pop(number, None)
-
-
-def _forgotten() -> Callable[..., None]:
-    return _Forgotten()

@@ -1,7 +1,7 @@
 """Similarities of heads that tricks do not fool: to be lowered by a penalty, in place of the cosines of the papers.
 
 Means are over pairs of different heads. Those of sets of tokens (`CKA`, `HSIC`, `CrossCorrelation`, `LogDeterminant`)
-are of each call of an attention as a whole, and are averaged over calls; those of parameters need no call.
+take each call of an attention as a whole, and are averaged over calls; terms on parameters need no call.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from headwise.heads.sharding import gather_mean
 from headwise.settings import Natural, Positive, check_fields
 from headwise.similarity.terms import PARAMETERS, Arithmetic
 
-# What heads put out before W_O, and what each adds to the residual stream through W_O.
-OF = ("outputs", "contributions")
-
 
 @dataclass(frozen=True)
 class SquaredCosine(Arithmetic):
@@ -48,8 +45,28 @@ class SquaredCosine(Arithmetic):
         return squared_cosine_sum(tensor, keep)
 
 
+class _OfProducts(Arithmetic):
+    """A similarity of the tokens of one call, computed from their products of features."""
+
+    reads = "outputs"
+    of: Literal["outputs", "contributions"]
+    sketch: Natural = 0
+
+    __post_init__ = check_fields
+
+    def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the value and 1, for the tokens of one call."""
+        assert tensor is not None  # captured, as `reads` asks
+        metric = form_metric(_read_factors(site, "output")) if self.of == "contributions" else None
+        products = multiply_features(tensor, keep, metric, sketch=self.sketch)
+        return _count_call(self._measure(products), products.count)
+
+    def _measure(self, products: Products) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class CKA(Arithmetic):
+class CKA(_OfProducts):
     """Centered kernel alignment of heads: mean_{i<j} max(CKA_ij, 0) over the tokens of a call, in [0, 1].
 
     CKA_ij = HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)) with linear kernels (Kornblith et al. 2019). Scale, sign, offset
@@ -71,19 +88,13 @@ class CKA(Arithmetic):
     of: Literal["outputs", "contributions"] = "outputs"
     sketch: Natural = 0
 
-    reads = "outputs"
-
-    __post_init__ = check_fields
-
-    def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean over pairs and 1, for the tokens of one call."""
-        products = _multiply(self.of, site, tensor, keep, sketch=self.sketch)
+    def _measure(self, products: Products) -> Tensor:
         kernel = products.debiased_cka() if self.debiased else products.linear_cka()
-        return _count_call(_average_pairs(kernel.clamp_min(0.0)), products.count)
+        return _average_pairs(kernel.clamp_min(0.0))
 
 
 @dataclass(frozen=True)
-class HSIC(Arithmetic):
+class HSIC(_OfProducts):
     """Hilbert-Schmidt independence criterion: mean_{i<j} HSIC_1(i, j), unbiased, over the tokens of a call.
 
     With linear kernels (Song et al. 2012), at least 0 in the mean over batches, and 0 for uncorrelated heads. It is not
@@ -91,22 +102,14 @@ class HSIC(Arithmetic):
     strength depends on that scale. `CKA` is its normalized form.
 
     Args:
-        of: "outputs" or "contributions", as for `CKA`.
-        sketch: Number of random directions to estimate the products from, as for `CKA`; the whole value stays unbiased.
-            0 computes them.
+        of, sketch: As for `CKA`; the whole value stays unbiased under a sketch.
     """
 
     of: Literal["outputs", "contributions"] = "outputs"
     sketch: Natural = 0
 
-    reads = "outputs"
-
-    __post_init__ = check_fields
-
-    def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean over pairs and 1, for the tokens of one call."""
-        products = _multiply(self.of, site, tensor, keep, sketch=self.sketch)
-        return _count_call(_average_pairs(products.unbiased_hsic()), products.count)
+    def _measure(self, products: Products) -> Tensor:
+        return _average_pairs(products.unbiased_hsic())
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class CrossCorrelation(Arithmetic):
 
 
 @dataclass(frozen=True)
-class LogDeterminant(Arithmetic):
+class LogDeterminant(_OfProducts):
     """Volume that heads span: -(1/H) log det((K + eps I) / (1 + eps)), K the linear CKA, over the tokens of a call.
 
     As in determinantal point processes (Macchi 1975; Kulesza and Taskar 2012). It is 0 where no two heads are alike and
@@ -153,17 +156,11 @@ class LogDeterminant(Arithmetic):
     epsilon: Positive = EPSILON
     of: Literal["outputs", "contributions"] = "outputs"
 
-    reads = "outputs"
-
-    __post_init__ = check_fields
-
-    def sum_and_count_at(self, site: Site, tensor: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the value and 1, for the tokens of one call."""
-        products = _multiply(self.of, site, tensor, keep)
+    def _measure(self, products: Products) -> Tensor:
         kernel = products.linear_cka()
-        # a constant head has no alignment, with itself neither
+        # a constant head has no alignment, not even with itself
         kernel = torch.where(torch.eye(len(kernel), dtype=torch.bool, device=kernel.device), 1.0, kernel)
-        return _count_call(log_determinant(kernel, self.epsilon), products.count)
+        return log_determinant(kernel, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -223,14 +220,6 @@ class MapCosine(Arithmetic):
         values = values.repeat_interleave(site.num_heads // len(values), dim=0)
         value = _average_pairs(map_cosine(values, _read_factors(site, "output").mT).square())
         return value, torch.ones((), device=value.device)
-
-
-def _multiply(of: str, site: Site, tensor: Tensor | None, keep: Tensor | None, *, sketch: int = 0) -> Products:
-    assert tensor is not None  # captured, as `reads` asks
-    metric = None
-    if of == "contributions":
-        metric = form_metric(_read_factors(site, "output"))
-    return multiply_features(tensor, keep, metric, sketch=sketch)
 
 
 def _read_factors(site: Site, projection: str) -> Tensor:

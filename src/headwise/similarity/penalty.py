@@ -6,9 +6,8 @@ The weight of a penalty at each attention, from the gradients of penalty and los
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -41,6 +40,7 @@ from headwise.similarity.terms import (
     Sum,
     list_parts,
     measure_together,
+    sum_and_count,
 )
 from headwise.strength import DEFAULT, Control, Relative, Target, advance, read_controls, tell_saturated
 
@@ -63,7 +63,7 @@ class RelativeWeights:
 
     At each measurement w = ratio |grad L| / |grad s|, averaged over measurements in its logarithm, and constant in the
     step, as the adaptive weights of GradNorm (Chen et al. 2018) and VQGAN (Esser et al. 2021) are. Until the first one
-    that tells anything, a weight is 0. The ratio is that of a `Relative`, or what the controllers of a `Target` say,
+    that tells anything, a weight is 0. The ratio is given by a `Relative`, or by the controllers of a `Target`,
     times the weight of the attention's kind.
 
     Attributes:
@@ -103,12 +103,7 @@ class RelativeWeights:
     ) -> Tensor:
         """Return the sum over attentions of w s, and measure the weights before if it is time to.
 
-        Args:
-            loss: The loss without the penalty, a scalar in the graph.
-            values: Each attention's penalty.
-            across: A process group over which gradients are averaged; None for one process.
-            captures: The calls of the step: with outputs, which a `Target` needs, and in the model's precision.
-            keep: As for a call of `Disagreement`.
+        Gradients are averaged over the processes in `across`. A `Target` needs the outputs in `captures`.
         """
         if self.steps % self.every == 0:
             if awaits_static_graph(loss):
@@ -130,22 +125,19 @@ class RelativeWeights:
         return self._factors[name] * source.ratio
 
     def _measure(self, loss: Tensor, values: Sequence[tuple[Site, Tensor]], across: Any, scale: float) -> None:
-        names = [site.name for site, _ in values]
         # parameters may have been replaced, or frozen
-        owned = {name: _list_parameters(self._sites[name]) for name in names}
-        every = [parameter for name in names for parameter in owned[name]]
-        found, used = _differentiate(loss, every, scale)
+        owned = [_list_parameters(self._sites[site.name]) for site, _ in values]
+        found, used = _differentiate(loss, [parameter for own in owned for parameter in own], scale)
         gradients = iter(found)
         squares = []
-        for name, (_, value) in zip(names, values, strict=True):
-            own = owned[name]
+        for own, (_, value) in zip(owned, values, strict=True):
             squares.append(_add_squares([next(gradients) for _ in own], loss) / used**2)
             pushed, factor = _differentiate(value, own, scale) if value.requires_grad else ((), scale)
             squares.append(_add_squares(pushed, loss) / factor**2)
         if across is not None:
             squares = average_over(across, squares)
-        for name, of_loss, of_value in zip(names, squares[::2], squares[1::2], strict=True):
-            self._update(name, of_loss.sqrt(), of_value.sqrt())
+        for (site, _), of_loss, of_value in zip(values, squares[::2], squares[1::2], strict=True):
+            self._update(site.name, of_loss.sqrt(), of_value.sqrt())
 
     def _update(self, name: str, of_loss: Tensor, of_value: Tensor) -> None:
         """Average the logarithm of a weight; norms that are not finite, or tell nothing, change nothing."""
@@ -153,10 +145,8 @@ class RelativeWeights:
             return
         wanted = (of_loss / of_value).log()
         before = self._logarithms.get(name)
-        if before is None:
-            self._first[name] = wanted
         kept = wanted if before is None else KEPT * before + (1 - KEPT) * wanted
-        self._logarithms[name] = torch.minimum(kept, self._first[name] + math.log(MOST))
+        self._logarithms[name] = torch.minimum(kept, self._first.setdefault(name, wanted) + math.log(MOST))
         self.shares[name] = self._ratio(name) * self._logarithms[name].exp() * of_value / of_loss
 
     def _control(self, captures: Sequence[Capture], across: Any, keep: Tensor | None) -> None:
@@ -164,21 +154,20 @@ class RelativeWeights:
         if not isinstance(self.strength, Target) or not self.controls:
             return
         calls = {name: [call for call in captures if call.site.name == name] for name in self.controls}
-        numbers = {call.site.name: call.site.num_heads for call in captures}
         measured = [count_effective_heads(own, keep) for own in calls.values()]
         if across is not None:
             measured = average_finite_over(across, measured)
         for name, number in zip(calls, measured, strict=True):
-            self.controls[name] = advance(self.controls[name], self.strength, float(number), numbers[name])
+            heads = self._sites[name].num_heads
+            self.controls[name] = advance(self.controls[name], self.strength, float(number), heads)
             tell_saturated(name, self.controls[name], self.strength)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs for the same weights, as plain numbers."""
+        kept = {"logarithms": self._logarithms, "first": self._first, "shares": self.shares}
         return {
             "steps": self.steps,
-            "logarithms": {name: float(value) for name, value in self._logarithms.items()},
-            "first": {name: float(value) for name, value in self._first.items()},
-            "shares": {name: float(value) for name, value in self.shares.items()},
+            **{key: {name: float(value) for name, value in own.items()} for key, own in kept.items()},
             "controls": {name: asdict(control) for name, control in self.controls.items()},
         }
 
@@ -212,7 +201,7 @@ class RelativeWeights:
 def awaits_static_graph(loss: Tensor) -> bool:
     """Return whether DistributedDataParallel(static_graph=True) has yet to see its first backward pass.
 
-    It begins to average gradients at the end of that pass: one of a measurement before it would end this for good.
+    It averages gradients from the end of that pass on; a measurement before would end this for good.
     """
     if not is_distributed():
         return False
@@ -233,23 +222,24 @@ def awaits_static_graph(loss: Tensor) -> bool:
 
 def _list_parameters(site: Site) -> list[nn.Parameter]:
     """Return the trainable parameters of an attention's projections, W_O's included."""
-    found: dict[int, nn.Parameter] = {}
-    for part in (*site.slices, *([site.output] if site.output is not None else [])):
+    found: dict[nn.Parameter, None] = {}
+    for part in (*site.slices, site.output):
+        if part is None:
+            continue
         held = [own.owner._parameters.get(own.attribute) for own in part.parts]
         own = [parameter for parameter in held if parameter is not None and parameter.requires_grad]
         if not own and part.module is not None:
             # a frozen weight below adapters
             own = [parameter for parameter in part.module.parameters() if parameter.requires_grad]
-        found |= {id(parameter): parameter for parameter in own}
-    for parameter in found.values():
-        if is_sharded(parameter):
-            raise LayoutError(
-                f"{site.label} is sharded over processes, where gradients of one attention cannot be measured alone; "
-                "give the penalty a weight instead of a relative strength."
-            )
+        found |= dict.fromkeys(own)
+    if any(is_sharded(parameter) for parameter in found):
+        raise LayoutError(
+            f"{site.label} is sharded over processes, where gradients of one attention cannot be measured alone; "
+            "give the penalty a weight instead of a relative strength."
+        )
     if not found:
         raise NotFired(f"{site.label}: no parameter of its heads is trainable; unfreeze them or select other heads.")
-    return list(found.values())
+    return list(found)
 
 
 def _differentiate(scalar: Tensor, parameters: Sequence[Tensor], scale: float) -> tuple[Sequence[Tensor | None], float]:
@@ -264,11 +254,8 @@ def _differentiate(scalar: Tensor, parameters: Sequence[Tensor], scale: float) -
 
 
 def _add_squares(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    total = torch.zeros((), device=like.device)
-    for gradient in gradients:
-        if gradient is not None:
-            total = total + gradient.float().square().sum().to(like.device)
-    return total
+    squares = (own.float().square().sum().to(like.device) for own in gradients if own is not None)
+    return sum(squares, torch.zeros((), device=like.device))
 
 
 @dataclass(frozen=True)
@@ -315,7 +302,7 @@ class Penalize(Method):
 
     @property
     def weighted(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
-        """The similarities, each with its whole weight, or with its share of a strength that is no weight."""
+        """The similarities, each with its weight, or with its share of a relative strength."""
         factor = 1.0 if isinstance(self.weight, Relative | Target) else self.weight
         return tuple((factor * weight, similarity) for weight, similarity in self._list_grouped())
 
@@ -355,10 +342,10 @@ class Disagreement(Handle):
         weights: Weight of each kind of attention ("self", "decoder", "cross"); 1 where absent. The released code's
             are {"decoder": 0.5, "cross": 0.5}.
         across: The process group over which each batch is divided, if lengths differ between processes and gradients
-            are averaged (DistributedDataParallel, FSDP2): the mean is then over the tokens of all processes, so that
-            the penalty averaged over processes is that of the whole batch. None averages over this process's tokens.
-        training_only: Whether evaluation is left alone: in evaluation mode and without gradients the model computes
-            what it would without the penalty, and the penalty is 0.
+            are averaged (DistributedDataParallel, FSDP2): the mean is then over the tokens of all processes. None
+            averages over this process's tokens.
+        training_only: Whether evaluation is left alone: in evaluation mode and without gradients nothing is read, and
+            the penalty is 0.
         strength: How strongly `loss` pushes: a `Relative`, a share of the loss's own gradient; a `Target`, which pushes
             until an attention has as many effective heads as wanted; or a number, lambda. None is `Relative(0.1)`.
             With a number or None a call returns the penalty for a weight of your own.
@@ -427,19 +414,12 @@ class Disagreement(Handle):
         if isinstance(strength, Target):
             needed.add("outputs")
         # parameters need no forward pass, but the layout must say where they are
-        for similarity in (own for _, own in self._parts if own.reads == PARAMETERS):
-            for site in heads:
+        for _, similarity in self._parts:
+            for site in heads if similarity.reads == PARAMETERS else ():
                 _measure_parameters(similarity, site)
         self.taps: Taps | None = None
         if needed - {PARAMETERS}:
-            self.taps = Taps(
-                heads,
-                outputs="outputs" in needed,
-                values="values" in needed,
-                weights="weights" in needed,
-                mean_weights="mean_weights" in needed,
-                training_only=training_only,
-            )
+            self.taps = Taps(heads, training_only=training_only, **dict.fromkeys(needed - {PARAMETERS}, True))
             self._removers.append(self.taps.remove)
         self.last: Tensor | None = None
 
@@ -466,17 +446,14 @@ class Disagreement(Handle):
         """Return the loss with the penalty added at its `strength`; call it in place of the penalty.
 
         With `Relative(r)`, and r = 0.1 where no strength was given, the total is L + sum_site w_site s_site, with
-        w_site such that the gradient of w_site s_site on the attention's parameters (those of query, key, value and
-        W_O) is r times that of L. The gradients are measured at the first step and at every `every`-th from there, by a
-        backward pass more for the loss and a partial one for the penalty; w is averaged over measurements in its
-        logarithm, and a constant of the step. Give the loss as it is before a gradient scaler multiplies it. Optimizers
-        such as Adam rescale gradients: r is a share of gradients, not of updates. With `Target(E)` the ratio is what
-        its controller says at each measurement. Either is multiplied by the weight of the attention's kind; a factor on
-        the whole term cancels, since w makes up for it. Under DistributedDataParallel(static_graph=True) nothing is
-        added in the first step. With a number lambda the total is L + lambda sum_site s_site; with 0 the similarity is
-        measured, and not added.
-
-        In evaluation the loss is returned as it is.
+        w_site such that the gradient of w_site s_site on the attention's parameters (query, key, value and W_O) is r
+        times the gradient of L. Both are measured at the first and every `every`-th step, by one more backward pass; w
+        is averaged over measurements in its logarithm, and a constant of the step. Give the loss before a gradient
+        scaler multiplies it. r is a share of gradients, not of updates. With `Target(E)` its controller gives the
+        ratio. Either is multiplied by the weight of the attention's kind; a factor on the whole term cancels. Under
+        DistributedDataParallel(static_graph=True) nothing is added in the first step. With a number lambda the total is
+        L + lambda sum_site s_site; with 0 the similarity is measured, and not added. In evaluation the loss is returned
+        as it is.
 
         Args:
             loss: The loss of the task, a scalar in the graph.
@@ -493,8 +470,9 @@ class Disagreement(Handle):
     def compute_term(self, loss: Tensor, share: float, keep: Tensor | None = None) -> Tensor | None:
         """Return the penalty at its strength, measured anew where it is time to; nothing in evaluation."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ShapeError(f"loss is {_describe_loss(loss)}; expected a tensor of one number.")
-        if not (self.heads.model.training and torch.is_grad_enabled()):
+            given = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ShapeError(f"loss is a {given}; expected a tensor of one number.")
+        if not self._is_training():
             if self.taps is not None and not self.training_only:
                 self.taps.read()
             self._acted = self._acted or not self.training_only
@@ -535,11 +513,9 @@ class Disagreement(Handle):
         self._added, self._similarity, self._losses = torch.zeros(()), torch.zeros(()), 0
         return found
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Read nothing inside the block."""
-        with nullcontext() if self.taps is None else self.taps.paused():
-            yield
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context inside which nothing is read."""
+        return nullcontext() if self.taps is None else self.taps.paused()
 
     def check(self) -> None:
         """Raise `NotFired` unless the penalty was computed, by a call or `loss`."""
@@ -576,18 +552,19 @@ class Disagreement(Handle):
         return [] if self.taps is None or self._is_off() else self.taps.read()
 
     def _is_off(self) -> bool:
-        return self.training_only and not (self.heads.model.training and torch.is_grad_enabled())
+        return self.training_only and not self._is_training()
+
+    def _is_training(self) -> bool:
+        return self.heads.model.training and torch.is_grad_enabled()
 
     def _measure_sites(self, captures: list[Capture], keep: Tensor | None) -> list[Measured]:
         """Return the shares of the attentions in the penalty, in the order of kinds, terms and sites."""
         if self._is_off():
             return []
-        training = self.heads.model.training and torch.is_grad_enabled()
+        training = self._is_training()
         if training:
             _require_gradient(captures)
-        calls: dict[int, list[Capture]] = defaultdict(list)
-        for capture in captures:
-            calls[id(capture.site)].append(capture)
+        calls = {id(site): [call for call in captures if call.site is site] for site in self.heads}
         owners: list[tuple[Site, ...]] = []
         weights, sums, counts = [], [], []
         for kind, weight in self.weights.items():
@@ -600,9 +577,8 @@ class Disagreement(Handle):
                     counts.append(number)
         if self.across is not None:
             counts = average_over(self.across, counts)
-        least = None if self.across is None else torch.finfo
         values = [
-            (members, own / number.clamp_min(1 if least is None else least(own.dtype).tiny) * weight)
+            (members, own / number.clamp_min(1 if self.across is None else torch.finfo(own.dtype).tiny) * weight)
             for members, weight, own, number in zip(owners, weights, sums, counts, strict=True)
         ]
         if training and not any(value.requires_grad for _, value in values):
@@ -613,23 +589,19 @@ class Disagreement(Handle):
         return values
 
     def _add_up(self, values: list[Measured]) -> Tensor:
-        total = torch.zeros(())
-        for index, (_, value) in enumerate(values):
-            own = value.sum() if value.dim() else value
-            total = own if index == 0 else total + own.to(total.device)
-        if values:
-            self.last, self._acted = total.detach(), True
+        if not values:
+            return torch.zeros(())
+        total, *others = (value.sum() if value.dim() else value for _, value in values)
+        for own in others:
+            total = total + own.to(total.device)
+        self.last, self._acted = total.detach(), True
         return total
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {weight:g}" for kind, weight in self.weights.items())
-        alone = {
-            site.shown: None
-            for _, similarity in self._parts
-            for site in self.heads
-            if _count_heads(similarity, site) == 1
-        }
-        names = f"; with one head: {', '.join(list(alone)[:4])}{', ...' if len(alone) > 4 else ''}" if alone else ""
+        pairs = [(similarity, site) for _, similarity in self._parts for site in self.heads]
+        alone = list(dict.fromkeys(site.shown for similarity, site in pairs if _count_heads(similarity, site) == 1))
+        names = f"; with one head: {', '.join(alone[:4])}{', ...' if len(alone) > 4 else ''}" if alone else ""
         return f"{self.term} on {len(self.heads)} sites ({kinds}){names}"
 
     __repr__ = __str__
@@ -653,7 +625,7 @@ def _measure_kind(
             yield sites, *together
             return
     for site in sites:
-        measured = [_measure(similarity, capture, keep) for capture in calls[id(site)]]
+        measured = [sum_and_count(similarity, site, *_read(similarity, call, keep)) for call in calls[id(site)]]
         own, number = (torch.stack(parts).sum() for parts in zip(*measured, strict=True))
         yield (site,), own, number
 
@@ -668,10 +640,6 @@ def _separate(values: list[Measured]) -> list[tuple[Site, Tensor]]:
     return list(found.values())
 
 
-def _describe_loss(loss: object) -> str:
-    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-
-
 def _count_heads(similarity: Similarity | SiteSimilarity, site: Site) -> int:
     """Return how many of what a term compares an attention has; a term that compares others than heads says so."""
     count = getattr(similarity, "count_heads", None)
@@ -684,24 +652,16 @@ def _require_several(similarity: Similarity | SiteSimilarity, heads: Heads) -> N
     if all(_count_heads(similarity, site) == 1 for site in heads):
         several = any(site.num_heads > 1 for site in heads)
         what = "key/value head" if several else "head"
-        reason = f"each of the {len(heads)} sites has one {what}, which has nothing to disagree with"
+        reason = f"one {what}, which has nothing to disagree with"
         if hasattr(similarity, "count_heads"):
-            reason = f"each of the {len(heads)} sites has only one head or group that it compares"
-        raise LayoutError(
-            f"{similarity} compares the {similarity.reads} of heads, and {reason}; "
-            + (
-                "use a term on all heads, such as hw.similarity.Output()."
-                if several
-                else "select sites with more heads."
-            )
+            reason = "only one head or group that it compares"
+        remedy = (
+            "use a term on all heads, such as hw.similarity.Output()" if several else "select sites with more heads"
         )
-
-
-def _measure(similarity: Similarity | SiteSimilarity, capture: Capture, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    tensor, keep = _read(similarity, capture, keep)
-    if isinstance(similarity, SiteSimilarity):
-        return similarity.sum_and_count_at(capture.site, tensor, keep)
-    return similarity.sum_and_count(tensor, keep)
+        raise LayoutError(
+            f"{similarity} compares the {similarity.reads} of heads, and each of the {len(heads)} sites has {reason}; "
+            f"{remedy}."
+        )
 
 
 def _read(
@@ -714,11 +674,12 @@ def _read(
     if keep is None:
         keep = capture.key_keep if similarity.reads == "values" else capture.query_keep
     expected = (tensor.shape[0], tensor.shape[2 if similarity.reads == "weights" else 1])
-    if keep is not None and not isinstance(keep, Tensor):
-        raise ShapeError(f"{name}: keep is a {type(keep).__name__}; expected a torch.bool tensor of shape {expected}.")
-    if keep is not None and (keep.dtype != torch.bool or tuple(keep.shape) != expected):
+    if keep is None:
+        return tensor, None
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool or tuple(keep.shape) != expected:
+        given = f"{keep.dtype} of shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else f"a {type(keep).__name__}"
         raise ShapeError(
-            f"{name}: keep is {keep.dtype} of shape {tuple(keep.shape)}; expected torch.bool of shape {expected}. "
+            f"{name}: keep is {given}; expected a torch.bool tensor of shape {expected}. "
             "One keep cannot serve calls of different lengths: leave it out if the attention receives a padding "
             "mask."
         )

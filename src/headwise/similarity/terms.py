@@ -8,14 +8,11 @@ receive no gradient. Half precision is summed and returned in float32; float64 s
 Every term also comes as `*_sum`, a sum over valid tokens and their number, to pool several calls token by token. With
 no valid token the mean is 0: raising would require reading the mask's values in every step.
 
-A term on many attentions of one shape at once, in a number of operators that does not grow with the layers.
+Small tensors of attentions of one shape are copied into one stack and measured at once, as a launch costs more than the
+copy. Larger ones are measured one attention after another.
 
-Where a launch or a call costs more than copying what heads computed, the tensors of all attentions are copied into one
-stack. Larger ones are measured one attention after another, without a copy.
-
-The similarities that a penalty may lower: those of the papers, weighted sums, and the protocols for others.
-
-Terms on the query heads of grouped attention: inside each group, or between groups.
+The similarities of the papers as values that a penalty lowers, weighted sums, the protocols for others, and terms on
+the query heads of grouped attention.
 """
 
 from __future__ import annotations
@@ -38,9 +35,8 @@ def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 
     s = mean_t (1/H²) Σ_ij cos(O_ti, O_tj)  (Li et al. 2021, Eq. 7, s = -D), computed as
     |(1/H) Σ_h O_th/|O_th||². It is 1 when all heads agree and 1/H, not 0, when they are orthogonal: the H
-    pairs of a head with itself count. Its minimum 0 is that of directions that cancel, such as a and -a. The paper
-    does not define the vectors; as in its released code they are each head's output at one token, before the
-    output projection.
+    pairs of a head with itself count. Its minimum 0 is that of directions that cancel, such as a and -a. As in the
+    paper's released code, the vectors are each head's output at one token, before the output projection.
 
     A vector shorter than 1e-12 has no direction: its cosines are 0 and it receives no gradient.
 
@@ -63,13 +59,9 @@ def output_similarity(outputs: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def output_similarity_sum(outputs: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`output_similarity` summed over valid tokens, and their number; same arguments and refusals.
-
-    >>> output_similarity_sum(torch.eye(4).expand(3, 4, 4))
-    (tensor(0.7500), tensor(3))
-    """
+    """`output_similarity` summed over valid tokens, and their number; same arguments and refusals."""
     _require_vectors("outputs", outputs, keep)
-    return _sum_and_count(mean_cosine(outputs, keep), keep)
+    return _add_up(mean_cosine(outputs, keep), keep)
 
 
 def subspace_similarity(values: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -86,13 +78,9 @@ def subspace_similarity(values: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def subspace_similarity_sum(values: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`subspace_similarity` summed over valid positions, and their number; same arguments and refusals.
-
-    >>> subspace_similarity_sum(torch.eye(4).expand(3, 4, 4))
-    (tensor(0.7500), tensor(3))
-    """
+    """`subspace_similarity` summed over valid positions, and their number; same arguments and refusals."""
     _require_vectors("values", values, keep)
-    return _sum_and_count(mean_cosine(values, keep), keep)
+    return _add_up(mean_cosine(values, keep), keep)
 
 
 def position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -116,21 +104,16 @@ def position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
         ShapeError: `weights` is not floating or has fewer than three axes.
         MaskError: `keep` is not bool or not of shape [..., Q].
 
-    >>> uniform = torch.full((1, 8, 5, 64), 1 / 64)
-    >>> position_similarity(uniform)
+    >>> position_similarity(torch.full((1, 8, 5, 64), 1 / 64))
     tensor(0.0156)
     """
     return _mean(position_similarity_sum(weights, keep))
 
 
 def position_similarity_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`position_similarity` summed over valid queries, and their number; same arguments and refusals.
-
-    >>> position_similarity_sum(torch.tensor([[[0.5, 0.5, 0.0]], [[0.2, 0.3, 0.5]]]))
-    (tensor(0.3450), tensor(1))
-    """
+    """`position_similarity` summed over valid queries, and their number; same arguments and refusals."""
     _require_weights(weights, keep)
-    return position_similarity_of_mean_sum(weights.mean(-3, dtype=accumulation_dtype(weights)), keep)
+    return _add_up(_overlap(_average_heads(weights), keep), keep)
 
 
 def position_similarity_of_mean_sum(mean: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -142,10 +125,7 @@ def position_similarity_of_mean_sum(mean: Tensor, keep: Tensor | None = None) ->
     require_floating("mean", mean, 2, "[..., Q, K]")
     if keep is not None:
         require_keep(keep, mean.shape[:-1])
-        # Filled before the square: what follows neither sees a padded NaN nor sends a gradient to it.
-        mean = mean.masked_fill(~keep.unsqueeze(-1), 0.0)
-    mean = mean.to(accumulation_dtype(mean))
-    return _sum_and_count(mean.square().sum(-1), keep)
+    return _add_up(_overlap(mean, keep), keep)
 
 
 def position_squared_difference(weights: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -155,16 +135,7 @@ def position_squared_difference(weights: Tensor, keep: Tensor | None = None) -> 
     -2 Σ_k Var_h(A_hqk), that is -2 (mean_h |A_h|² - |mean_h A_h|²). It is 0 when all heads
     attend alike; unlike `position_similarity` it does not favor heads that all become uniform.
 
-    Args:
-        weights: [..., H, Q, K], attention weights, before dropout.
-        keep: [..., Q], bool, True = valid query; None keeps all. With no valid query the result is 0.
-
-    Returns:
-        A scalar in [-2 (1 - 1/H), 0] for rows that sum to one, float32 or float64.
-
-    Raises:
-        ShapeError: `weights` is not floating or has fewer than three axes.
-        MaskError: `keep` is not bool or not of shape [..., Q].
+    Args and raises are those of `position_similarity`; the result is in [-2 (1 - 1/H), 0] for rows that sum to one.
 
     >>> position_squared_difference(torch.eye(4).reshape(1, 4, 1, 4))
     tensor(-1.5000)
@@ -173,17 +144,13 @@ def position_squared_difference(weights: Tensor, keep: Tensor | None = None) -> 
 
 
 def position_squared_difference_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`position_squared_difference` summed over valid queries, and their number; same arguments and refusals.
-
-    >>> position_squared_difference_sum(torch.tensor([[[0.0, 1.0]], [[1.0, 0.0]]]))
-    (tensor(-1.), tensor(1))
-    """
+    """`position_squared_difference` summed over valid queries, and their number; same arguments and refusals."""
     _require_weights(weights, keep)
     wide = weights.to(accumulation_dtype(weights))
     if keep is not None:
         wide = wide.masked_fill(~keep.unsqueeze(-2).unsqueeze(-1), 0.0)
     mean_square = wide.square().sum(-1).mean(-2)
-    return _sum_and_count(-2 * (mean_square - wide.mean(-3).square().sum(-1)), keep)
+    return _add_up(-2 * (mean_square - wide.mean(-3).square().sum(-1)), keep)
 
 
 def normalized_position_similarity(weights: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -191,19 +158,9 @@ def normalized_position_similarity(weights: Tensor, keep: Tensor | None = None) 
 
     s = mean_q (1/H²) Σ_ij cos(A_iq, A_jq). Not in Li et al. 2021: their position term with the rows
     brought to unit length, so that sharp and flat heads compare. 1 when all heads attend alike, 1/H when no key
-    is shared.
+    is shared, lower where rows are all zero, which count as in `output_similarity`.
 
-    Args:
-        weights: [..., H, Q, K], attention weights, before dropout.
-        keep: [..., Q], bool, True = valid query; None keeps all. With no valid query the result is 0.
-
-    Returns:
-        A scalar in [1/H, 1], float32 or float64; lower where rows are all zero, which count as in
-        `output_similarity`.
-
-    Raises:
-        ShapeError: `weights` is not floating or has fewer than three axes.
-        MaskError: `keep` is not bool or not of shape [..., Q].
+    Args and raises are those of `position_similarity`.
 
     >>> normalized_position_similarity(torch.full((1, 8, 5, 64), 1 / 64))
     tensor(1.)
@@ -212,13 +169,9 @@ def normalized_position_similarity(weights: Tensor, keep: Tensor | None = None) 
 
 
 def normalized_position_similarity_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`normalized_position_similarity` summed over valid queries, and their number.
-
-    >>> normalized_position_similarity_sum(torch.tensor([[[3.0, 4.0]], [[0.0, 1.0]]]))
-    (tensor(0.9000), tensor(1))
-    """
+    """`normalized_position_similarity` summed over valid queries, and their number; same arguments and refusals."""
     _require_weights(weights, keep)
-    return _sum_and_count(mean_cosine(weights.movedim(-3, -2), keep), keep)
+    return _add_up(mean_cosine(weights.movedim(-3, -2), keep), keep)
 
 
 def frobenius_penalty(weights: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -247,11 +200,7 @@ def frobenius_penalty(weights: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def frobenius_penalty_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`frobenius_penalty` summed over valid examples, and their number; same arguments and refusals.
-
-    >>> frobenius_penalty_sum(torch.full((2, 1, 4), 0.5))
-    (tensor(0.), tensor(2))
-    """
+    """`frobenius_penalty` summed over valid examples, and their number; same arguments and refusals."""
     _require_vectors("weights", weights, keep)
     wide = weights.to(accumulation_dtype(weights))
     if keep is not None:
@@ -260,15 +209,30 @@ def frobenius_penalty_sum(weights: Tensor, keep: Tensor | None = None) -> tuple[
         overlap = wide @ wide.mT
     excess = overlap - torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
     penalty = excess.square().sum((-2, -1))
-    return _sum_and_count(penalty if keep is None else penalty.masked_fill(~keep, 0.0), keep)
+    return _add_up(penalty if keep is None else penalty.masked_fill(~keep, 0.0), keep)
 
 
-def _sum_and_count(per_token: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sum of a term that is already 0 where not kept, and the number of valid tokens."""
-    if keep is None:
-        count = torch.full((), per_token.numel(), dtype=torch.int64, device=per_token.device)
-        return per_token.sum(), count
-    return per_token.sum(), keep.sum()
+def _average_heads(weights: Tensor) -> Tensor:
+    return weights.mean(-3, dtype=accumulation_dtype(weights))
+
+
+def _overlap(mean: Tensor, keep: Tensor | None) -> Tensor:
+    """Return |mean_h A_hq|^2 of each query, [..., Q, K] -> [..., Q]; 0 where not kept."""
+    if keep is not None:
+        # filled before the square, which then neither sees a padded NaN nor sends a gradient to it
+        mean = mean.masked_fill(~keep.unsqueeze(-1), 0.0)
+    return mean.to(accumulation_dtype(mean)).square().sum(-1)
+
+
+def _add_up(per_token: Tensor, keep: Tensor | None, *, each: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the sum of a term that is 0 where not kept, and the number of valid tokens; [S] of `each` of S."""
+    if each:
+        per_token, keep = per_token.flatten(1), None if keep is None else keep.flatten(1)
+    axis = 1 if each else None
+    if keep is not None:
+        return per_token.sum(axis), keep.sum(axis)
+    total = per_token.sum(axis)
+    return total, torch.full_like(total, per_token.numel() // max(total.numel(), 1), dtype=torch.int64)
 
 
 def _mean(sum_and_count: tuple[Tensor, Tensor]) -> Tensor:
@@ -304,68 +268,17 @@ class Poolable(Protocol):
 def measure_together(
     similarity: object, tensors: list[Tensor], keeps: list[Tensor | None]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return sums and numbers of several attentions, each [S], or None where they are measured one by one.
-
-    Args:
-        similarity: A similarity.
-        tensors: What it reads of each attention.
-        keeps: True where a token of each is real, or None.
-    """
-    first, keep = tensors[0], keeps[0]
-    if len(tensors) < 2 or not isinstance(similarity, Poolable):
-        return None
+    """Return sums and numbers of several attentions, each [S], or None where they are measured one by one."""
+    first = tensors[0]
     most = MOST_ON_CPU if first.device.type == "cpu" else MOST_ON_ACCELERATOR
-    alike = all(own.shape == first.shape and own.dtype == first.dtype and own.device == first.device for own in tensors)
-    if first.numel() > most or not alike:
+    if len(tensors) < 2 or not isinstance(similarity, Poolable) or first.numel() > most:
         return None
-    if keep is None:
-        return similarity.sum_and_count_each(torch.stack(tensors), None) if keeps.count(None) == len(keeps) else None
     given = [own for own in keeps if own is not None]
-    if len(given) < len(keeps) or any(own.shape != keep.shape for own in given):
+    if len({(own.shape, own.dtype, own.device) for own in tensors}) > 1 or len({own.shape for own in given}) > 1:
         return None
-    return similarity.sum_and_count_each(torch.stack(tensors), torch.stack(given))
-
-
-def add_up_each(per_token: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sums of a term that is 0 where not kept, [S, ...] -> [S], and the numbers of valid tokens.
-
-    >>> add_up_each(torch.ones(2, 3), None)
-    (tensor([3., 3.]), tensor([3, 3]))
-    """
-    per_token = per_token.flatten(1)
-    if keep is None:
-        counts = torch.full((len(per_token),), per_token.shape[1], dtype=torch.int64, device=per_token.device)
-        return per_token.sum(1), counts
-    return per_token.sum(1), keep.flatten(1).sum(1)
-
-
-def vector_similarity_each(vectors: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`output_similarity_sum` of S attentions at once, vectors [S, ..., H, e] and keep [S, ...]: sums and numbers, [S].
-
-    >>> vector_similarity_each(torch.eye(4).expand(2, 3, 4, 4), None)
-    (tensor([0.7500, 0.7500]), tensor([3, 3]))
-    """
-    return add_up_each(mean_cosine(vectors, keep), keep)
-
-
-def position_similarity_each(mean: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`position_similarity_of_mean_sum` of S attentions at once, [S, ..., Q, K]: sums and numbers, [S].
-
-    >>> position_similarity_each(torch.full((2, 3, 4), 0.25), None)
-    (tensor([0.7500, 0.7500]), tensor([3, 3]))
-    """
-    if keep is not None:
-        mean = mean.masked_fill(~keep.unsqueeze(-1), 0.0)
-    return add_up_each(mean.to(accumulation_dtype(mean)).square().sum(-1), keep)
-
-
-def mean_over_heads(weights: Tensor) -> Tensor:
-    """Return the mean of attention weights [..., H, Q, K] over heads, in single precision at least.
-
-    >>> mean_over_heads(torch.eye(2)[:, None])
-    tensor([[0.5000, 0.5000]])
-    """
-    return weights.mean(-3, dtype=accumulation_dtype(weights))
+    if given and len(given) < len(keeps):
+        return None
+    return similarity.sum_and_count_each(torch.stack(tensors), torch.stack(given) if given else None)
 
 
 # What a similarity may read: a field of a capture, or the parameters of the attention.
@@ -439,7 +352,7 @@ class Output(Arithmetic):
 
     def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the same of S attentions at once, [S, B, Q, H, e] -> [S]."""
-        return vector_similarity_each(tensor, keep)
+        return _add_up(mean_cosine(tensor, keep), keep, each=True)
 
 
 @dataclass(frozen=True)
@@ -454,7 +367,7 @@ class Subspace(Arithmetic):
 
     def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the same of S attentions at once, [S, B, K, G, e] -> [S]."""
-        return vector_similarity_each(tensor, keep)
+        return _add_up(mean_cosine(tensor, keep), keep, each=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -482,13 +395,12 @@ class Position(Arithmetic):
 
     def sum_and_count(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return sum and number over valid queries."""
-        return (
-            position_similarity_of_mean_sum(tensor, keep) if self.recompute else position_similarity_sum(tensor, keep)
-        )
+        measure = position_similarity_of_mean_sum if self.recompute else position_similarity_sum
+        return measure(tensor, keep)
 
     def sum_and_count_each(self, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the same of S attentions at once, [S, B, H, Q, K] or means [S, B, Q, K] -> [S]."""
-        return position_similarity_each(tensor if self.recompute else mean_over_heads(tensor), keep)
+        return _add_up(_overlap(tensor if self.recompute else _average_heads(tensor), keep), keep, each=True)
 
     def __repr__(self) -> str:
         # as in records of runs made before this option existed
@@ -596,11 +508,17 @@ GroupedQueries(term=CKA(debiased=True, of='outputs', sketch=0), grouping='across
         """
         assert tensor is not None  # captured, as `reads` asks
         found = group_features(tensor, site, self.grouping, AXES[self.reads])
-        parts = [self._measure(site, part, keep) for part in (found if self.grouping == "within" else found[None])]
+        parts = [
+            sum_and_count(self.term, site, part, keep) for part in (found if self.grouping == "within" else found[None])
+        ]
         own, count = (torch.stack(column) for column in zip(*parts, strict=True))
         return own.mean(), count.to(own.dtype).mean()
 
-    def _measure(self, site: Site, tensor: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        if isinstance(self.term, SiteSimilarity):
-            return self.term.sum_and_count_at(site, tensor, keep)
-        return self.term.sum_and_count(tensor, keep)
+
+def sum_and_count(
+    similarity: Similarity | SiteSimilarity, site: Site, tensor: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum and number of a term on what one call of an attention computed."""
+    if isinstance(similarity, SiteSimilarity):
+        return similarity.sum_and_count_at(site, tensor, keep)
+    return similarity.sum_and_count(tensor, keep)

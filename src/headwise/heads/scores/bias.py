@@ -117,8 +117,7 @@ class HeadBias(Handle):
                 f"1, {call.queries} or 1, {call.keys}): batch, heads, queries, keys. "
                 "Where lengths change from call to call, as in generate(), give a function of (site, call)."
             )
-        if not found.is_floating_point():
-            raise MaskError(_describe_dtype(found))
+        _require_floating(found)
         if torch.compiler.is_compiling():
             # a number that grows would recompile at every call
             count.calls = 1
@@ -182,8 +181,7 @@ def bias_heads(heads: Heads, bias: Tensor | BiasFunction) -> HeadBias:
 
 
 def _check_values(bias: Tensor) -> None:
-    if not bias.is_floating_point():
-        raise MaskError(_describe_dtype(bias))
+    _require_floating(bias)
     if bias.dim() != 4:
         raise MaskError(
             f"the bias has shape {tuple(bias.shape)}; expected four axes: (batch or 1, heads or 1, queries or 1, keys)."
@@ -202,11 +200,12 @@ def _check_values(bias: Tensor) -> None:
             )
 
 
-def _describe_dtype(bias: Tensor) -> str:
-    return (
-        f"the bias has dtype {bias.dtype}; expected an additive floating-point bias: for a mask that is True where "
-        "attention is allowed, torch.where(mask, 0.0, -torch.inf)."
-    )
+def _require_floating(bias: Tensor) -> None:
+    if not bias.is_floating_point():
+        raise MaskError(
+            f"the bias has dtype {bias.dtype}; expected an additive floating-point bias: for a mask that is True where "
+            "attention is allowed, torch.where(mask, 0.0, -torch.inf)."
+        )
 
 
 def _select_part(bias: Tensor, call: ScoreCall) -> Tensor:

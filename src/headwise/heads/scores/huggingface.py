@@ -94,11 +94,7 @@ class _Reached(Listeners):
 
 
 def _reach(module: nn.Module) -> tuple[_Reached, Callable[[], None]]:
-    """Return the listeners of a module and what ends the need of them; refuse what it runs where it is known now.
-
-    Raises:
-        LayoutError: The module runs an implementation other than sdpa and eager.
-    """
+    """Return the listeners of a module and what ends the need of them; `LayoutError` unless it runs sdpa or eager."""
     named = _read_name(module)
     if named not in REACHED:
         raise LayoutError(
@@ -234,8 +230,7 @@ def _attend_in_pairs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return O of differential attention with H / 2 heads [B, Q, H / 2, 2e], and if `explicit` its maps.
 
-    Query heads 2g and 2g + 1 are the maps of head g. So are key heads, and their values are joined: under grouped
-    queries with r query heads for each key/value head, head g has the keys and values of pair g // r.
+    Heads are paired as in `pair_decoder_heads`.
     """
     difference: Any = find_difference(module)
     scaling = settings.get("scaling")

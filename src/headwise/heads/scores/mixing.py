@@ -28,15 +28,7 @@ from headwise.nn.multihead import MultiheadAttention
 
 
 def require_unwrapped(heads: Heads, site: Site, old: nn.Module, what: str, call: str) -> None:
-    """Raise `LayoutError` if an engine around the model would train new parameters in each process separately.
-
-    Args:
-        heads: The heads that a method is given.
-        site: One of their attentions.
-        old: Its output projection.
-        what: What has the parameters, with its article.
-        call: The function that adds them.
-    """
+    """Raise `LayoutError` if an engine around the model would train new parameters in each process separately."""
     if heads.replicated or getattr(old, "_is_fsdp_managed_module", False):
         engine = "DistributedDataParallel" if heads.replicated else "FSDP"
         raise LayoutError(
@@ -49,14 +41,7 @@ class RequireTrained:
     """A forward pre-hook of a new module: notes its calls, and raises where training would leave its start as it is.
 
     peft freezes all that it does not know. A module whose parameters were loaded, or trained before, may be frozen.
-
-    Args:
-        name: Name of the module in the model.
-        what: What it is.
-        otherwise: What else can be done under peft.
-
-    Attributes:
-        called: Whether the module was called.
+    `otherwise` is another remedy under peft.
     """
 
     def __init__(self, name: str, what: str, otherwise: str = "") -> None:
@@ -107,12 +92,11 @@ UNPAIRED = ("sinks", "attn_logit_softcapping", "softcap", "position_bias")
 def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> None:
     """Turn a decoder's attention with H query and G key/value heads into differential attention with H / 2 and G / 2.
 
-    Query heads 2g and 2g + 1 are the first and second map of head g, and so are key heads; its values are those of
-    both. Under grouped queries, head g has the keys and values of the pair g // (H / G), as in the released code for
-    fused kernels (Ye et al. 2024). Positions are rotated, and queries and keys normalized (Qwen3), within each map as
-    before. The projections stay as they are, with 4 e + 2 e new parameters in `HeadDifference`; a cache holds what it
-    held. For a model that is yet to be trained: what the attention computes changes. Find heads, and build the
-    optimizer, afterwards. Copies of the model attend likewise; `from_pretrained` passes over the new parameters.
+    Query heads 2g and 2g + 1 are the first and second map of head g, and so are key heads; it has the values of both.
+    Under grouped queries, head g has the keys and values of the pair g // (H / G), as in the released code for fused
+    kernels (Ye et al. 2024). Rotary positions and norms act within each map as before. `HeadDifference` has 4 e + 2 e
+    new parameters, which `from_pretrained` passes over. For a model that is yet to be trained; find heads, and build
+    the optimizer, afterwards. Copies of the model attend likewise.
 
     Args:
         site: A self-attention of a causal model of transformers with projections of their own (Llama, Qwen3, Mistral).
@@ -169,14 +153,12 @@ def pair_decoder_heads(site: Site, layer: int = 1, *, second: bool = True) -> No
 
 def reads_pairs(site: Site) -> bool:
     """Return whether a site is causal self-attention of transformers whose heads can be paired."""
-    if (
-        site.layout != "separate"
-        or site.kind not in ("self", "decoder")
-        or not getattr(site.module, "is_causal", False)
-    ):
-        return False
-    return any(base.__module__.startswith("transformers.") for base in type(site.module).__mro__) and (
-        {head_slice.head_size for head_slice in site.slices} == {site.head_size}
+    return (
+        site.layout == "separate"
+        and site.kind in ("self", "decoder")
+        and getattr(site.module, "is_causal", False)
+        and any(base.__module__.startswith("transformers.") for base in type(site.module).__mro__)
+        and {head_slice.head_size for head_slice in site.slices} == {site.head_size}
     )
 
 
@@ -204,19 +186,15 @@ def match_placement(new: M, old: nn.Module) -> M:
 CONNECTION = "_headwise_connection"
 
 
+@dataclass(eq=False)
 class _Connection:
-    """What makes a module that computes its scores elsewhere attend with its mixer; a copy of the module has none."""
+    """What makes a module that computes its scores elsewhere attend with its mixer; a copy of the module has `None`."""
 
-    def __init__(self, check: Callable[[], object]) -> None:
-        self.check = check
+    check: Callable[[], object]
 
     def __reduce__(self) -> tuple:
-        # for copy and pickle
-        return _return_none, ()
-
-
-def _return_none() -> None:
-    return None
+        # for copy and pickle: type(None)() is None
+        return type(None), ()
 
 
 class HeadMixing(Handle):
@@ -243,13 +221,10 @@ class HeadMixing(Handle):
             _require_mixable(site, logits=logits, weights=weights)
             require_unwrapped(heads, site, site.module, "matrices", "hw.mix_heads")
         guard_hooks()
-        checks: list[Callable[[], object]] = []
         with self._attaching():
             for site in heads:
                 end, check = site.reach_scores(self._removers.append).mix()
                 self._removers.append(end)
-                checks.append(check)
-            for site, check in zip(heads, checks, strict=True):
                 self.mixers[site.name] = self._attach(site, check, logits=logits, weights=weights)
 
     @property
@@ -290,8 +265,9 @@ class HeadMixing(Handle):
             module.register_forward_pre_hook(_require_connected)
 
         def stop() -> None:
-            for number in _list_watches(module):
-                del module._forward_pre_hooks[number]
+            hooks = module._forward_pre_hooks
+            for number in [number for number, hook in hooks.items() if hook is _require_connected]:
+                del hooks[number]
             module._modules.pop(CHILD, None)
             module.__dict__.pop(CONNECTION, None)
 
@@ -341,17 +317,14 @@ def mix_heads(heads: Heads, *, logits: bool = True, weights: bool = True) -> Hea
 
         L_g = sum_h P_l[h, g] J_h,  W_g = softmax(L_g + mask),  U_g = sum_h P_w[h, g] W_g,  O_g = dropout(U_g) V_g
 
-    P_l and P_w start as the identity: at first the model computes what it did. They are parameters of the model, named
-    `<attention>.head_mixer.logits` and `.weights`: build the optimizer and wrap the model for several processes
-    afterwards. Masks, biases, position biases and attention sinks come after P_l, caps on scores before it; a query
-    without a key has O_g = 0. `Taps` read W, whose rows sum to 1. Attention is computed without a fused kernel:
-    [B, H, Q, K] is kept for the backward pass, at 2 H^2 more multiplications for each query and key.
+    P_l and P_w start as the identity. They are parameters of the model, `<attention>.head_mixer.logits` and `.weights`:
+    build the optimizer and wrap the model for several processes afterwards. Masks, biases and attention sinks come
+    after P_l, caps on scores before it; a query without a key has O_g = 0. `Taps` read W, whose rows sum to 1. No fused
+    kernel is used: [B, H, Q, K] is kept for the backward pass, at 2 H^2 more multiplications for each query and key.
 
-    `save_pretrained` writes the matrices with the weights, and `from_pretrained` passes over them: to load them, call
-    `mix_heads` on the loaded model, then load the tensors of the folder. Under peft, call `mix_heads` first and train
-    and save the matrices with `LoraConfig(modules_to_save=["head_mixer"])`. A copy of a model of transformers, or of
-    one that calls `scaled_dot_product_attention` itself, refuses to run until `mix_heads` is called on it, which keeps
-    its matrices.
+    `from_pretrained` passes over saved matrices: call `mix_heads` on the loaded model, then load the tensors. Under
+    peft, call `mix_heads` first, with `LoraConfig(modules_to_save=["head_mixer"])`. A copy of a model that does not
+    attend by torch's module refuses to run until `mix_heads` is called on it, which keeps its matrices.
 
     Args:
         heads: The sites. Their scores must be reached, as for `bias_heads`.
@@ -391,10 +364,6 @@ def _require_connected(module: nn.Module, _args: tuple) -> None:
             "model, which keeps its matrices."
         )
     connection.check()
-
-
-def _list_watches(module: nn.Module) -> list[int]:
-    return [number for number, hook in module._forward_pre_hooks.items() if hook is _require_connected]
 
 
 def _require_mixable(site: Site, *, logits: bool, weights: bool) -> None:
@@ -438,10 +407,8 @@ def _find_own(module: nn.Module) -> HeadMixer | None:
 
 
 def _make(site: Site, *, logits: bool, weights: bool) -> HeadMixer:
-    """Return new matrices on the device of the site, in the dtype of its weights where these are floating."""
+    """Return new matrices on the device and in the dtype of the site's weights."""
     mixer = HeadMixer(site.num_heads, logits=logits, weights=weights)
-    weight: Tensor | None = site.slices[0].owner._parameters.get(site.slices[0].attribute)
-    if weight is not None:
-        mixer = mixer.to(device=weight.device, dtype=weight.dtype if weight.is_floating_point() else None)
+    match_placement(mixer, site.slices[0].owner)
     RequireTrained(f"{site.name}.{CHILD}".removeprefix("."), "mixer of heads").watch(mixer)
     return mixer.train(site.module.training)

@@ -72,9 +72,7 @@ def connect_called_scores(site: Site) -> Site:
 
 
 def list_called(module: nn.Module) -> frozenset[str]:
-    """Return which of torch's `scaled_dot_product_attention` and `softmax` the code of a module names.
-
-    That is the code of its class and of the modules inside it, and of functions that it calls or holds.
+    """Return which of torch's `scaled_dot_product_attention` and `softmax` a module and the functions it calls name.
 
     >>> sorted(list_called(nn.Sequential(nn.Softmax(-1)))), sorted(list_called(nn.Linear(2, 2)))
     (['softmax'], [])
@@ -146,8 +144,8 @@ class CalledScores:
     def listen(self, listener: Observer | Bias) -> Callable[[], None]:
         """Attach an observer or a bias to the module, and return what detaches it."""
         forward, release = _intercept(self.module, self.site, self.writes)
-        # refuses replicas of the module, whose forward would be that of the original
-        handle = self.module.register_forward_pre_hook(Hook(self.module, _see_nothing))
+        # refuses replicas of the module, which would run the original's forward
+        handle = self.module.register_forward_pre_hook(Hook(self.module, lambda *_: None))
         return add_listener(forward.listeners, listener, handle.remove, release)
 
     def mix(self) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -156,23 +154,15 @@ class CalledScores:
         return _intercept(self.module, self.site, self.writes)[1], always
 
 
-def _see_nothing(_module: nn.Module, _args: tuple) -> None:
-    return None
-
-
 class InterceptedForward:
     """The forward of a module whose calls of attention are taken over; a copy of the module has the plain one.
 
     Attributes:
-        module: The module.
-        site: Its site, for sizes and messages.
         previous: What its `forward` was, where it had one of its own (Accelerate gives it one).
-        names: Names of its positional parameters.
         writes: Whether its code names a softmax.
-        listeners: Observers and biases.
         holders: How many need it.
         proven: Which axes of a softmax are shown to be sequences (0), heads (1) and queries (2); None before.
-        causal: Whether the latest scores of a softmax with a bias hid later keys; told from scores before compiling.
+        causal: Whether the latest scores of a softmax with a bias hid later keys; read from scores before compiling.
     """
 
     def __init__(self, module: nn.Module, site: Site, writes: bool) -> None:
@@ -188,14 +178,14 @@ class InterceptedForward:
 
         Raises:
             NotFired: It made no such call.
-            LayoutError: It made several, or its softmax is not shown to be that of its heads.
+            LayoutError: It made several, or its softmax is not proven to normalize its heads' scores.
         """
-        mixed = find_mixer(self.module) is not None
-        if not self.listeners and not mixed and not is_recomputing():
+        mixed, again = find_mixer(self.module) is not None, is_recomputing()
+        if not self.listeners and not mixed and not again:
             return self.__wrapped__(*args, **kwargs)
         running = _Running(count_cached(self.module, name_arguments(self.names, args, kwargs)))
-        listening = self.listeners.biases or any(observer.active() for observer in self.listeners.observers) or mixed
-        listening = listening and not is_recomputing()
+        listening = self.listeners.biases or mixed or any(observer.active() for observer in self.listeners.observers)
+        listening = listening and not again
         unproven = self.writes and (self.proven is None or len(self.proven) < 3)
         watched = listening and unproven and not torch.compiler.is_compiling()
         with watch(self.site) if watched else nullcontext() as witness, _TakenOver(self, running):
@@ -204,9 +194,10 @@ class InterceptedForward:
             else:
                 output = self.__wrapped__(*args, **kwargs)
         if running.calls == 0 and running.softmaxes == 0 and listening:
+            others = f" (but over {', '.join(map(str, running.others[:4]))})" if running.others else ""
             raise NotFired(
                 f"{self._label()}: its forward did not call {CALLED}, nor a softmax over the last axis of (batch, "
-                f"{self.site.num_heads} heads, queries, keys){_list_shapes(running)}, at which weights and biases of "
+                f"{self.site.num_heads} heads, queries, keys){others}, at which weights and biases of "
                 "its heads are reached; it took another way (a flex or flash kernel, a switch, other axes). Have it "
                 "call that function, or remove() what is attached."
             )
@@ -262,7 +253,7 @@ class InterceptedForward:
 
     def __reduce__(self) -> tuple:
         # for copy and pickle; the module is among what was copied before
-        return (_bind_forward, (self.module,)) if self.previous is None else (_return_given, (self.previous,))
+        return _restore_forward, (self.module, self.previous)
 
 
 # what is watched is not compiled in parts either
@@ -271,12 +262,8 @@ def _call_uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return forward(*args, **kwargs)
 
 
-def _bind_forward(module: nn.Module) -> Callable[..., Any]:
-    return type(module).forward.__get__(module)
-
-
-def _return_given(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+def _restore_forward(module: nn.Module, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    return type(module).forward.__get__(module) if previous is None else previous
 
 
 def _intercept(module: nn.Module, site: Site, writes: bool) -> tuple[InterceptedForward, Callable[[], None]]:
@@ -297,18 +284,16 @@ def _intercept(module: nn.Module, site: Site, writes: bool) -> tuple[Intercepted
 
 @dataclass
 class _Running:
-    """One forward of a module so far.
-
-    Its own object, as torch.compile forgets what a mode holds when it is left.
+    """One forward of a module so far; its own object, as torch.compile forgets what a mode holds when it is left.
 
     Attributes:
         cached: How many tokens were in the cache it was given; None without a cache.
-        calls: Calls of attention.
-        softmaxes: Calls of a softmax that may be of the heads.
+        calls: Number of calls of attention.
+        softmaxes: Number of softmaxes that may normalize the heads' scores.
         others: Shapes of other softmaxes.
         mean: Whether the mean of its weights over heads was asked for.
-        followed: Its weights, where something was asked.
-        changed: Whether it was changed.
+        followed: Its weights, where these were asked for.
+        changed: Whether a bias or mixer has changed them.
     """
 
     cached: int | None
@@ -330,7 +315,7 @@ class _TakenOver(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch as it is, or attention with what is listened to."""
+        """Intercept attention and softmaxes; run every other torch function unchanged."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.running.calls += 1
@@ -373,19 +358,14 @@ def _require_heads(site: Site, module: nn.Module, query: Tensor, key: Tensor) ->
             site.count_all(groups, site.key_value_heads) == site.key_value_heads or groups == heads
         )
     if not fits:
+        queries, keys = (
+            "in a nested tensor" if tensor.is_nested else f"of shape {tuple(tensor.shape)}" for tensor in (query, key)
+        )
         raise LayoutError(
-            f"{site.label} ({type(module).__name__}) calls {CALLED} with queries {_describe(query)} and keys "
-            f"{_describe(key)}; expected (batch, {site.num_heads} heads, tokens, {size} features), from which weights "
+            f"{site.label} ({type(module).__name__}) calls {CALLED} with queries {queries} and keys "
+            f"{keys}; expected (batch, {site.num_heads} heads, tokens, {size} features), from which weights "
             "and biases of heads can be read."
         )
-
-
-def _describe(tensor: Tensor) -> str:
-    return "in a nested tensor" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
-
-
-def _list_shapes(running: _Running) -> str:
-    return f" (but over {', '.join(map(str, running.others[:4]))})" if running.others else ""
 
 
 def _resolve_request(forward: InterceptedForward, call: ScoreCall) -> Request:
@@ -401,7 +381,7 @@ def _resolve_request(forward: InterceptedForward, call: ScoreCall) -> Request:
 def _normalize(
     forward: InterceptedForward, running: _Running, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Compute a softmax as torch does, with biases where it may be that of the heads, and keep its weights."""
+    """Compute a softmax as torch does; add biases to scores that may be the heads', and keep the weights."""
     site = forward.site
     scores, axis, dtype = read_settings(args, kwargs)
     arranged = arrange_heads(scores, site) if scores is not None and axis == -1 else None
@@ -457,14 +437,12 @@ def _attend(
     listeners = forward.listeners
     call = ScoreCall.of(query, key, cached, is_causal)
     answer = _resolve_request(forward, call)
-    mask, causal = attn_mask, is_causal
-    empty = None
+    total = mask = attn_mask
+    causal, empty = is_causal, None
     if answer.biases:
         total = sum_masks(attn_mask, is_causal, answer.biases, call.queries, call.keys, query.dtype)
         mask, empty = clear_empty_rows(total)
         mask, causal = mask.expand(*mask.shape[:-2], call.queries, -1), False
-    else:
-        total = attn_mask
     weights, mixer = None, find_mixer(forward.module)
     if answer.weights or mixer is not None:
         weights = _compute_weights(query, key, total, causal, scale, mixer)

@@ -25,7 +25,7 @@ from headwise.nn.multihead import VERY_NEGATIVE
 from headwise.nn.scores import normalize_scores
 
 SOFTMAXES = (torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax)
-# What leaves weights those of the same heads, queries and keys between the softmax and the product with the values.
+# Functions between the softmax and the product with the values that keep the order of heads, queries and keys.
 KEPT = (
     *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
     *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.nan_to_num, torch.nan_to_num),
@@ -42,7 +42,7 @@ def is_provable(site: Site) -> bool:
 
 
 def arrange_heads(tensor: Tensor, site: Site) -> Tensor | None:
-    """Return scores or weights as [B, H, Q, K] if they may be those of the site's heads, else None.
+    """Return scores or weights as [B, H, Q, K] if they may belong to the site's heads, else None.
 
     They may be [B, H, Q, K], have the heads in the axis of the batch, [B * H, Q, K], or the query heads of each
     key/value head in an axis of their own, [B, G, H / G, Q, K], or [B, H / G, G, Q, K] where keys are tiled.
@@ -99,13 +99,9 @@ def normalize_biased(scores: Tensor, biases: tuple[Tensor, ...], dtype: torch.dt
 
 
 class FollowedWeights:
-    """The weights of a softmax, and what the module makes of them before it multiplies them with the values.
+    """The weights of a softmax as they are read, before dropout and a mixer, and as they are used.
 
-    Attributes:
-        weights: Weights as they are read: before dropout, and before a mixer.
-        used: Weights as they are used.
-        spoiled: Whether dropout has changed them where they are.
-        cut: Whether the weight of a score of no token, such as a learned sink, was cut off.
+    Dropout in place has `spoiled` them; the weight of a score of no token, such as a learned sink, was `cut` off.
     """
 
     def __init__(self, weights: Tensor, given: Tensor) -> None:
@@ -151,7 +147,7 @@ def watch(site: Site) -> Iterator[Witness]:
     """Yield what the forward of a site's module that runs inside the block computes."""
     witness, parts, modules = Witness(), ValueParts(site), site.value_modules
     held = [site.output_projection.module] if _holds_output(site) and site.output_projection is not None else []
-    # what W_O gets is kept before an ablation
+    # before an ablation changes what W_O gets
     with record(modules, outputs=keep) as projected, record(held, inputs=keep, prepend=True) as joined:
         yield witness
     for call in projected:
@@ -169,12 +165,7 @@ def _holds_output(site: Site) -> bool:
 def prove_weights(site: Site, used: Tensor, witness: Witness) -> set[int]:
     """Return the axes 0 to 2 of weights [B, H, Q, K] that are shown to be sequences, heads and queries.
 
-    Weights times values are the outputs of the heads, and are not with the weights of another sequence, head or query.
-
-    Args:
-        site: The site.
-        used: Weights as they are used, of whichever axes.
-        witness: What the forward computed beside them.
+    Weights times values are the outputs of the heads, and differ with the weights of another sequence, head or query.
 
     Raises:
         LayoutError: The outputs of the heads are something else, or cannot be read.
