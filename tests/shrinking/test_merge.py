@@ -267,7 +267,7 @@ def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
     import peft
 
     adapted = peft.get_peft_model(build("Llama", HEADS), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them into the weight first"):
+    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters; merge them into the weight first"):
         hw.merge(hw.find_heads(adapted), 2, batches=[tokens(0)])
 
 

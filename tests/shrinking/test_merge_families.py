@@ -20,7 +20,7 @@ REFUSED = {
     "DeBERTa": "cannot run with these heads merged",
     "GPT-NeoX": "cannot run with these heads merged",
     "T5": r"so its query heads must stay where they are; use grouping=.order.",
-    "Cohere": r"has k_norm\.weight, of which each key/value head has a part of its own",
+    "Cohere": r"has k_norm\.weight with a separate part for each key/value head",
     "Falcon, 40B and 180B": "is not FalconModel with each of them in the place of several",
     "BitNet": "passes its heads through a BitNetRMSNorm before W_O",
     "DeepSeek-V2": "latent attention",

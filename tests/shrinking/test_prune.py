@@ -286,7 +286,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason():
     model = peft.get_peft_model(
         named(FAMILIES, "BERT")[0].build(), peft.LoraConfig(target_modules=["query", "value"], r=2)
     )
-    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them"):
+    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters; merge them"):
         hw.prune(hw.find_heads(model), {0: [1]})
     model: Any = named(FAMILIES, "BERT")[0].build()
     hw.aggregate(hw.find_heads(model).layer(0), hw.routing.SimpleRouting())

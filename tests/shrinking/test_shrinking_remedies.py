@@ -147,14 +147,14 @@ def tied() -> Iterator[Callable[[], Any]]:
     yield lambda: hw.prune(heads, {0: [1], 1: [1]}, inputs=(x,))
 
 
-@after(r"has LoRA adapters: merge them into the weight first \(merge_and_unload\), and find heads again; heads are")
+@after(r"has LoRA adapters; merge them into the weight first \(merge_and_unload\), and find heads again\.$")
 def adapted() -> Iterator[Callable[[], Any]]:
     model = peft.get_peft_model(BY_NAME["BERT"].build(), peft.LoraConfig(target_modules=["query", "value"], r=2))
     yield lambda: hw.prune(hw.find_heads(model), {0: [1]})
     yield lambda: hw.prune(hw.find_heads(model.merge_and_unload()), {0: [1]})
 
 
-@after(r"has LoRA adapters: merge them into the weight first \(merge_and_unload\), and find heads again\.")
+@after(r"has LoRA adapters; merge them into the weight first \(merge_and_unload\), and find heads again\.")
 def adapted_and_merged() -> Iterator[Callable[[], Any]]:
     model = peft.get_peft_model(BY_NAME["Llama"].build(), peft.LoraConfig(target_modules=["q_proj"], r=2))
     batches = [BY_NAME["Llama"].inputs()]
