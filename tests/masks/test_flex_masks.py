@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
 from headwise.masks.flex import FlexMask
-from headwise.roles.align import AlignedRow, Alignment
+from headwise.roles.word_table import AlignedRow, Alignment
 from roles.test_roles import FREQUENT, SENTENCE
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer
 

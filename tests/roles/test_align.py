@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 import headwise as hw
-from headwise.roles.align import AlignedRow, tokens_as_words, words_of_tokens
+from headwise.roles.word_table import AlignedRow, tokens_as_words, words_of_tokens
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer, tokenizer_of
 
 # what has tripped alignments before: spaces of all kinds, joined emoji, marks, ligatures that normalization takes apart

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise.roles.align import Alignment
 from headwise.roles.roles import MAJOR
+from headwise.roles.word_table import Alignment
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer
 
 # "The very old film bored me , but John liked it ; why not ?" with the parse of a person

@@ -7,9 +7,8 @@ import torch
 
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.masks.head_mask import HeadMask
-from headwise.roles.align import align
 from headwise.roles.build import Roles
-from headwise.roles.word_table import WordTable
+from headwise.roles.word_table import WordTable, align
 
 # The keyword argument of the forward that holds the mask.
 ROLE_MASK = "role_mask"
