@@ -86,16 +86,6 @@ def test_one_layer_merged_is_for_headwise_and_all_of_them_for_transformers(tmp_p
     assert apart([model(tokens(3)).logits], [again(tokens(3)).logits]) == 0.0
 
 
-def test_eager_attention_of_an_encoder_takes_no_fewer_heads():
-    family = named(FAMILIES, "BERT")[0]
-    model: Any = family.build()
-    model.set_attn_implementation("eager")
-    before = compute(model, family.inputs())
-    with pytest.raises(hw.errors.LayoutError, match="load a model of transformers with attn_implementation='sdpa'"):
-        hw.merge(hw.find_heads(model), 2, batches=[family.inputs()])
-    assert apart(before, compute(model, family.inputs())) == 0.0
-
-
 @pytest.mark.parametrize("family", named(FAMILIES, *REFUSED), ids=str)
 def test_a_family_whose_heads_cannot_be_merged_is_refused_and_left_as_it_was(family: Family):
     model = family.build()

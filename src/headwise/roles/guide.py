@@ -73,7 +73,7 @@ def find_max_length(model: nn.Module) -> int | None:
     for name, module in model.named_modules():
         own = name.rpartition(".")[2].lower()
         if isinstance(module, nn.Embedding) and any(word in own for word in POSITIONS) and "relative" not in own:
-            # positions of RoBERTa start after the padding row, those of BART after two unused rows
+            # positions of RoBERTa start after the padding row, positions of BART after two unused rows
             before = 0 if module.padding_idx is None else module.padding_idx + 1
             rooms.append(module.num_embeddings - max(before, int(getattr(module, "offset", 0))))
     return min(rooms, default=None)

@@ -377,7 +377,7 @@ def _as_tuple(index: int, tables: Sentence) -> tuple[WordTable, ...]:
 
 
 def _assign_tables(tables: Sequence[Sentence], origins: Sequence[int], what: str) -> list[tuple[WordTable, ...]]:
-    """Return the word tables of each row, given those of each text."""
+    """Return the word tables of each row, given the tables of each text."""
     texts = max(origins, default=-1) + 1
     if texts != len(tables):
         raise DataError(f"{texts} {what} texts were given for {len(tables)} word tables; expected one table per text.")

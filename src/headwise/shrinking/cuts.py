@@ -171,7 +171,7 @@ class Cut:
     owners: tuple[tuple[nn.Module, str], ...] = field(default=(), repr=False)
 
     def select(self, tensor: Tensor, axis: int | None = None) -> Tensor:
-        """Return what stays of a tensor along an axis: that of the parameter, or the one given."""
+        """Return the entries of a tensor that stay, along the axis of the parameter or another one."""
         axis = self.axis if axis is None else axis
         return tensor.index_select(axis, torch.tensor(self.keep, device=tensor.device)).contiguous()
 
@@ -302,7 +302,7 @@ def _read_cut(name: str, parameter: Tensor, mask: Tensor) -> Cut:
     raise LayoutError(f"{name} holds its heads so that removing some leaves no rectangle; it cannot be cut.")
 
 
-# Factored statistics of transformers' Adafactor: what is left of the axes of a parameter when one is averaged over.
+# Factored statistics of transformers' Adafactor, and the axis of the parameter over which each is averaged.
 _AVERAGED = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 
 
@@ -352,7 +352,7 @@ def _cut_states(optimizer: Any, cuts: Sequence[Cut]) -> None:
 
 
 def _cut(cut: Cut, name: str, value: Any) -> Any:
-    """Return what stays of one value of a state, None for what cannot be cut."""
+    """Return one value of a state after the cut; None if it cannot be cut."""
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     left: list[int] = list(range(cut.parameter.dim()))
@@ -436,7 +436,7 @@ def _count_parameters(model: nn.Module) -> int:
 
 
 def list_lines(title: str, rows: Sequence[str], room: int, stock: str | None, loading: str | None) -> list[str]:
-    """Return the lines that tell what was done to each attention, in at most `room` rows, and how to load the model."""
+    """Return a title, at most `room` rows about attentions, and how to load the model."""
     first, left_out, last = shorten(rows, room)
     middle = [f"  ... {left_out} more attentions ..."] if left_out else []
     loaded = [] if stock is None else [f"saved for hw.load, as transformers cannot load it: {stock}"]

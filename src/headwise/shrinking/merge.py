@@ -403,7 +403,12 @@ def _merge(
     undo: ExitStack,
 ) -> Merging:
     sites = list(heads)
-    shown = _find_shown(heads.model) if batches is None else batches[0]
+    shown = find_dummy(heads.model) if batches is None else batches[0]
+    if shown is None:
+        raise SettingError(
+            f"what is free in the heads of a {type(heads.model).__name__} is found out by calling it; pass "
+            "batches=[...], what it is called with."
+        )
     freedoms = find_freedoms(sites, shown)
     wanted = {} if batches is None else record_wanted(heads, batches)
     require_unread(heads, shown)
@@ -482,23 +487,6 @@ def _settle(batch: Batch) -> Batch:
         f"a batch is a {type(batch).__name__}; expected a tensor, a tuple of positional arguments, or a mapping of "
         "arguments by name."
     )
-
-
-def _find_shown(model: nn.Module) -> Batch:
-    """Return inputs with which a model of transformers can be called."""
-    dummy = find_dummy(model)
-    if dummy is not None:
-        try:
-            run(model, dummy)
-        except Exception:
-            # what its class gives is for models of text
-            dummy = None
-    if dummy is None:
-        raise SettingError(
-            f"what is free in the heads of a {type(model).__name__} is found out by calling it; pass batches=[...], "
-            "what it is called with."
-        )
-    return dummy
 
 
 def _require_merged(model: nn.Module, expected: Expected) -> None:

@@ -19,7 +19,7 @@ from headwise.heads.record import evaluating, list_tensors, record, restored
 
 # Largest difference, relative to the largest output: matrix products of another width round apart.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-# The attentions of transformers whose pruned models are compared with ablation in our tests, in all that they hold.
+# Attentions of transformers that our tests prune and compare with ablation, with all their parameters.
 _NAMES = """
 AlbertAttention BartAttention BertCrossAttention BertSelfAttention CLIPAttention CanineSelfAttention
 ChameleonAttention ClvpSelfAttention CodeGenAttention CohereAttention DeepseekV2Attention DeepseekV3Attention
@@ -120,8 +120,8 @@ def expect_ablated(
     try:
         if dummy is not None:
             return _expect_ablated(heads, removed, dummy)
-    except Exception:
-        # what a class gives is for models of text, and need not reach every attention
+    except HeadwiseError:
+        # they need not reach every attention
         pass
     raise SettingError(
         f"{doubt}; only a call shows whether the model works with fewer heads: pass inputs=..., what it is called with."
@@ -147,12 +147,18 @@ def _expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs:
 
 
 def find_dummy(model: nn.Module) -> Mapping[str, Any] | None:
-    """Return the inputs that a class of transformers gives for a call; None for other models."""
+    """Return the inputs that a class of transformers gives for a call; None where it cannot be called with them."""
     dummy: Any = getattr(model, "dummy_inputs", None)
     if not isinstance(dummy, Mapping):
         return None
     device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    try:
+        run(model, inputs)
+    except Exception:
+        # they are for models of text
+        return None
+    return inputs
 
 
 def _find_doubt(heads: Heads, removed: Mapping[Site, Sequence[int]]) -> str | None:
@@ -189,7 +195,7 @@ def run(model: nn.Module, inputs: Sequence | Mapping) -> list[Tensor]:
 
 
 def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
-    """Raise `LayoutError` unless the model computes what was computed before its weights were cut.
+    """Raise `LayoutError` unless the outputs of the model are the expected ones.
 
     Attention weights and cached keys, which have fewer heads now, are not compared.
     """

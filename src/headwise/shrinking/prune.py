@@ -109,7 +109,7 @@ def _list_forms(heads: Heads, site: Site) -> Iterator[Obstacle]:
 
 
 def _explain_output(output: nn.Module | None) -> Obstacle:
-    """Return why a module, or nothing, is no W_O whose columns can be removed, and the remedy."""
+    """Return why the columns of an output projection cannot be removed, and the remedy."""
     if output is None:
         return "has no output projection that was found", "name it in a layout row of your own (output=...)"
     name = type(output).__name__
@@ -125,13 +125,13 @@ def _explain_output(output: nn.Module | None) -> Obstacle:
 
 
 def _list_given(heads: Heads, site: Site) -> Iterator[str]:
-    """Yield what is computed outside of the attentions, for all heads, and given to this one."""
+    """Yield the numbers of each head that are computed outside of the attentions and given to this one."""
     arguments = inspect.signature(type(site.module).forward).parameters
     config = getattr(site.module, "config", None)
     for name, given in _GIVEN.items():
         if name in arguments and getattr(config, name, True) is not False:
             yield given
-    # of T5, which holds tables itself, the cross attention has none
+    # T5 holds tables itself, and its cross-attention needs no table
     if "position_bias" in arguments and not hasattr(site.module, _HELD) and not _list_tables(_list_alike(heads, site)):
         yield "position biases"
     read = {id(parameter) for other in heads.found for parameter in other.module.parameters()}
@@ -180,7 +180,7 @@ def _find_shared_keys(heads: Heads, site: Site, removed: RemovedHeads) -> str | 
 
 
 def find_table_owner(heads: Heads, site: Site) -> Site | None:
-    """Return the site whose table of position biases several layers share, a site among them; None without one."""
+    """Return the site that holds the position biases of this one and other layers; None if they are not shared."""
     alike = _list_alike(heads, site)
     owners = _list_tables(alike)
     return (owners or alike)[0] if hasattr(site.module, _HELD) and len(owners) < len(alike) else None

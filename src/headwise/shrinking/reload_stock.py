@@ -208,7 +208,7 @@ def _change(config: Any, counts: Sequence[int | None]) -> dict[str, int]:
     known = {*config.to_dict(), *getattr(config, "attribute_map", {})}
     heads, groups, size = counts
     # a head size left out is the width divided by the heads, which would now be another; some classes know it by this
-    # name and hold none
+    # name without an attribute
     sizes = [name for name in HEAD_SIZES if name in known] or ["head_dim"]
     values = {name: size for name in sizes if size is not None and getattr(config, name, None) is None}
     for names, count in ((KEY_COUNTS, groups), (QUERY_COUNTS, heads)):
