@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
 from headwise.masks.flex import FlexMask
-from headwise.roles.align import AlignedRow, Alignment
+from headwise.roles.word_table import AlignedRow, Alignment
 from roles.test_roles import FREQUENT, SENTENCE
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer
 
@@ -146,40 +146,3 @@ def test_it_moves_to_a_device():
     moved = flex.to("meta")
     assert {tensor.device.type for tensor in moved._tensors.values()} == {"meta"}
     assert (moved.empty, moved.causal) == ("self", True)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (
-            {"heads": (0, 7)},
-            hw.errors.MaskError,
-            r"heads is \(0, 7\) for 2 roles; expected 2 different heads of 0 to 6",
-        ),
-        ({"heads": (3,)}, hw.errors.MaskError, r"heads is \(3,\) for 2 roles"),
-        ({"heads": (3, 0, 1)}, hw.errors.MaskError, r"heads is \(3, 0, 1\) for 2 roles"),
-        ({"heads": (2, 2)}, hw.errors.MaskError, "2 different heads"),
-        ({"empty": "nothing"}, hw.errors.SettingError, "empty is 'nothing'; expected one of regular, self"),
-        ({"num_heads": 2.5}, hw.errors.SettingError, "num_heads is 2.5; expected an integer"),
-        ({"num_heads": -3}, hw.errors.SettingError, "num_heads is -3; expected an integer"),
-        ({"num_heads": 1}, hw.errors.MaskError, "2 different heads of 0 to 0"),
-    ],
-)
-def test_both_forms_of_a_mask_refuse_the_same(given: dict, error: type[Exception], message: str):
-    roles = hw.roles.Roles(hw.roles.Separator(), hw.roles.Window(3))
-    for make in (roles, roles.for_flex):
-        with pytest.raises(error, match=message):
-            make(SENTENCE, **{"num_heads": HEADS, **given})
-
-
-def test_a_mask_made_of_tables_refuses_heads_and_policies_that_are_not_there():
-    keep, places = torch.ones(1, 3, dtype=torch.bool), torch.arange(3)[None]
-    given = {"num_heads": 4, "columns": {1: keep}, "windows": {2: 1}, "pairs": {}}
-    FlexMask.from_tables(keep, places, places, **given)
-    for wrong, error, message in (
-        ({"windows": {4: 1}}, hw.errors.MaskError, r"heads \[1, 4\]; expected different heads of 0 to 3"),
-        ({"empty": "nothing"}, hw.errors.SettingError, "empty is 'nothing'"),
-        ({"num_heads": 3.0}, hw.errors.SettingError, "num_heads is 3.0"),
-    ):
-        with pytest.raises(error, match=message):
-            FlexMask.from_tables(keep, places, places, **{**given, **wrong})

@@ -188,35 +188,3 @@ def test_the_text_of_a_mask_says_sizes_and_shares():
         "HeadMask(2 sentences, 8 tokens of which 2 padding, 4 heads, causal; allowed in self: 46 %, nothing: 0 %; "
         "2 regular heads)"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"roles": torch.zeros(1, 2, 3, 3)}, r"torch.float32.*mask == 0"),
-        ({"roles": torch.zeros(3, 3, dtype=torch.bool)}, r"shape \(3, 3\)"),
-        ({"roles": torch.zeros(1, 2, 4, 3, dtype=torch.bool)}, r"\(1, 2, 4, 3\)"),
-        ({"num_heads": 1}, "2 different heads of 0 to 0"),
-        ({"num_heads": 4, "heads": (3, 4)}, r"\(3, 4\).*0 to 3"),
-        ({"heads": (1, 1)}, r"\(1, 1\)"),
-        ({"names": ("a", "a")}, "one distinct name per role"),
-        ({"keep": torch.ones(2, 3, dtype=torch.int64)}, "keep is a tensor of torch.int64"),
-        ({"keep": torch.ones(2, 4, dtype=torch.bool)}, r"keep has shape \(2, 4\); expected \(sentences, 3\)"),
-        ({"roles": torch.zeros(3, 2, 3, 3, dtype=torch.bool), "keep": torch.ones(2, 3, dtype=torch.bool)}, r"\(3, 3\)"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_a_sentence(arguments: dict, message: str):
-    with pytest.raises(hw.errors.MaskError, match=message):
-        hw.roles.HeadMask(**{"roles": torch.zeros(1, 2, 3, 3, dtype=torch.bool), **arguments})
-
-
-def test_an_unknown_policy_and_an_additive_mask_of_integers_are_refused():
-    roles = torch.zeros(1, 2, 3, 3, dtype=torch.bool)
-    with pytest.raises(hw.errors.SettingError, match="regular, self"):
-        hw.roles.HeadMask(roles, empty="nothing")
-    with pytest.raises(hw.errors.MaskError, match="int64"):
-        hw.roles.HeadMask(roles).for_sdpa(torch.int64)
-    with pytest.raises(hw.errors.MaskError, match="padded to 2"):
-        hw.roles.HeadMask(roles).padded(2)
-    with pytest.raises(IndexError):
-        hw.roles.HeadMask(roles)[1]

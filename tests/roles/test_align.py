@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 import headwise as hw
-from headwise.roles.align import AlignedRow, tokens_as_words, words_of_tokens
+from headwise.roles.word_table import AlignedRow, tokens_as_words, words_of_tokens
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer, tokenizer_of
 
 # what has tripped alignments before: spaces of all kinds, joined emoji, marks, ligatures that normalization takes apart
@@ -184,19 +184,3 @@ def test_words_that_are_tokens_stand_between_special_ones():
     assert [list(row.first) for row in aligned.rows] == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
     assert aligned.rows[0].special == (0, 3, 4)
     assert list(aligned.rows[1].places[0]) == [1]
-
-
-def test_what_cannot_be_aligned_is_refused_in_a_sentence():
-    one = tokenizer_of("WordPiece").encode("a longer text of words")
-    with pytest.raises(hw.errors.DataError, match="without character offsets"):
-        hw.roles.align([hw.roles.WordTable(["a"])], {"input_ids": [[1]]})
-    with pytest.raises(hw.errors.DataError, match="1 encoded texts were given for 2 word tables"):
-        hw.roles.align([hw.roles.WordTable(["a"])] * 2, [one])
-    with pytest.raises(hw.errors.DataError, match="reach character 22 of a text of 1"):
-        hw.roles.align([hw.roles.WordTable(["a"])], [one])
-    with pytest.raises(hw.errors.SettingError, match=r"sentence 0 has \d+ tokens; expected at most 3"):
-        hw.roles.align([hw.roles.WordTable.split("a longer text of words")], [one], length=3)
-    with pytest.raises(hw.errors.DataError, match="pair of word tables"):
-        hw.roles.align([hw.roles.WordTable.split("so")], [tokenizer_of("WordPiece").encode("so", "so")])
-    with pytest.raises(hw.errors.DataError, match="is a pair of texts"):
-        tokens_as_words([(hw.roles.WordTable(["a"]), hw.roles.WordTable(["b"]))])

@@ -122,62 +122,6 @@ def test_a_trainer_gets_masks_by_one_line(tmp_path: Path, workers: int):
     guidance.remove()
 
 
-def test_what_is_missing_is_said_with_the_way_out():
-    tokenizer = fast_tokenizer("WordPiece")
-    collator = hw.roles.RoleCollator(ROLES, tokenizer, 3)
-    with pytest.raises(hw.errors.DataError, match=r"example 1 has label; .*remove_unused_columns=False"):
-        collator([{"text": "a"}, {"label": 1}])
-    with pytest.raises(hw.errors.DataError, match=r"example 0 its 'text' is a NoneType"):
-        collator([{"text": None}])
-
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(hw.errors.DataError, match="Slow is not a fast tokenizer"):
-        hw.roles.RoleCollator(ROLES, Slow(), 3)
-    with pytest.raises(hw.errors.DataError, match="has no parse"):
-        hw.roles.RoleCollator(hw.roles.Roles(hw.roles.Dependency()), tokenizer, 3)(EXAMPLES)
-
-
-@pytest.mark.parametrize(
-    ("examples", "message"),
-    [
-        ([], "given no example"),
-        ([{"text": "a", "label": "good"}], r"column 'label' cannot become a tensor \('good', ...\); expected numbers"),
-        ([{"text": "a", "id": "x7"}], r"column 'id' cannot become a tensor .* receives every column except the text"),
-        ([{"text": "a", "label": None}], "column 'label' cannot become a tensor"),
-        ([{"text": "a", "tags": [1]}, {"text": "b", "tags": [1, 2]}], "column 'tags' cannot become a tensor"),
-        ([{"text": "a", "label": 1}, {"text": "b"}], "example 1 has no 'label' but example 0 does"),
-    ],
-)
-def test_columns_that_make_no_tensor_are_named(examples: list[dict], message: str):
-    with pytest.raises(hw.errors.DataError, match=message):
-        hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3)(examples)
-
-
-def test_a_length_without_room_for_a_text_is_refused():
-    # with two special tokens the tokenizer would cut nothing and say nothing
-    with pytest.raises(hw.errors.SettingError, match=r"max_length is 1 and the tokenizer made \d+ tokens"):
-        hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=1)(EXAMPLES)
-    for wrong in (0, "8"):
-        with pytest.raises(hw.errors.SettingError, match="max_length is"):
-            hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, max_length=wrong)
-
-
-def test_a_parser_is_a_function_that_gives_a_table_for_each_text():
-    tokenizer = fast_tokenizer("WordPiece")
-    with pytest.raises(hw.errors.SettingError, match=r"parse is 'en_core_web_sm'; .*Parser\(pipeline\)"):
-        hw.roles.RoleCollator(ROLES, tokenizer, 3, parse="en_core_web_sm")
-    with pytest.raises(hw.errors.SettingError, match=r"text is \('a', 'b', 'c'\); expected"):
-        hw.roles.RoleCollator(ROLES, tokenizer, 3, text=("a", "b", "c"))
-    with pytest.raises(hw.errors.DataError, match="parse gave 4 word tables for 5 texts"):
-        hw.roles.RoleCollator(
-            ROLES, tokenizer, 3, parse=lambda texts: [hw.roles.WordTable.split(t) for t in texts[1:]]
-        )(EXAMPLES)
-    with pytest.raises(hw.errors.DataError, match=r"row 0 is \(\['The', .*expected a word table"):
-        hw.roles.RoleCollator(ROLES, tokenizer, 3, parse=lambda texts: [text.split() for text in texts])(EXAMPLES)
-
-
 def test_a_trainer_that_generates_hands_the_mask_to_generate(tmp_path: Path):
     from transformers import (
         DataCollatorForSeq2Seq,
@@ -255,27 +199,3 @@ def test_models_take_as_many_tokens_as_their_tables_of_positions_have_rows(name:
         model(input_ids=torch.full((1, room), 5), **named)
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=torch.full((1, room + 1), 5), **named)
-
-
-def test_a_collator_that_pads_on_another_side_is_refused():
-    tokenizer = fast_tokenizer("WordPiece")
-
-    def left(features: list[dict]) -> dict:
-        width = max(len(one["input_ids"]) for one in features)
-        rows = [[0] * (width - len(one["input_ids"])) + one["input_ids"] for one in features]
-        keep = [[0] * (width - len(one["input_ids"])) + one["attention_mask"] for one in features]
-        return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(keep)}
-
-    with pytest.raises(
-        DataError, match=r"attention_mask of example \d is .* padded on the right as the tokenizer does"
-    ):
-        hw.roles.RoleCollator(ROLES, tokenizer, 3, collator=left)(EXAMPLES)
-
-
-def test_a_collator_whose_mask_has_another_shape_is_refused():
-    def longer(features: list[dict]) -> dict:
-        ids = torch.zeros(len(features), 30, dtype=torch.long)
-        return {"input_ids": ids, "attention_mask": torch.ones(len(features), 31, dtype=torch.long)}
-
-    with pytest.raises(DataError, match=r"attention_mask is \(5, 31\) and the input_ids are \(5, 30\)"):
-        hw.roles.RoleCollator(ROLES, fast_tokenizer("WordPiece"), 3, collator=longer)(EXAMPLES)

@@ -179,12 +179,3 @@ def test_two_handles_let_generate_go_in_any_order():
     other.remove()
     with pytest.raises(ValueError, match="role_mask"):
         model.generate(**inputs, role_mask=mask_for(inputs))
-
-
-def test_generation_without_a_cache_is_told_the_way_out():
-    model, inputs = generator("GPT-2"), prompt("GPT-2")
-    with (
-        pytest.raises(hw.errors.MaskError, match=r"In generate\(\), set use_cache=True"),
-        hw.guide(hw.find_heads(model), mask_for(inputs)),
-    ):
-        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, use_cache=False)

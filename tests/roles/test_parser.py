@@ -6,19 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import headwise as hw
 
 spacy = pytest.importorskip("spacy")
 
-from headwise.roles.spacy import (  # noqa: E402
-    Parse,
-    ParseCache,
-    Parser,
-    digest,
-)
+from headwise.roles.spacy import Parser  # noqa: E402
 
 DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 TRAINED = DATA.parent / "models" / "en_ewt_parser"
@@ -95,7 +88,7 @@ def test_a_text_is_parsed_once_and_comes_back_equal(tmp_path: Path, given_texts:
     assert given_texts == [4, 1]
     if kept == "disk":
         again = Parser(pipeline(), cache)
-        assert len(again.cache) == 5
+        assert len(again._kept) == 5
         assert again(TEXTS) == first
         assert given_texts == [4, 1]
 
@@ -114,34 +107,10 @@ def test_another_pipeline_and_another_setting_have_parses_of_their_own(tmp_path:
     assert given_texts == [1, 1, 1, 1]
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 70_000), st.integers(1, 300), st.sampled_from(["a", "nsubj", "é"])), max_size=6
-        ),
-        max_size=4,
-    )
-)
-def test_the_files_hold_what_was_put_in_as_small_integers(tmp_path_factory: pytest.TempPathFactory, made: list):
-    folder = tmp_path_factory.mktemp("parses")
-    parses = {}
-    for number, words in enumerate(made):
-        starts = sorted(start for start, _, _ in words)
-        ends = tuple(start + size for start, (_, size, _) in zip(starts, words, strict=True))
-        heads = tuple(start % len(words) for start in starts)
-        parses[digest(str(number))] = Parse(tuple(starts), ends, heads, tuple(label for _, _, label in words))
-    ParseCache(folder, b"x").add(parses)
-    again = ParseCache(folder, b"x")
-    assert {key: again.get(key) for key in parses} == parses
-    assert len(again) == len(parses)
-    assert not list(folder.rglob(".*"))
-
-
 def test_a_damaged_file_of_the_cache_is_named(tmp_path: Path):
     parse = Parser(pipeline(), tmp_path)
     parse(TEXTS)
-    (path,) = tmp_path.rglob("*.npz")
+    (path,) = tmp_path.rglob("*.spacy")
     assert path.stat().st_size < 2500
     whole = path.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"not a file of ours"):
@@ -153,7 +122,7 @@ def test_a_damaged_file_of_the_cache_is_named(tmp_path: Path):
 def test_two_processes_that_parse_the_same_disturb_nobody(tmp_path: Path):
     one, other = Parser(pipeline(), tmp_path), Parser(pipeline(), tmp_path)
     assert one(TEXTS) == other(TEXTS)
-    assert len(list(tmp_path.rglob("*.npz"))) == 2
+    assert len(list(tmp_path.rglob("*.spacy"))) == 2
     assert Parser(pipeline(), tmp_path)(TEXTS) == one(TEXTS)
 
 

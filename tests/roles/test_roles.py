@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
-from headwise.roles.align import Alignment
 from headwise.roles.roles import MAJOR
+from headwise.roles.word_table import Alignment
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer
 
 # "The very old film bored me , but John liked it ; why not ?" with the parse of a person
@@ -151,25 +151,6 @@ def test_a_role_of_your_own_may_find_arrays(array):
         assert torch.equal(given(table, num_heads=1).allowed(), plain(table, num_heads=1).allowed())
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ([3], "found word 3 in a sentence of 3 words"),
-        ([-1], "found word -1"),
-        ([(0, 3)], "found word 3"),
-        ([(0, -1)], "found word -1"),
-        ([(0, 1, 2)], "expected words, or pairs"),
-        ([0, (1, 2)], "expected words, or pairs"),
-        (["a"], "expected words, or pairs"),
-        ([True], "expected words, or pairs"),
-        ([1.0], "expected words, or pairs"),
-    ],
-)
-def test_a_role_of_your_own_that_finds_no_words_is_refused(found: list, message: str):
-    with pytest.raises(hw.errors.SettingError, match=message):
-        hw.roles.Roles(hw.roles.Role("mine", lambda _: found))(hw.roles.WordTable(["a", "b", "c"]), num_heads=1)
-
-
 def by_words(roles: hw.roles.Roles, aligned: Alignment, index: int) -> Tensor:
     """The masks of one sentence of a batch, word by word and cell by cell."""
     (table,), row = aligned.tables[index], aligned.rows[index]
@@ -225,45 +206,6 @@ def test_the_roles_print_as_the_record_of_an_experiment():
     assert hw.roles.Roles.released(FREQUENT).names == hw.roles.Roles.paper(FREQUENT).names
 
 
-def test_bad_input_is_refused_in_a_sentence():
-    with pytest.raises(hw.errors.SettingError, match="given no role"):
-        hw.roles.Roles()
-    with pytest.raises(hw.errors.SettingError, match="not a role; expected"):
-        hw.roles.Roles("window")
-    with pytest.raises(hw.errors.SettingError, match="not a role; expected"):
-        hw.roles.Roles(hw.roles.Window)
-    with pytest.raises(hw.errors.SettingError, match="idf is a dict"):
-        hw.roles.Roles(hw.roles.Rare(), idf={})
-    with pytest.raises(hw.errors.SettingError, match="expected an odd number"):
-        hw.roles.Window(4)
-    with pytest.raises(hw.errors.SettingError, match="share is 0"):
-        hw.roles.Rare(share=0.0)
-    with pytest.raises(hw.errors.SettingError, match="marks is ''"):
-        hw.roles.Separator("")
-    with pytest.raises(hw.errors.SettingError, match="relations is 'nsubj'"):
-        hw.roles.Major("nsubj")
-    with pytest.raises(hw.errors.SettingError, match=r"relations is \['nsubj'\]; expected a tuple"):
-        hw.roles.Major(["nsubj"])
-    table = hw.roles.WordTable(["a", "film"])
-    for nothing in (None, 3):
-        with pytest.raises(
-            hw.errors.SettingError, match=rf"the role '<lambda>' found {nothing}; expected words, or pairs"
-        ):
-            hw.roles.Roles(lambda _, found=nothing: found)(table, num_heads=1)
-    with pytest.raises(hw.errors.SettingError, match=r"pass Roles\(..., idf="):
-        hw.roles.Roles(hw.roles.Rare())(table, num_heads=1)
-    with pytest.raises(hw.errors.DataError, match="'a film' has no parse"):
-        hw.roles.Roles(hw.roles.Dependency())(table, num_heads=1)
-    with pytest.raises(hw.errors.DataError, match="sentence 1 has neither words nor special tokens"):
-        hw.roles.Roles(hw.roles.Window())([table, hw.roles.WordTable([])], num_heads=1)
-    with pytest.raises(
-        hw.errors.SettingError, match=r"sentence 0 has 2 tokens; expected at most 1: cut it with table\[:n\]"
-    ):
-        hw.roles.Roles(hw.roles.Window())([table], num_heads=1, length=1)
-    with pytest.raises(hw.errors.MaskError, match="expected 2 different heads of 0 to 0"):
-        hw.roles.Roles(hw.roles.Window(), hw.roles.Separator())(table, num_heads=1)
-
-
 def test_an_empty_text_with_special_tokens_is_a_sentence():
     mask = hw.roles.Roles(hw.roles.Window(), hw.roles.Separator())(
         [hw.roles.WordTable([])], num_heads=2, before=1, after=1
@@ -276,27 +218,6 @@ def test_words_found_may_be_integers_of_numpy():
     words, pairs = (hw.roles.Roles(found)(SENTENCE, num_heads=1).roles[0, 0] for found in find)
     assert words.sum(-1).unique().tolist() == [2]
     assert pairs.nonzero().tolist() == [[1, 0]]
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([], "called with no sentence; expected at least one word table"),
-        (["A film."], r"row 0 is 'A film.'; expected a word table .* WordTable.split"),
-        ([SENTENCE, ["A", "film"]], r"row 1 is \['A', 'film'\]; expected a word table"),
-        ([()], r"row 0 is \(\); expected a word table"),
-        ([None], "row 0 is None; expected a word table"),
-    ],
-)
-def test_what_is_no_word_table_is_refused(tables: list, message: str):
-    with pytest.raises(hw.errors.DataError, match=message):
-        hw.roles.Roles(hw.roles.Window())(tables, num_heads=1)
-
-
-def test_numbers_of_special_tokens_are_not_negative():
-    for given_numbers in ({"before": -1}, {"after": -1}, {"before": 1.5}):
-        with pytest.raises(hw.errors.SettingError, match=r"expected an integer of at least 0"):
-            hw.roles.Roles(hw.roles.Window())(SENTENCE, num_heads=1, **given_numbers)
 
 
 def test_an_alignment_takes_the_parse_of_the_tables_given_with_it():
@@ -341,18 +262,10 @@ def test_an_alignment_of_texts_that_overflow_is_one_row_for_each_part():
         roles([*tables, SENTENCE], num_heads=5, encoding=encoding)
 
 
-def test_arguments_without_effect_beside_an_encoding_are_refused():
+def test_a_batch_is_as_long_as_told():
     encoding = fast_tokenizer("WordPiece")([SENTENCE.text])
     aligned = hw.roles.align([SENTENCE], encoding, length=70)
     for make in (hw.roles.Roles(hw.roles.Separator()), hw.roles.Roles(hw.roles.Separator()).for_flex):
-        with pytest.raises(hw.errors.SettingError, match="before is 1 and after is 0, and the encoding has its own"):
-            make(SENTENCE, 2, encoding=encoding, before=1)
-        with pytest.raises(hw.errors.SettingError, match="before is 0 and after is 2, and the encoding has its own"):
-            make(SENTENCE, 2, encoding=aligned, after=2)
-        with pytest.raises(
-            hw.errors.SettingError, match="length is 80 and the alignment has 70 tokens; pass length=80 to"
-        ):
-            make(SENTENCE, 2, encoding=aligned, length=80)
         assert make(SENTENCE, 2, encoding=aligned, length=70).keep.shape == (1, 70)
         assert make(SENTENCE, 2, encoding=encoding, length=80).keep.shape == (1, 80)
 

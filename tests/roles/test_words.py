@@ -33,17 +33,6 @@ def test_a_part_of_a_table_keeps_what_hangs_together():
     assert part.rarities == (2, 3, 4)
     assert [part.text[start:end] for start, end in part.spans] == ["b", "c", "d"]
     assert table[:99] == table
-    with pytest.raises(hw.errors.SettingError, match="by 2"):
-        table[::2]
-
-
-def test_a_table_is_no_list_of_words():
-    table = hw.roles.WordTable(list("abc"))
-    message = r"indexed by 0; expected a slice: table\[:1\] is a table of its first word, table.words\[0\] that word"
-    with pytest.raises(hw.errors.SettingError, match=message):
-        table[0]
-    with pytest.raises(hw.errors.SettingError, match=message):
-        list(table)
 
 
 def depths(table: hw.roles.WordTable) -> list[int]:
@@ -70,23 +59,6 @@ def test_a_shuffled_parse_has_the_same_tree_over_other_words():
     assert moved == edges
     assert table.shuffled_parse(3) == shuffled
     assert table.shuffled_parse(4) != shuffled
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"words": "a text"}, "WordTable.split"),
-        ({"words": ["a", ""]}, "word 1 is ''"),
-        ({"words": ["a", "b"], "heads": [0]}, r"heads has 1 entries for 2 words \('a b'\)"),
-        ({"words": ["a", "b"], "heads": [0, 2]}, r"head of word 1 \('b'\) is 2; expected 0 to 1"),
-        ({"words": ["b", "a"], "text": "a b"}, r"word 1 \('a'\) is not in the text after character 3"),
-        ({"words": ["a"], "text": "a", "spans": [(0, 2)]}, "characters 0 to 2 of a text of 1"),
-        ({"words": ["a", "b"], "text": "a b", "spans": [(2, 3), (0, 1)]}, "expected spans in the order"),
-    ],
-)
-def test_a_table_that_does_not_fit_is_refused(arguments: dict, message: str):
-    with pytest.raises(hw.errors.DataError, match=message):
-        hw.roles.WordTable(**arguments)
 
 
 CONLLU = """# sent_id = 1
@@ -227,26 +199,6 @@ def test_a_file_that_is_no_idf_is_refused_by_name(tmp_path: Path, content: str):
     expected = r"idf.json holds no inverse document frequencies \(.+\); expected a file written by IDF\.save"
     with pytest.raises(hw.errors.DataError, match=expected):
         hw.roles.IDF.load(path)
-
-
-def test_what_idf_cannot_count_is_refused(tmp_path: Path):
-    with pytest.raises(hw.errors.DataError, match="no document"):
-        hw.roles.idf([])
-    with pytest.raises(hw.errors.DataError, match="document 1 is the text 'a film'"):
-        hw.roles.idf([["a"], "a film"])
-    with pytest.raises(hw.errors.DataError, match="document 0 holds 3; expected words"):
-        hw.roles.idf([["a", 3]])
-    with pytest.raises(hw.errors.DataError, match="cannot be read"):
-        hw.roles.IDF.load(tmp_path / "absent.json")
-    with pytest.raises(hw.errors.DataError, match=r"a word holds '\\ud83d', half of a surrogate pair; take it out"):
-        hw.roles.idf([["an", "\ud83d"]]).save(tmp_path / "idf.json")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("heads", [[1.0, 1.0], ["1", "1"], [None, 1]])
-def test_heads_are_indices(heads: list):
-    with pytest.raises(hw.errors.DataError, match=r"heads is \(.*expected the index of a word for each word"):
-        hw.roles.WordTable(["a", "film"], heads, ["det", "ROOT"])
 
 
 def test_heads_of_numpy_become_integers():

@@ -74,3 +74,17 @@ def plant(model: Any, kind: str, *, key: KeyFreedom, value: KeyFreedom, shuffled
         state[path] = (columns @ value_inverses)[order].movedim(0, 1).flatten(1)
     whole.load_state_dict(state)
     return whole
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gram_of(features: Tensor) -> Tensor:
+    """Moments y_i^H y_j of features [N, m, e]."""
+    return torch.einsum("nie,njf->iejf", features.conj(), features)
+
+
+def weights_of(readers: Tensor) -> Tensor:
+    """S_i = sum_h R_h^T R_h of readers [m, n, d, e]."""
+    return torch.einsum("mnde,mndf->mef", readers, readers)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError
 from headwise.shrinking.alignment import KeyFreedom, measure_loss
 from reference import merging as reference
-from shrinking.drawn_heads import draw, gram_of
+from shrinking.planted import draw, gram_of
 
 SIZE, HEADS, TOKENS = 8, 3, 29
 FREEDOMS = [
@@ -129,8 +128,3 @@ def test_many_problems_are_solved_at_once():
         alone = freedom.share(grams[number], weights[number], "orthogonal")
         torch.testing.assert_close(together.write[number], alone.write, atol=1e-10, rtol=0)
         torch.testing.assert_close(together.read[number], alone.read, atol=1e-10, rtol=0)
-
-
-def test_an_odd_number_of_turning_features_is_refused():
-    with pytest.raises(SettingError, match="rotary is 3; expected an even number"):
-        KeyFreedom(3)

@@ -12,10 +12,9 @@ from transformers import BartConfig, BartModel
 
 import headwise as hw
 from headwise.shrinking.alignment import KeyFreedom
-from headwise.shrinking.merge_heads import Way, find_freedoms, make_alike, measure_inputs, record_wanted
+from headwise.shrinking.merge_heads import record_wanted
 from shrinking.cutting import apart, float64
-from shrinking.drawn_heads import draw
-from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, plant, tokens
+from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, draw, plant, tokens
 
 __all__ = ["float64"]
 
@@ -79,19 +78,6 @@ def test_identical_heads_of_grouped_queries_become_fewer_groups_without_loss(flo
     hw.merge(hw.find_heads(model), 1, batches=[tokens(0)])
     assert apart([wanted], [logits(model)]) > 1e-2
     assert hw.find_heads(model).sites[0].key_value_heads == 1
-
-
-def test_what_makes_heads_alike_is_what_the_merged_model_computes(float64):
-    model, twin = build("Gemma", HEADS).double(), build("Gemma", HEADS).double()
-    float64()
-    sites = list(hw.find_heads(twin))
-    freedoms = find_freedoms(sites, (tokens(0),))
-    way = Way("low_rank", "similarity", False)
-    with torch.no_grad():
-        for site in sites:
-            make_alike(site, 4, way, freedoms[site], measure_inputs(site, [(tokens(0),)]))
-    hw.merge(hw.find_heads(model), 4, batches=[tokens(0)], refit=False)
-    assert apart([logits(twin)], [logits(model)]) < 1e-12
 
 
 def test_padding_does_not_count():
@@ -208,30 +194,6 @@ def test_a_model_that_cannot_be_merged_is_as_it_was():
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-def heads_of(kind: str = "Llama", key_value_heads: int = HEADS) -> hw.Heads:
-    return hw.find_heads(build(kind, key_value_heads))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"groups": 3}, "8 heads do not make that many equal groups; expected one of 1, 2, 4"),
-        ({"groups": 8}, "groups is 8, and model.layers.0.self_attn has 8 key/value heads; expected fewer"),
-        ({"groups": 0}, "groups is 0; expected an integer"),
-        ({"alignment": "rotated"}, "alignment is 'rotated'"),
-        ({"grouping": "random"}, "grouping is 'random'"),
-        ({"refit": 2}, "refit is 2"),
-        ({"batches": []}, "batches is empty"),
-        ({"batches": ["text"]}, "a batch is a str; expected a tensor"),
-        ({"batches": [tokens(0)[:, :2]]}, "was called with sequences of 2 tokens; expected at least 3"),
-        ({"optimizer": 3}, "optimizer is a int"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
-    with pytest.raises(hw.errors.SettingError, match=message):
-        hw.merge(heads_of(), **{"groups": 2, **settings})
-
-
 @pytest.mark.parametrize("tied", ["weight", "module", "numbers"])
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
 def test_weights_that_an_attention_left_out_has_too_are_refused_and_left_as_they_are(name: str, tied: str):
@@ -247,28 +209,6 @@ def test_weights_that_an_attention_left_out_has_too_are_refused_and_left_as_they
     with pytest.raises(hw.errors.LayoutError, match=shown):
         hw.merge(rest, 2, batches=[tokens(0)])
     assert torch.equal(logits(model), before)
-
-
-def test_attentions_whose_heads_cannot_be_merged_are_refused_with_the_reason():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 1)
-    with pytest.raises(
-        hw.errors.LayoutError, match="its code takes no fewer; merging is for attentions with grouped queries"
-    ):
-        hw.merge(hw.find_heads(encoder), 2, batches=[torch.randn(2, 5, 8)])
-    with pytest.raises(hw.errors.SettingError, match="expected heads of a model"):
-        hw.merge(encoder, 2)
-    tied = heads_of()
-    layers = tied.model.model.layers
-    layers[1].self_attn.v_proj.weight = layers[0].self_attn.v_proj.weight
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"v_proj\.weight is model\.layers\.1\.self_attn\.v_proj\.weight too"
-    ):
-        hw.merge(hw.find_heads(tied.model), 2)
-    import peft
-
-    adapted = peft.get_peft_model(build("Llama", HEADS), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them into the weight first"):
-        hw.merge(hw.find_heads(adapted), 2, batches=[tokens(0)])
 
 
 def test_what_cross_attention_gives_is_read_without_the_padding_of_its_queries_and_not_that_of_its_keys():

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import headwise as hw
-from heads.attentions import FusedAttention, GatedAttention, LinearAttention, SeparateAttention
+from heads.attentions import FusedAttention, GatedAttention, SeparateAttention
 from heads.families import FAMILIES
-from heads.own import LensAttention, ListAttention, ParameterAttention, unpack
-from headwise.gating import SigmoidGate
+from heads.own import LensAttention, ParameterAttention, unpack
+from headwise.shrinking.prune import choose_heads
 from shrinking.cutting import ablated, apart, compute, lift, named
+from shrinking.planted import build, tokens
 
 
 def prune_alone(module: nn.Module, gone: list[int], *rows: hw.layouts.Layout, width: int = 12) -> float:
@@ -143,16 +144,6 @@ def test_a_tied_weight_is_cut_once_and_stays_tied():
     torch.testing.assert_close(tied.grad, gradient[5:15], rtol=0, atol=0)
 
 
-def test_a_tied_weight_of_which_two_layers_keep_other_heads_is_refused():
-    model, x = Tied(), torch.randn(2, 6, 12)
-    expected = model(x)
-    heads = hw.find_heads(model)
-    for removed in ({0: [0, 3]}, {0: [0, 3], 1: [0, 2]}, {1: [1]}):
-        with pytest.raises(hw.errors.LayoutError, match=r"is shared by .* would keep different heads; remove the same"):
-            hw.prune(heads, removed, inputs=(x,))
-        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-
-
 def test_code_that_counts_on_its_heads_is_told_and_the_model_put_back():
     class Fixed(SeparateAttention):
         """Reshapes to the number of heads it was written for."""
@@ -224,106 +215,6 @@ def test_sites_from_before_are_told_to_be_found_again():
     assert hw.find_heads(model).sites[0].num_heads == 3
 
 
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [
-        (0.5, r"removed is 0\.5; expected the heads to remove by layer or name"),
-        ({}, "names no head"),
-        ({0: []}, "names no head"),
-        ({0: [4]}, "head of encoder.layer.0.attention.self is 4; expected an integer of .* at most 3"),
-        ({0: [1.0]}, r"is 1\.0; expected an integer"),
-        ({0: 1}, "are 1; expected a list of integers"),
-        ({0: "1"}, "are '1'; expected a list of integers"),
-        ({"encoder": [1]}, "names 'encoder'; expected a layer, or one of 2 names: 'encoder.layer.0"),
-        ({0: [1], "encoder.layer.0.attention.self": [2]}, "twice"),
-        ({1: [0, 1, 2, 3]}, "would lose all its 4 heads"),
-    ],
-)
-def test_what_is_no_choice_of_heads_is_refused(removed: Any, message: str):
-    heads = hw.find_heads(named(FAMILIES, "BERT")[0].build())
-    with pytest.raises(hw.errors.SettingError, match=message):
-        hw.prune(heads, removed)
-
-
-def test_a_layer_that_is_not_there_an_optimizer_that_is_none_and_a_model_are_refused():
-    model: Any = named(FAMILIES, "BERT")[0].build()
-    with pytest.raises(hw.errors.LayoutError, match="no attention in layer 5"):
-        hw.prune(hw.find_heads(model), {5: [0]})
-    with pytest.raises(hw.errors.SettingError, match="optimizer is a list; expected the torch optimizer"):
-        hw.prune(hw.find_heads(model), {0: [0]}, optimizer=[])
-    with pytest.raises(hw.errors.SettingError, match="expected heads of a model"):
-        hw.prune(model, {0: [0]})
-
-
-def test_inputs_that_are_no_arguments_are_refused_as_by_verify():
-    heads = hw.find_heads(SeparateAttention())
-    for given in (torch.randn(1, 2, 6, 12), "x"):
-        with pytest.raises(
-            hw.errors.SettingError, match=r"^inputs is a (Tensor|str); expected what .*, \(x,\)"
-        ) as pruned:
-            hw.prune(heads, {0: [1]}, inputs=given)
-        with pytest.raises(hw.errors.SettingError) as verified:
-            hw.verify(heads, given)
-        assert str(pruned.value) == str(verified.value)
-    assert hw.find_heads(heads.model).sites[0].num_heads == 4
-
-
-def test_heads_of_a_group_stay_together_or_go_in_equal_numbers():
-    model: Any = named(FAMILIES, "Llama")[0].build()
-    heads = hw.find_heads(model)
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"heads 0 would leave 1 of group 0, 2 of group 1; remove whole groups"
-    ):
-        hw.prune(heads, {0: [0]})
-    hw.prune(heads, {0: [0, 3], 1: [0, 1]})
-    assert [(s.num_heads, s.key_value_heads) for s in hw.find_heads(model)] == [(2, 2), (2, 1)]
-    assert [layer.self_attn.num_key_value_groups for layer in model.model.layers] == [1, 2]
-
-
-def test_what_cannot_be_cut_is_refused_with_the_reason():
-    import peft
-
-    model = peft.get_peft_model(
-        named(FAMILIES, "BERT")[0].build(), peft.LoraConfig(target_modules=["query", "value"], r=2)
-    )
-    with pytest.raises(hw.errors.LayoutError, match="has LoRA adapters: merge them"):
-        hw.prune(hw.find_heads(model), {0: [1]})
-    model: Any = named(FAMILIES, "BERT")[0].build()
-    hw.aggregate(hw.find_heads(model).layer(0), hw.routing.SimpleRouting())
-    with pytest.raises(hw.errors.LayoutError, match="SimpleAggregator as its output, built for all heads; remove it"):
-        hw.prune(hw.find_heads(model), {0: [1]})
-    hw.prune(hw.find_heads(model), {1: [1]})
-    with pytest.raises(hw.errors.LayoutError, match="keeps its heads in a list of modules"):
-        hw.prune(hw.find_heads(ListAttention()), {0: [1]}, inputs=(torch.randn(2, 5, 10),))
-    without = LinearAttention()
-    del without.o_proj
-    with pytest.raises(hw.errors.LayoutError, match="no output projection that was found"):
-        hw.prune(hw.find_heads(without), {0: [1]}, inputs=(torch.randn(2, 6, 12),))
-
-
-@pytest.mark.parametrize(
-    ("attach", "name"),
-    [(lambda heads: hw.gate_heads(heads, SigmoidGate()), "head_gates"), (hw.mix_heads, "head_mixer")],
-)
-def test_gates_and_mixers_of_all_heads_are_told_to_be_removed_first(attach, name: str):
-    family = named(FAMILIES, "BERT")[0]
-    model: Any = family.build()
-    handle = attach(hw.find_heads(model))
-    for inputs in (None, family.inputs()):
-        with pytest.raises(hw.errors.LayoutError, match=f"has {name}, made for all heads; remove them"):
-            hw.prune(hw.find_heads(model), {0: [1]}, inputs=inputs)
-    handle.remove()
-    hw.prune(hw.find_heads(model), {0: [1]})
-
-
-def test_norms_over_all_heads_are_refused():
-    from transformers import Olmo2Config, Olmo2Model
-
-    config = Olmo2Config(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, eos_token_id=2)
-    with pytest.raises(hw.errors.LayoutError, match=r"q_norm\.weight normalizes all heads together"):
-        hw.prune(hw.find_heads(Olmo2Model(config)), {0: [1]})
-
-
 def test_a_shared_layer_is_cut_once_and_a_compiled_one_as_it_is():
     family = named(FAMILIES, "ALBERT")[0]
     model: Any = family.build()
@@ -335,3 +226,62 @@ def test_a_shared_layer_is_cut_once_and_a_compiled_one_as_it_is():
     attention.attention = torch.compile(attention.attention, backend="eager")
     hw.prune(hw.find_heads(model), {0: [3]})
     assert apart(expected, compute(model, inputs)) <= 1e-12
+
+
+def worth_of(heads: hw.Heads, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {site.name: torch.rand(site.num_heads, generator=generator) for site in heads}
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0.5, 2), (0.7, 3), (0.2, 1), (0.01, 1)])
+def test_the_heads_that_matter_least_go(keep: float, left: int):
+    family = named(FAMILIES, "BERT")[0]
+    model = family.build()
+    heads = hw.find_heads(model)
+    worth = worth_of(heads)
+    gone = {name: tuple(sorted(numbers.argsort()[: 4 - left].tolist())) for name, numbers in worth.items()}
+    expected = ablated(heads, gone, family.inputs())
+    pruning = hw.prune(heads, keep=keep, importance=worth)
+    assert pruning.removed == gone
+    assert list(pruning.heads.values()) == [left] * 2
+    assert apart(expected, compute(model, family.inputs())) < 1e-5
+
+
+def test_importance_as_it_was_measured_chooses_and_transformers_loads_the_result():
+    model = build("Llama", 8)
+    heads = hw.find_heads(model)
+
+    def losses() -> torch.Tensor:
+        logits = model(tokens(0)).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.mT, tokens(0)[:, 1:], reduction="none").mean(1)
+
+    worth = hw.importance(heads, losses, method="first_order")
+    pruning = hw.prune(heads, keep=0.25, importance=worth)
+    assert pruning.stock is None
+    for name, gone in pruning.removed.items():
+        left = [head for head in range(8) if head not in gone]
+        assert len(left) == 2
+        assert worth.drops[name][left].min() > worth.drops[name][list(gone)].max()
+
+
+def test_groups_go_as_a_whole_by_the_sum_of_their_heads():
+    heads = hw.find_heads(build("Llama", 4))
+    worth = {site.name: torch.tensor([9.0, 0, 4, 4, 1, 1, 5, 5]) for site in heads}
+    assert choose_heads(heads, 0.5, worth)["model.layers.0.self_attn"] == [2, 3, 4, 5]
+    # the heads of the only group go one by one
+    heads = hw.find_heads(build("Llama", 1))
+    assert choose_heads(heads, 0.5, {site.name: torch.arange(8) for site in heads})["model.layers.1.self_attn"] == [
+        *range(4)
+    ]
+
+
+def test_layers_that_share_a_table_of_positions_lose_the_same_heads():
+    family = named(FAMILIES, "T5")[0]
+    model = family.build()
+    heads = hw.find_heads(model)
+    worth = {site.name: torch.tensor([3.0, 1, 2, 4]) for site in heads}
+    worth["encoder.block.1.layer.0.SelfAttention"] = torch.tensor([0.0, 5, 5, 0])
+    removed = hw.prune(heads, keep=0.5, importance=worth).removed
+    assert removed["encoder.block.0.layer.0.SelfAttention"] == (0, 3)
+    assert removed["encoder.block.1.layer.0.SelfAttention"] == (0, 3)
+    assert removed["decoder.block.1.layer.0.SelfAttention"] == (1, 2)

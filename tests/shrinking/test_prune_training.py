@@ -131,22 +131,3 @@ def test_a_loss_of_before_may_still_be_alive():
     model(**inputs)[0].square().mean().backward()
     assert model.encoder.layer[0].attention.self.query.weight.grad.shape == (24, 32)
     assert loss.grad_fn is not None
-
-
-def test_an_optimizer_of_other_parameters_or_with_one_state_for_all_is_refused_and_nothing_cut():
-    model: Any = named(FAMILIES, "Llama")[0].build()
-    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
-    flat = torch.optim.LBFGS(model.parameters())
-    heads = hw.find_heads(model)
-    for own, message in (
-        (other, "AdamW given as optimizer holds no parameter of the Llama"),
-        (flat, "is an LBFGS, .* cannot be cut; leave it out, and make a new one"),
-    ):
-        with pytest.raises(hw.errors.SettingError, match=message):
-            hw.prune(heads, {0: [0, 1]}, optimizer=own)
-        with pytest.raises(hw.errors.SettingError, match=message):
-            hw.merge(heads, 1, optimizer=own)
-    assert [site.num_heads for site in hw.find_heads(model)] == [4, 4]
-    # one that trains a part of the model is its optimizer
-    part = torch.optim.AdamW(model.get_input_embeddings().parameters())
-    hw.prune(hw.find_heads(model), {0: [0, 1]}, optimizer=part)

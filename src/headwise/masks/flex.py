@@ -141,16 +141,8 @@ class FlexMask:
     ) -> FlexMask:
         """Return the mask of heads with roles; the others are regular heads.
 
-        Args:
-            keep: True where a token is real, [B, n].
-            first: First word of each token, [B, n].
-            last: Last word of each token, [B, n].
-            num_heads: Heads H.
-            columns: For a head the keys all may attend to, [B, n].
-            windows: For a head how many words to each side it sees.
-            pairs: For a head where each query may attend, [B, n, n].
-            empty: "regular" or "self".
-            causal: Whether query i sees keys 0 to i only.
+        For some heads are given the keys that all may attend to, `columns` [B, n]; how many words to each side they
+        see, `windows`; or where each query may attend, `pairs` [B, n, n].
 
         Raises:
             MaskError: A head is named twice or is none of 0 to H - 1.

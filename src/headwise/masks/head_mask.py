@@ -70,7 +70,7 @@ class HeadMask:
         for field, value in (("heads", heads), ("names", names), ("num_heads", total)):
             object.__setattr__(self, field, value)
         if self.keep is not None:
-            self._require_keep(self.keep)
+            _require_keep(self.keep, self.roles)
 
     @staticmethod
     def regular(keep: Tensor, num_heads: int, *, causal: bool = False) -> HeadMask:
@@ -262,20 +262,15 @@ class HeadMask:
         return replace(self, roles=roles.to(self.roles.device))
 
     def __repr__(self) -> str:
-        real = self.roles.new_ones(1, self.tokens) if self.keep is None else self.keep
-        regular = real[:, None, :, None] & real[:, None, None, :]
+        regular = self._keep[:, None, :, None] & self._keep[:, None, None, :]
         if self.causal:
             regular = regular & regular.new_ones(self.tokens, self.tokens).tril()
-        regular = regular.expand(self.batch, 1, self.tokens, self.tokens)
         shares = (self.roles & regular).sum((0, 2, 3)) / regular.sum().clamp_min(1)
         said = [f"{name}: {float(share):.0%}" for name, share in zip(self.names, shares, strict=True)]
         padding = "" if self.keep is None else f" of which {int((~self.keep).sum())} padding"
+        sizes = _format_count(self.batch, "sentence"), _format_count(self.batch * self.tokens, "token") + padding
         parts = [
-            (
-                f"{_format_count(self.batch, 'sentence')}, "
-                f"{_format_count(self.batch * self.tokens, 'token')}{padding}, "
-                f"{_format_count(self.num_heads, 'head')}{', causal' if self.causal else ''}"
-            ),
+            ", ".join([*sizes, _format_count(self.num_heads, "head"), *(["causal"] if self.causal else [])]),
             *([f"allowed in {', '.join(said)}".replace("%", " %")] if said else []),
             _format_count(self.num_heads - len(said), "regular head"),
         ]
@@ -286,12 +281,13 @@ class HeadMask:
         try:
             index = torch.as_tensor(sentences, device=self.roles.device)
         except (TypeError, ValueError, RuntimeError):
-            index = None
-        if index is not None and index.shape == (0,):
+            # refused below
+            index = torch.zeros(1)
+        if index.shape == (0,):
             # torch takes an empty list for floats
             return index.long()
-        counts = index is not None and index.dim() < 2 and not index.is_floating_point() and not index.is_complex()
-        if index is None or not counts or (index.dtype == torch.bool and index.shape != (self.batch,)):
+        numbers = index.dim() < 2 and not index.is_floating_point() and not index.is_complex()
+        if not numbers or (index.dtype == torch.bool and index.shape != (self.batch,)):
             raise SettingError(
                 f"a mask was indexed by {sentences!r:.60}; expected a sentence, a slice, a list of integers, or "
                 f"{self.batch} booleans, one for each sentence."
@@ -312,16 +308,15 @@ class HeadMask:
         placed = ", ".join(f"{name} in head {head}" for name, head in zip(self.names, self.heads, strict=True))
         return f"{self.num_heads} heads ({placed}; empty rows: {self.empty}; causal: {self.causal})"
 
-    def _require_keep(self, keep: Tensor) -> None:
-        _require_boolean("keep", keep)
-        fits = keep.dim() == 2 and keep.shape[1] == self.tokens and self.roles.shape[0] in (1, keep.shape[0])
-        if not fits:
-            sentences = self.roles.shape[0] if self.roles.shape[0] > 1 else "sentences"
-            raise MaskError(
-                f"keep has shape {tuple(keep.shape)}; expected ({sentences}, {self.tokens}), like the roles."
-            )
-        if keep.device != self.roles.device:
-            raise MaskError(f"keep is on {keep.device} and the roles on {self.roles.device}; expected one device.")
+
+def _require_keep(keep: Tensor, roles: Tensor) -> None:
+    _require_boolean("keep", keep)
+    batch, _, _, tokens = roles.shape
+    if keep.dim() != 2 or keep.shape[1] != tokens or batch not in (1, keep.shape[0]):
+        expected = f"({batch if batch > 1 else 'sentences'}, {tokens})"
+        raise MaskError(f"keep has shape {tuple(keep.shape)}; expected {expected}, like the roles.")
+    if keep.device != roles.device:
+        raise MaskError(f"keep is on {keep.device} and the roles on {roles.device}; expected one device.")
 
 
 def place_roles(heads: Sequence[int], count: int, num_heads: int) -> tuple[tuple[int, ...], int]:

@@ -17,10 +17,9 @@ from torch import Tensor
 from headwise.errors import DataError, SettingError
 from headwise.masks.flex import FlexMask
 from headwise.masks.head_mask import HeadMask, place_roles
-from headwise.roles.align import AlignedRow, Alignment, Sentence, align, tokens_as_words
 from headwise.roles.idf import IDF
 from headwise.roles.roles import Dependency, Found, Major, Rare, Role, RoleSetting, Separator, Window
-from headwise.roles.word_table import WordTable
+from headwise.roles.word_table import AlignedRow, Alignment, Sentence, WordTable, align, tokens_as_words
 
 
 @dataclass(frozen=True, init=False)

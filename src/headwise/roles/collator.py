@@ -7,9 +7,8 @@ import torch
 
 from headwise.errors import DataError, SettingError, require_integer
 from headwise.masks.head_mask import HeadMask
-from headwise.roles.align import align
 from headwise.roles.build import Roles
-from headwise.roles.word_table import WordTable
+from headwise.roles.word_table import WordTable, align
 
 # The keyword argument of the forward that holds the mask.
 ROLE_MASK = "role_mask"
@@ -71,7 +70,7 @@ class RoleCollator:
         if max_length is not None:
             require_integer("max_length", max_length, low=1)
         self.roles, self.tokenizer, self.num_heads = roles, tokenizer, num_heads
-        self.parse = _split_texts if parse is None else parse
+        self.parse = parse or _split_texts
         self.collator, self.max_length = collator, max_length
         self.heads, self.empty, self.longest = heads, empty, longest
 
@@ -94,9 +93,7 @@ class RoleCollator:
             truncation=self.max_length is not None,
             max_length=self.max_length,
         )
-        if self.max_length is not None:
-            self._require_cut(encoding)
-        self._require_room(encoding)
+        self._require_room([len(ids) for ids in encoding["input_ids"]])
         encoded = [{name: encoding[name][i] for name in encoding} for i in range(len(texts))]
         others = [{n: v for n, v in feature.items() if n not in self.columns} for feature in features]
         joined = [{**other, **one} for other, one in zip(others, encoded, strict=True)]
@@ -107,12 +104,8 @@ class RoleCollator:
             raise DataError(f"parse gave {len(parsed)} word tables for {len(flat)} texts; expected one per text.")
         width = len(self.columns)
         tables = [tuple(parsed[i : i + width]) for i in range(0, len(parsed), width)]
-        aligned = align(
-            tables,
-            encoding,
-            length=batch["input_ids"].shape[1],
-            padding_side=self.tokenizer.padding_side,
-        )
+        length, side = batch["input_ids"].shape[1], self.tokenizer.padding_side
+        aligned = align(tables, encoding, length=length, padding_side=side)
         mask = self.roles(tables, self.num_heads, encoding=aligned, heads=self.heads, empty=self.empty)
         _require_same_padding(mask, batch.get("attention_mask"), self.tokenizer.padding_side)
         batch[ROLE_MASK] = mask
@@ -137,23 +130,18 @@ class RoleCollator:
                 batch["labels" if name in ("label", "label_ids") else name] = _stack(name, features)
         return batch
 
-    def _require_room(self, encoding: Any) -> None:
-        """Raise `DataError` if a text is longer than the model allows."""
-        lengths = [len(ids) for ids in encoding["input_ids"]]
+    def _require_room(self, lengths: list[int]) -> None:
+        """Raise where special tokens alone exceed `max_length`, and nothing is truncated, or the model takes fewer."""
         longest = max(range(len(lengths)), key=lengths.__getitem__)
+        if self.max_length is not None and lengths[longest] > self.max_length:
+            raise SettingError(
+                f"max_length is {self.max_length} and the tokenizer made {lengths[longest]} tokens; expected room for "
+                "more than the special tokens."
+            )
         if self.longest is not None and lengths[longest] > self.longest:
             raise DataError(
                 f"example {longest} has {lengths[longest]} tokens and the model takes {self.longest}; truncate texts "
                 f"(max_length={self.longest}), or split them."
-            )
-
-    def _require_cut(self, encoding: Any) -> None:
-        """Raise `SettingError` if special tokens alone exceed `max_length`: the tokenizer truncates nothing then."""
-        longest = max(map(len, encoding["input_ids"]))
-        if longest > (self.max_length or longest):
-            raise SettingError(
-                f"max_length is {self.max_length} and the tokenizer made {longest} tokens; expected room for more than "
-                "the special tokens."
             )
 
 
@@ -187,5 +175,6 @@ def _stack(name: str, features: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         ) from None
 
 
+# pickled with the collator for processes that load data
 def _split_texts(texts: list[str]) -> list[WordTable]:
     return [WordTable.split(text) for text in texts]

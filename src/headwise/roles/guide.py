@@ -1,7 +1,4 @@
-"""`guide`: add role masks to the attention scores of an unchanged model, with a handle that takes the masks.
-
-How role masks fit a model: the calls of its attentions, its longest text, and its generate().
-"""
+"""`guide`: add role masks to the attention scores of an unchanged model, with a handle that takes the masks."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from headwise.nn.hooks import Handle, PerThread
 from headwise.nn.scores import ScoreCall
 from headwise.roles.build import Roles
 from headwise.roles.collator import ROLE_MASK, RoleCollator
-from headwise.roles.word_table import WordTable
 
 # Parts of the names that models give tables of positions.
 POSITIONS = ("position", "wpe")
@@ -39,12 +35,7 @@ PROMPTS = ("inputs", "input_ids", "inputs_embeds", "input_features", "input_valu
 def require_fit(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, prompts: int | None) -> None:
     """Raise `MaskError` unless the mask has the sentences and tokens of a call.
 
-    Args:
-        site: The attention, for the message.
-        call: The call.
-        mask: The mask.
-        generating: Whether generate() is running, which may have several beams per prompt.
-        prompts: Number of prompts given to generate(); None if unknown.
+    generate() may be running, with several beams for each of its prompts, whose number is None if unknown.
     """
     if prompts is not None and prompts != mask.batch:
         raise MaskError(
@@ -67,30 +58,10 @@ def require_fit(site: Site, call: ScoreCall, mask: HeadMask, generating: bool, p
         )
 
 
-def require_self_attention(heads: Heads) -> None:
-    """Raise `LayoutError` for cross-attention, and for attention of both an encoder and a decoder."""
-    kinds = {site.kind for site in heads.sites}
-    if "cross" in kinds or {"self", "decoder"} <= kinds:
-        raise LayoutError(
-            f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and for one "
-            "text: choose with heads.kind('self') or heads.kind('decoder')."
-        )
-
-
-def select_keys(bias: Tensor, call: ScoreCall) -> Tensor:
-    """Return the columns of a bias for the keys of a call; the model masks unfilled places of a cache."""
-    columns = bias[..., call.first_key : call.first_key + call.keys]
-    missing = call.keys - columns.shape[-1]
-    return F.pad(columns, (0, missing)) if missing else columns
-
-
 def find_max_length(model: nn.Module) -> int | None:
     """Return the largest number of tokens that a model's tables of learned positions allow; None without such tables.
 
     Rows for padding and rows before the first position do not count.
-
-    Args:
-        model: The model.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -102,23 +73,18 @@ def find_max_length(model: nn.Module) -> int | None:
     for name, module in model.named_modules():
         own = name.rpartition(".")[2].lower()
         if isinstance(module, nn.Embedding) and any(word in own for word in POSITIONS) and "relative" not in own:
-            # positions of RoBERTa start after the padding row, those of BART after two unused rows
+            # positions of RoBERTa start after the padding row, positions of BART after two unused rows
             before = 0 if module.padding_idx is None else module.padding_idx + 1
             rooms.append(module.num_embeddings - max(before, int(getattr(module, "offset", 0))))
     return min(rooms, default=None)
 
 
 class MaskedGenerate:
-    """Replaces a model's generate() until `remove()`: removes one argument and calls the original.
+    """Replaces a model's generate() until `remove()`: gives the argument `name` to `take`, and calls the original.
 
     Transformers refuses arguments that its models do not know, and its trainers pass whole batches to generate(). A
-    copy or a pickle of the model has the original generate().
-
-    Args:
-        model: The model; without generate() it is unchanged.
-        name: The name of the argument.
-        take: Called with the value of the argument, before the model generates.
-        around: Makes the context in which the model generates, from the number of prompts, or None if unknown.
+    copy or a pickle of the model has the original generate(). `around` makes the context in which the model generates,
+    from the number of prompts, or None if unknown.
 
     Example:
         >>> import contextlib
@@ -176,12 +142,7 @@ class MaskedGenerate:
 
 
 def _count_prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of prompts given to generate(), or None if unknown.
-
-    >>> import torch
-    >>> _count_prompts((), {"input_ids": torch.ones(3, 5)}), _count_prompts((torch.ones(2, 4),), {})
-    (3, 2)
-    """
+    """Return the number of prompts given to generate(), or None if unknown."""
     given = [*args[:1], *(kwargs[name] for name in PROMPTS if name in kwargs)]
     return next((len(one) for one in given if isinstance(one, Tensor)), None)
 
@@ -189,49 +150,42 @@ def _count_prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None
 _guided: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guidance]] = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
 class _SiteUse:
-    """What is known of the calls of an attention.
+    """The calls of an attention: whether the latest mask guided one, and their latest is_causal."""
 
-    Attributes:
-        fired: Whether the latest mask guided one.
-        causal: The is_causal of the latest one that was given it.
-    """
-
-    def __init__(self) -> None:
-        self.fired = False
-        self.causal: bool | None = None
+    fired: bool = False
+    causal: bool | None = None
 
 
+@dataclass(eq=False)
 class _Use:
-    """The mask of the next forward, and what became of it.
+    """The mask of the next forward, and its use.
 
     Attributes:
         mask: The mask, at first the one of all forwards, if there is one.
         excused: Whether it need not guide every attention.
-        biases: What was made of it.
         used: Whether it guided a call.
         over: Whether the forward of that call is over.
         paused: Whether guidance is suspended.
         prompts: Number of prompts that the model generates from.
+        biases: Its biases, by causality, dtype and device.
     """
 
-    def __init__(self, mask: HeadMask | None = None) -> None:
-        self.mask = mask
-        self.excused = self.used = self.over = self.paused = False
-        self.prompts: int | None = None
-        self.biases: dict[tuple, Tensor] = {}
+    mask: HeadMask | None = None
+    excused: bool = False
+    used: bool = False
+    over: bool = False
+    paused: bool = False
+    prompts: int | None = None
+    biases: dict[tuple, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _GuidedSite:
-    """What guidance knows of one attention.
+    """One attention, the number of its guided calls, and its calls in this thread.
 
     Its own object, so that layers that torch.compile compiles one by one share a graph.
-
-    Attributes:
-        site: The attention.
-        calls: Number of its guided calls.
-        here: What is known in this thread.
     """
 
     site: Site
@@ -253,7 +207,12 @@ class Guidance(Handle):
 
     def __init__(self, heads: Heads, mask: HeadMask | None, every_forward: bool) -> None:
         super().__init__()
-        require_self_attention(heads)
+        kinds = {site.kind for site in heads.sites}
+        if "cross" in kinds or {"self", "decoder"} <= kinds:
+            raise LayoutError(
+                f"guide was given attention of the kinds {', '.join(sorted(kinds))}; role masks are square and for one "
+                "text: choose with heads.kind('self') or heads.kind('decoder')."
+            )
         earlier = _find_earlier(heads)
         self.heads, self.every_forward = heads, every_forward
         self._guided = [_GuidedSite(site) for site in heads.sites]
@@ -327,31 +286,10 @@ class Guidance(Handle):
                 "Run a forward pass after setting it; if you did, the call bypassed the module."
             )
 
-    def collator(
-        self,
-        roles: Roles,
-        tokenizer: Any,
-        *,
-        parse: Callable[[list[str]], Sequence[WordTable]] | None = None,
-        text: str | tuple[str, str] = "text",
-        collator: Callable[[list[dict[str, Any]]], Any] | None = None,
-        max_length: int | None = None,
-        heads: Sequence[int] = (),
-        empty: str = "regular",
-    ) -> RoleCollator:
-        """Return a collator that adds the masks for these heads to batches; see `RoleCollator`."""
-        return RoleCollator(
-            roles,
-            tokenizer,
-            self.heads.sites[0].num_heads,
-            parse=parse,
-            text=text,
-            collator=collator,
-            max_length=max_length,
-            heads=heads,
-            empty=empty,
-            longest=find_max_length(self.heads.model),
-        )
+    def collator(self, roles: Roles, tokenizer: Any, **settings: Any) -> RoleCollator:
+        """Return a `RoleCollator`, with its settings, that adds the masks for these heads to batches."""
+        longest = find_max_length(self.heads.model)
+        return RoleCollator(roles, tokenizer, self.heads.sites[0].num_heads, longest=longest, **settings)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -457,17 +395,15 @@ class Guidance(Handle):
         guided.calls = 1 if torch.compiler.is_compiling() else guided.calls + 1
         own = getattr(site.module, "is_causal", False) if guided.here.own.causal is None else guided.here.own.causal
         causal = mask.causal or site.kind == "decoder" or call.causal or bool(own)
-        return select_keys(self._make_additive(mask, causal, call), call)
-
-    def _make_additive(self, mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:
-        if torch.compiler.is_compiling():
-            # kept from one graph to the next it would be another input, and one more thing to compile for
-            return _build_bias(mask, causal, call)
+        # kept from one compiled graph to the next it would be another input, and one more thing to compile for
+        biases = {} if torch.compiler.is_compiling() else use.biases
         key = (causal, call.dtype, call.device)
-        biases = self._use.own.biases
         if key not in biases:
             biases[key] = _build_bias(mask, causal, call)
-        return biases[key]
+        bias = biases[key][..., call.first_key : call.first_key + call.keys]
+        # the model masks the unfilled places of a cache
+        missing = call.keys - bias.shape[-1]
+        return F.pad(bias, (0, missing)) if missing else bias
 
 
 def _build_bias(mask: HeadMask, causal: bool, call: ScoreCall) -> Tensor:

@@ -2,27 +2,22 @@
 
 Not imported by `headwise`: use `from headwise.roles.spacy import Parser`. Needs the extra `spacy`.
 
-An on-disk cache of parses: small integer arrays, keyed by digests of the pipeline and of the text.
-
-Files are written atomically and never changed. Texts that two processes parse at the same time are stored twice.
+The cache is a folder for each digest of a pipeline, with spaCy's own files (`DocBin`). They are written atomically and
+never changed. Texts that two processes parse at the same time are stored twice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import spacy
 from spacy.language import Language
-from spacy.tokens import Doc
+from spacy.tokens import Doc, DocBin
 from tqdm.auto import tqdm
 
 from headwise.atomic import write_whole
@@ -30,139 +25,26 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.input_files import read_whole
 from headwise.roles.word_table import WordTable
 
-FORMAT = 1
-DIGEST_BYTES = 16
+# Under this name a document holds the key of its text.
+KEY = "headwise"
 
 
-@dataclass(frozen=True)
-class Parse:
-    """The parse of one text.
+class Parse(NamedTuple):
+    """The parse of one text: the span of each word, its head (itself at the root), and the relation to it."""
 
-    Attributes:
-        starts: First character of each word.
-        ends: Last character of each word plus one.
-        heads: Head of each word; the word itself at the root.
-        relations: Relation of each word to its head.
-    """
-
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
     heads: tuple[int, ...]
     relations: tuple[str, ...]
 
 
 def digest(*parts: str | bytes) -> bytes:
     """Return a digest of 16 bytes of some texts, in order."""
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    found = hashlib.blake2b(digest_size=16)
     for part in parts:
         content = part.encode("utf-8", errors="surrogatepass") if isinstance(part, str) else part
         found.update(len(content).to_bytes(8, "little"))
         found.update(content)
     return found.digest()
-
-
-class ParseCache:
-    """The cached parses of one pipeline, in a subfolder of `folder`.
-
-    Args:
-        folder: Folder of the parses of all pipelines; created when the first is written.
-        pipeline: Digest of the pipeline.
-
-    Raises:
-        DataError: A file there is not a cache file.
-    """
-
-    def __init__(self, folder: str | Path, pipeline: bytes) -> None:
-        self.folder = Path(folder) / pipeline.hex()
-        self._parses: dict[bytes, Parse] = {}
-        for path in sorted(self.folder.glob("*.npz")):
-            self._parses.update(_read(path))
-
-    def __len__(self) -> int:
-        return len(self._parses)
-
-    def get(self, key: bytes) -> Parse | None:
-        """Return the parse under a key, or None."""
-        return self._parses.get(key)
-
-    def add(self, parses: Mapping[bytes, Parse]) -> None:
-        """Store parses in a new file.
-
-        Raises:
-            DataError: The file cannot be written.
-        """
-        new = {key: parse for key, parse in parses.items() if key not in self._parses}
-        if not new:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{self.folder} cannot be created ({error.strerror}); choose another folder.") from None
-        content = io.BytesIO()
-        np.savez_compressed(content, allow_pickle=False, **_pack(new))
-        write_whole(self.folder / f"{secrets.token_hex(8)}.npz", content.getvalue())
-        self._parses.update(new)
-
-
-def _pack(parses: Mapping[bytes, Parse]) -> dict[str, np.ndarray]:
-    labels = sorted({relation for parse in parses.values() for relation in parse.relations})
-    number = {label: index for index, label in enumerate(labels)}
-    every = list(parses.values())
-    return {
-        "format": np.array(FORMAT),
-        "keys": np.frombuffer(b"".join(parses), dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-        "counts": _shrink([len(parse.heads) for parse in every]),
-        # differences are small numbers, positions are not
-        "starts": _shrink(b - a for parse in every for a, b in pairwise((0, *parse.starts))),
-        "lengths": _shrink(e - s for parse in every for s, e in zip(parse.starts, parse.ends, strict=True)),
-        "heads": _shrink(head - word for parse in every for word, head in enumerate(parse.heads)),
-        "relations": _shrink(number[relation] for parse in every for relation in parse.relations),
-        "labels": np.array(labels, dtype=np.str_),
-    }
-
-
-def _shrink(numbers: Iterable[int]) -> np.ndarray:
-    """Return integers as an array of the smallest type that holds them."""
-    flat = list(numbers)
-    low, high = min(flat, default=0), max(flat, default=0)
-    for kind in (np.int8, np.int16, np.int32):
-        if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
-            return np.array(flat, dtype=kind)
-    return np.array(flat, dtype=np.int64)
-
-
-def _read(path: Path) -> dict[bytes, Parse]:
-    try:
-        with np.load(io.BytesIO(read_whole(path)), allow_pickle=False) as file:
-            content = {name: file[name] for name in file.files}
-        if int(content["format"]) != FORMAT:
-            raise DataError(f"{path} has format {int(content['format'])}; this version of headwise reads {FORMAT}.")
-        return _unpack(content)
-    except HeadwiseError:
-        raise
-    except Exception as error:
-        # zip files and numpy have many ways to fail
-        raise DataError(f"{path} is not a file of parses ({str(error)[:200]}); delete it to parse again.") from None
-
-
-def _unpack(content: Mapping[str, np.ndarray]) -> dict[bytes, Parse]:
-    labels = content["labels"].tolist()
-    relations = [labels[index] for index in content["relations"].tolist()]
-    steps, lengths, heads = (content[name].tolist() for name in ("starts", "lengths", "heads"))
-    found, begin = {}, 0
-    for key, count in zip(content["keys"], content["counts"].tolist(), strict=True):
-        end = begin + count
-        starts = np.cumsum(steps[begin:end]).tolist() if count else []
-        found[key.tobytes()] = Parse(
-            tuple(starts),
-            tuple(start + length for start, length in zip(starts, lengths[begin:end], strict=True)),
-            tuple(word + offset for word, offset in enumerate(heads[begin:end])),
-            tuple(relations[begin:end]),
-        )
-        begin = end
-    if begin != len(heads):
-        raise ValueError(f"{len(heads)} words for {begin}")
-    return found
 
 
 # Number of texts per cache file; an interrupted run keeps the files written so far.
@@ -183,7 +65,7 @@ class Parser:
         progress: Whether a progress bar is shown on a terminal.
 
     Raises:
-        DataError: The pipeline does not exist or has no parser.
+        DataError: The pipeline does not exist or has no parser, or a file of the cache is damaged.
 
     Example:
         >>> # parse = Parser("en_core_web_sm", cache="parses")
@@ -207,7 +89,9 @@ class Parser:
         self.one_sentence, self.progress = one_sentence, progress
         self.digest = digest(identity, version("spacy"), str(one_sentence))
         self._kept: dict[bytes, Parse] = {}
-        self.cache = None if cache is None else ParseCache(cache, self.digest)
+        self.folder = None if cache is None else Path(cache) / self.digest.hex()
+        for path in () if self.folder is None else sorted(self.folder.glob("*.spacy")):
+            self._kept.update(self._read(path))
 
     def __call__(self, texts: Sequence[str | Sequence[str]]) -> list[WordTable]:
         """Return the word table of each text, in order.
@@ -216,39 +100,55 @@ class Parser:
             texts: Texts, or lists of words to be used as they are.
 
         Raises:
-            DataError: An item is neither, a word is empty, or a text is not valid Unicode.
+            DataError: An item is neither, a word is empty, a text is not valid Unicode, or the cache cannot be written.
         """
         if isinstance(texts, str):
             raise DataError(f"the text {texts[:40]!r} was given; expected a list of texts.")
         given = [_check(index, text) for index, text in enumerate(texts)]
         keys = [_make_key(text) for text in given]
-        missing = {key: text for key, text in zip(keys, given, strict=True) if self._look_up(key) is None}
-        self._parse(missing)
-        return [_build_table(text, self._look_up(key)) for key, text in zip(keys, given, strict=True)]
+        self._parse({key: text for key, text in zip(keys, given, strict=True) if key not in self._kept})
+        return [_build_table(text, self._kept[key]) for key, text in zip(keys, given, strict=True)]
 
     def forget(self) -> None:
-        """Clear the parses in memory; those on disk are kept."""
-        self._kept.clear()
-
-    def _look_up(self, key: bytes) -> Parse | None:
-        return self._kept.get(key) if self.cache is None else self.cache.get(key)
+        """Clear the parses in memory that are not on disk."""
+        if self.folder is None:
+            self._kept.clear()
 
     def _parse(self, texts: dict[bytes, str | tuple[str, ...]]) -> None:
         todo = list(texts.items())
-        if not todo:
-            return
-        with tqdm(total=len(todo), desc="parsing", unit="text", disable=None if self.progress else True) as bar:
+        with tqdm(
+            total=len(todo), desc="parsing", unit="text", disable=None if self.progress and todo else True
+        ) as bar:
             for start in range(0, len(todo), TEXTS_A_FILE):
                 part = todo[start : start + TEXTS_A_FILE]
-                parses = {}
-                docs = self.nlp.pipe((self._make_doc(text) for _, text in part), batch_size=BATCH)
-                for (key, _), doc in zip(part, docs, strict=True):
+                parses, docs = {}, DocBin(["HEAD", "DEP"], store_user_data=True)
+                made = self.nlp.pipe((self._make_doc(text) for _, text in part), batch_size=BATCH)
+                for (key, _), doc in zip(part, made, strict=True):
                     parses[key] = _read_parse(doc)
+                    if self.folder is not None:
+                        doc.user_data = {KEY: key}
+                        docs.add(doc)
                     bar.update()
-                if self.cache is None:
-                    self._kept.update(parses)
-                else:
-                    self.cache.add(parses)
+                if self.folder is not None:
+                    self._write(self.folder, docs)
+                self._kept.update(parses)
+
+    def _write(self, folder: Path, docs: DocBin) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{folder} cannot be created ({error.strerror}); choose another folder.") from None
+        write_whole(folder / f"{secrets.token_hex(8)}.spacy", docs.to_bytes())
+
+    def _read(self, path: Path) -> dict[bytes, Parse]:
+        try:
+            docs = DocBin(store_user_data=True).from_bytes(read_whole(path))
+            return {bytes(doc.user_data[KEY]): _read_parse(doc) for doc in docs.get_docs(self.nlp.vocab)}
+        except HeadwiseError:
+            raise
+        except Exception as error:
+            # compressed files and arrays have many ways to fail
+            raise DataError(f"{path} is not a file of parses ({str(error)[:200]}); delete it to parse again.") from None
 
     def _make_doc(self, text: str | tuple[str, ...]) -> Doc:
         if isinstance(text, str) and len(text) > self.nlp.max_length:
@@ -288,28 +188,22 @@ def _read_contents(folder: Path) -> Iterator[str | bytes]:
 
 
 def _check(index: int, text: Any) -> str | tuple[str, ...]:
-    if isinstance(text, str):
-        _require_unicode(index, text)
-        return text
-    if isinstance(text, Iterable):
-        words = tuple(text)
-        if all(isinstance(word, str) and word.strip() for word in words):
-            _require_unicode(index, " ".join(words))
-            return words
+    if not isinstance(text, Iterable):
+        raise DataError(f"text {index} is a {type(text).__name__}; expected a text or its words.")
+    words = (text,) if isinstance(text, str) else tuple(text)
+    if not isinstance(text, str) and not all(isinstance(word, str) and word.strip() for word in words):
         raise DataError(
             f"text {index} has a word that is empty or not a string; expected words of at least one character."
         )
-    raise DataError(f"text {index} is a {type(text).__name__}; expected a text or its words.")
-
-
-def _require_unicode(index: int, text: str) -> None:
+    joined = " ".join(words)
     try:
-        text.encode("utf-8")
+        joined.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"text {index} holds half a character ({text[error.start]!r} at {error.start}), which spaCy refuses; "
+            f"text {index} holds half a character ({joined[error.start]!r} at {error.start}), which spaCy refuses; "
             "decode it with errors='replace'."
         ) from None
+    return text if isinstance(text, str) else words
 
 
 def _make_key(text: str | tuple[str, ...]) -> bytes:
@@ -326,17 +220,11 @@ def _read_parse(doc: Doc) -> Parse:
         while head.i not in number and head.head.i != head.i:
             head = head.head
         heads.append(number.get(head.i, index))
-    return Parse(
-        tuple(token.idx for token in kept),
-        tuple(token.idx + len(token) for token in kept),
-        tuple(heads),
-        tuple(token.dep_ for token in kept),
-    )
+    spans = tuple((token.idx, token.idx + len(token)) for token in kept)
+    return Parse(spans, tuple(heads), tuple(token.dep_ for token in kept))
 
 
-def _build_table(text: str | tuple[str, ...], parse: Parse | None) -> WordTable:
-    assert parse is not None
+def _build_table(text: str | tuple[str, ...], parse: Parse) -> WordTable:
     joined = text if isinstance(text, str) else " ".join(text)
-    spans = tuple(zip(parse.starts, parse.ends, strict=True))
-    words = [joined[start:end] for start, end in spans]
-    return WordTable(words, parse.heads, parse.relations, text=joined, spans=spans)
+    words = [joined[start:end] for start, end in parse.spans]
+    return WordTable(words, parse.heads, parse.relations, text=joined, spans=parse.spans)

@@ -139,7 +139,7 @@ def _nearest_rotation(matrices: Tensor) -> Tensor:
     return left @ right
 
 
-# Of the largest similarity: an exchange that gains less is none.
+# A share of the largest similarity; exchanges that gain less are left out.
 NO_GAIN = 1e-12
 
 Groups = tuple[tuple[int, ...], ...]

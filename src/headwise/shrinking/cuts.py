@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.heads import Heads, Site
-from headwise.heads.view import HeadView, is_sharded, read_projection
+from headwise.heads.heads import Heads, Site, shorten
 from headwise.nn.resized import resize, set_data
 from headwise.shrinking.reload_stock import (
-    ConfigChange,
     Counts,
     find_configured_count,
     list_counts,
@@ -90,18 +89,17 @@ def list_guessed(site: Site) -> list[tuple[str, nn.Parameter, int, str]]:
     guessed = []
     for name, parameter, found in _list_parameters(site):
         owner, _, attribute = name.rpartition(".")
-        projection = read_projection(site.module.get_submodule(owner)) if attribute == "weight" else None
-        axes = range(parameter.dim()) if projection is None else (projection.axis,)
+        layer = site.module.get_submodule(owner) if attribute == "weight" else None
+        axes = [axis for size, axis in _OUTPUTS if hasattr(layer, size)] or range(parameter.dim())
         axis = next((axis for axis in axes if parameter.shape[axis] in lengths), None)
         if found is None and axis is not None and _may_hold_heads(site, name, parameter):
             guessed.append((name, parameter, axis, "query"))
     return guessed
 
 
-def _list_parameters(site: Site) -> Iterable[tuple[str, nn.Parameter, tuple[int, str] | None]]:
+def _list_parameters(site: Site) -> Iterator[tuple[str, nn.Parameter, tuple[int, str] | None]]:
     """Yield the parameters of a site beside its projections, with axis and kind of what they hold of each head."""
-    read = {id(part.owner._parameters.get(part.attribute)) for part in site.parts}
-    read |= {id(part.bias_parameter) for part in site.parts}
+    read = {id(one) for part in site.parts for one in (part.owner._parameters.get(part.attribute), part.bias_parameter)}
     if site.output is not None:
         # W_O may be a parameter among others of the attention itself
         own = site.output.owner is not site.module
@@ -117,7 +115,7 @@ def _list_sizes(site: Site) -> set[int]:
 
 
 def _find_norm(site: Site, name: str, parameter: nn.Parameter, sizes: set[int]) -> tuple[int, str] | None:
-    """Return axis and kind of the norms of each query or key head; None for what is no norm of queries or keys."""
+    """Return axis and kind of a norm with a part for each query or key head; None for one of any head."""
     norm = _NORM.search(name)
     if norm is None:
         return None
@@ -140,66 +138,66 @@ def _find_table(site: Site, name: str, parameter: nn.Parameter, sizes: set[int])
 
 
 def _may_hold_heads(site: Site, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter of an unknown kind has an axis as long as something of the heads."""
-    if any(pattern.search(name) for pattern in (_NORM, _OTHER_NORM)):
-        return False
-    if any(f"{part}." in f"{name}." for part in _WITHOUT_HEADS):
+    """Whether a parameter of an unknown kind has an axis as long as something of the heads."""
+    if _NORM.search(name) or _OTHER_NORM.search(name) or any(f"{part}." in f"{name}." for part in _WITHOUT_HEADS):
         return False
     counts, sizes = {site.num_heads, site.key_value_heads}, _list_sizes(site)
     return bool({*counts, *(count * size for count in counts for size in sizes)} & {*parameter.shape})
 
 
 # Attributes of Linear, Embedding and GPT-2's Conv1D that hold the size of an axis of `weight`.
-_SIZES = (("out_features", 0), ("in_features", 1), ("embedding_dim", 1), ("nx", 0), ("nf", 1))
+_OUTPUTS = (("out_features", 0), ("nf", 1))
+_SIZES = (*_OUTPUTS, ("in_features", 1), ("embedding_dim", 1), ("nx", 0))
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What stays of one parameter.
+    """The entries that one parameter loses.
 
     Attributes:
         name: Its name in the model.
-        owners: Each module that holds it, with its attribute name there.
         parameter: The parameter.
         axis: The axis along which entries are removed.
-        size: Its size along that axis before.
+        gone: The entries that are removed; none where a site keeps all of it.
         keep: The entries that stay, in order.
+        owners: Each module that holds it, with its attribute name there.
     """
 
     name: str
-    owners: tuple[tuple[nn.Module, str], ...] = field(repr=False)
     parameter: Tensor
-    axis: int
-    size: int
-    keep: tuple[int, ...]
+    axis: int = 0
+    gone: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
+    owners: tuple[tuple[nn.Module, str], ...] = field(default=(), repr=False)
 
-    def select(self, tensor: Tensor) -> Tensor:
-        """Return what stays of a tensor shaped like the parameter."""
-        return tensor.index_select(self.axis, torch.tensor(self.keep, device=tensor.device)).contiguous()
+    def select(self, tensor: Tensor, axis: int | None = None) -> Tensor:
+        """Return the entries of a tensor that stay, along the axis of the parameter or another one."""
+        axis = self.axis if axis is None else axis
+        return tensor.index_select(axis, torch.tensor(self.keep, device=tensor.device)).contiguous()
 
-    def apply(self) -> Callable[[], None]:
-        """Cut the parameter and its gradient, and return what puts them back.
+    def apply(self, undo: ExitStack) -> None:
+        """Cut the parameter and its gradient, and have `undo` put them back.
 
         The parameter stays the same object: what else holds it, such as an optimizer or a tied layer, holds it cut.
         """
-        parameter, data, gradient = self.parameter, self.parameter.data, self.parameter.grad
-        parameter.grad = None
-        set_data(parameter, self.select(data))
-        parameter.grad = None if gradient is None else self.select(gradient)
-        undone = [resize(owner, _read_sizes(owner, attribute, self)) for owner, attribute in self.owners]
+        parameter, gradient = self.parameter, self.parameter.grad
 
-        def undo() -> None:
-            for one in undone:
-                one()
+        def write(data: Tensor, gradient: Tensor | None) -> None:
             parameter.grad = None
             set_data(parameter, data)
             parameter.grad = gradient
 
-        return undo
+        undo.callback(write, parameter.data, gradient)
+        write(self.select(parameter.data), None if gradient is None else self.select(gradient))
+        for owner, attribute in self.owners:
+            sizes = _SIZES if attribute == "weight" and parameter.dim() == 2 else ()
+            held = [name for name, axis in sizes if axis == self.axis and type(getattr(owner, name, None)) is int]
+            undo.callback(resize(owner, dict.fromkeys(held, len(self.keep))))
 
 
 # The heads that each projection of a site loses; "query" and "key" are also what tables and norms lose.
 Lost = Mapping[str, Sequence[int]]
+KEEPS_ALL: Lost = {"query": (), "key": (), "value": (), "output": ()}
 
 
 def list_gone(site: Site, gone: Sequence[int]) -> Lost:
@@ -216,20 +214,20 @@ def list_gone(site: Site, gone: Sequence[int]) -> Lost:
     # where keys are repeated as a whole, the groups of the heads that stay must come in their order, again and again
     in_order = not site.tiled or kept == [head for row in zip(*filter(None, left), strict=False) for head in row]
     if len(sizes) > 1 or not in_order:
-        told = ", ".join(f"{len(heads)} of group {index}" for index, heads in enumerate(left))
+        shown = ", ".join(f"{len(heads)} of group {index}" for index, heads in enumerate(left))
         members = f"g * {group} to g * {group} + {group - 1}"
         if site.tiled:
             members = f"g, g + {site.key_value_heads} and so on"
         raise LayoutError(
             f"{site.label}: {group} query heads share a key/value head, and removing heads "
-            f"{', '.join(map(str, gone))} would leave {told}{'' if in_order else ', in another order'}; remove whole "
+            f"{', '.join(map(str, gone))} would leave {shown}{'' if in_order else ', in another order'}; remove whole "
             f"groups, or equally many heads of each group that stays (group g has heads {members})."
         )
     return {"query": tuple(gone), "key": groups, "value": groups, "output": tuple(gone)}
 
 
 def collect_cuts(heads: Heads, lost: Mapping[Site, Lost], *, proved: bool, guess: bool = False) -> list[Cut]:
-    """Return what stays of each parameter when heads are removed from sites; one cut for a tied or fused one.
+    """Return what each parameter loses when heads are removed from sites; one cut for a tied or fused one.
 
     Args:
         heads: All sites of the model that were found.
@@ -240,111 +238,71 @@ def collect_cuts(heads: Heads, lost: Mapping[Site, Lost], *, proved: bool, guess
     Raises:
         LayoutError: A parameter is shared by sites that keep different heads, or cannot be cut.
     """
-    found: dict[int, _Slab] = {}
+    found: dict[int, Cut] = {}
     for site in heads.found:
-        for slab in _find_slabs(site, lost.get(site), proved=proved, guess=guess):
-            other = found.setdefault(id(slab.parameter), slab)
-            if (other.axis, other.gone) != (slab.axis, slab.gone):
+        for cut in _list_cuts(site, lost.get(site), proved=proved, guess=guess):
+            other = found.setdefault(id(cut.parameter), cut)
+            if (other.axis, other.gone) != (cut.axis, cut.gone):
                 raise LayoutError(
-                    f"{slab.name} is shared by {other.name} of another attention, and the two would keep different "
+                    f"{cut.name} is shared by {other.name} of another attention, and the two would keep different "
                     "heads; remove the same heads from both."
                 )
-    cut = {key: slab for key, slab in found.items() if slab.gone}
-    owners: dict[int, list[tuple[nn.Module, str]]] = {key: [] for key in cut}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {key: [] for key, cut in found.items() if cut.gone}
     for module in heads.model.modules():
         for attribute, parameter in module._parameters.items():
             if id(parameter) in owners:
                 owners[id(parameter)].append((module, attribute))
-    return [slab.cut(owners[key]) for key, slab in cut.items()]
+    return [replace(found[key], owners=tuple(held)) for key, held in owners.items()]
 
 
-@dataclass(frozen=True, eq=False)
-class _Slab:
-    """The entries `gone` along an axis of a parameter; none where a site keeps all of it."""
-
-    name: str
-    parameter: Tensor
-    axis: int = 0
-    gone: tuple[int, ...] = ()
-
-    def cut(self, owners: Sequence[tuple[nn.Module, str]]) -> Cut:
-        gone, size = set(self.gone), self.parameter.shape[self.axis]
-        keep = tuple(index for index in range(size) if index not in gone)
-        return Cut(self.name, tuple(owners), self.parameter, self.axis, size, keep)
-
-
-def _find_slabs(site: Site, lost: Lost | None, *, proved: bool, guess: bool) -> Iterable[_Slab]:
+def _list_cuts(site: Site, lost: Lost | None, *, proved: bool, guess: bool) -> list[Cut]:
     """Return what a site loses of each of its parameters."""
     if lost is None:
         held = [part.owner._parameters.get(part.attribute) for part in site.parts]
-        return [_Slab(site.label, parameter) for parameter in held if parameter is not None]
+        return [Cut(site.label, parameter) for parameter in held if parameter is not None]
     masks: dict[int, tuple[str, Tensor, Tensor]] = {}
     for name, parameter, mask in _mask_parameters(site, lost, proved=proved, guess=guess):
         known = masks.get(id(parameter))
         masks[id(parameter)] = (name, parameter, mask) if known is None else (*known[:2], known[2] | mask)
-    return [_Slab(name, parameter, *_read_slab(name, mask)) for name, parameter, mask in masks.values()]
+    return [_read_cut(*masked) for masked in masks.values()]
 
 
-def _mask_parameters(site: Site, lost: Lost, *, proved: bool, guess: bool) -> Iterable[tuple[str, Tensor, Tensor]]:
+def _mask_parameters(site: Site, lost: Lost, *, proved: bool, guess: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the parameters of a site, and True at what belongs to the heads that are removed."""
-    slices = (*site.slices, *(() if site.output is None else (site.output,)))
-    for head_slice in slices:
+    query, *others = (*site.slices, *(() if site.output is None else (site.output,)))
+    if site.layout.endswith("gated"):
         # the gate of a head follows its query
-        gated = head_slice.projection == "query" and site.layout.endswith("gated")
-        own = lost[head_slice.projection]
-        first = 0
-        for part in head_slice.parts:
-            whole = replace(part, head_size=part.stride) if gated else part
-            yield from _mask_slice(whole, [head - first for head in own if 0 <= head - first < part.heads])
-            first += part.heads
-    beside = [*list_beside(site, proved=proved), *(list_guessed(site) if guess else ())]
-    for name, parameter, axis, units in beside:
+        query = query.map(lambda part: replace(part, head_size=part.stride))
+    for view in (query, *others):
+        gone = torch.zeros(view.heads, 1, 1, dtype=torch.bool)
+        gone[list(lost[view.projection])] = True
+        for part, own in zip(view.parts, gone.split([part.heads for part in view.parts]), strict=True):
+            parameter, bias = part.parameter, part.bias_parameter
+            mask = torch.zeros(parameter.shape, dtype=torch.bool)
+            part.of(mask).copy_(own)
+            yield part.name, parameter, mask
+            if bias is not None:
+                mask = torch.zeros(bias.shape, dtype=torch.bool)
+                part.bias_view(mask).copy_(own[..., 0])
+                yield f"{part.name.rpartition('.')[0]}.{part.bias}", bias, mask
+    for name, parameter, axis, units in [*list_beside(site, proved=proved), *(list_guessed(site) if guess else ())]:
         mask = torch.zeros(parameter.shape, dtype=torch.bool)
         count = site.key_value_heads if units == "key" else site.num_heads
         mask.movedim(axis, 0).unflatten(0, (count, -1))[list(lost[units])] = True
         yield name, parameter, mask
 
 
-def _mask_slice(part: HeadView, gone: list[int]) -> Iterable[tuple[str, Tensor, Tensor]]:
-    parameter = part.parameter
-    if part.lora is not None or is_sharded(parameter):
-        raise LayoutError(
-            f"{part.name} "
-            + (
-                "has LoRA adapters: merge them into the weight first (merge_and_unload), and find heads again"
-                if part.lora is not None
-                else "is sharded over processes: remove heads before the model is sharded"
-            )
-            + "; heads are removed from whole weights."
-        )
-    mask = torch.zeros(parameter.shape, dtype=torch.bool)
-    part.of(mask)[gone] = True
-    yield part.name, parameter, mask
-    bias = part.bias_parameter
-    if bias is not None:
-        mask = torch.zeros(bias.shape, dtype=torch.bool)
-        part.bias_view(mask)[gone] = True
-        yield f"{part.name.rpartition('.')[0]}.{part.bias}", bias, mask
-
-
-def _read_slab(name: str, mask: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the axis along which a mask is the same everywhere, and the entries of that axis where it is True."""
+def _read_cut(name: str, parameter: Tensor, mask: Tensor) -> Cut:
+    """Return the cut along the axis along which a mask is the same everywhere."""
     for axis in range(mask.dim()):
         rows = mask.movedim(axis, 0).reshape(mask.shape[axis], -1)
-        if torch.equal(rows.any(1), rows.all(1)):
-            return axis, tuple(rows.any(1).nonzero().flatten().tolist())
+        gone = rows.any(1)
+        if torch.equal(gone, rows.all(1)):
+            return Cut(name, parameter, axis, *(tuple(one.nonzero().flatten().tolist()) for one in (gone, ~gone)))
     raise LayoutError(f"{name} holds its heads so that removing some leaves no rectangle; it cannot be cut.")
 
 
-def _read_sizes(owner: nn.Module, attribute: str, cut: Cut) -> dict[str, int]:
-    """Return the sizes of the layer that holds the parameter, after the cut."""
-    if attribute != "weight" or cut.parameter.dim() != 2:
-        return {}
-    old = {name: getattr(owner, name, None) for name, axis in _SIZES if axis == cut.axis}
-    return {name: len(cut.keep) for name, size in old.items() if isinstance(size, int)}
-
-
-# Factored statistics of transformers' Adafactor: what is left of the axes of a parameter when one is averaged over.
+# Factored statistics of transformers' Adafactor, and the axis of the parameter over which each is averaged.
 _AVERAGED = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 
 
@@ -368,11 +326,11 @@ def require_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def cut_states(optimizer: Any, cuts: Sequence[Cut]) -> None:
-    """Cut the state of each parameter as the parameter; what cannot be cut is dropped, with a warning.
+def _cut_states(optimizer: Any, cuts: Sequence[Cut]) -> None:
+    """Cut the state of each parameter as the parameter was; what cannot be cut is dropped, with a warning.
 
-    Call it after the cuts are applied. Moments shaped like the parameter keep the entries that stay; a step count stays
-    as it is; averages over an axis (Adafactor) keep their entries along the cut axis.
+    Moments shaped like the parameter keep the entries that stay; a step count stays as it is; averages over an axis
+    (Adafactor) keep their entries along the cut axis.
     """
     dropped = []
     for cut in cuts:
@@ -394,7 +352,7 @@ def cut_states(optimizer: Any, cuts: Sequence[Cut]) -> None:
 
 
 def _cut(cut: Cut, name: str, value: Any) -> Any:
-    """Return what stays of one value of a state, None for what cannot be cut."""
+    """Return one value of a state after the cut; None if it cannot be cut."""
     if not isinstance(value, Tensor) or value.numel() == 1:
         return value
     left: list[int] = list(range(cut.parameter.dim()))
@@ -410,82 +368,78 @@ def _cut(cut: Cut, name: str, value: Any) -> Any:
         return value
     others = [size for place, size in enumerate(value.shape) if place != axis]
     expected = [cut.parameter.shape[place] for place in left if place != cut.axis]
-    if value.shape[axis] != cut.size or any(a not in (1, b) for a, b in zip(others, expected, strict=True)):
+    if value.shape[axis] != len(cut.keep) + len(cut.gone) or any(
+        a not in (1, b) for a, b in zip(others, expected, strict=True)
+    ):
         return None
-    return value.index_select(axis, torch.tensor(cut.keep, device=value.device)).contiguous()
+    return cut.select(value, axis)
 
 
 def cut_model(
-    model: nn.Module,
-    cuts: Sequence[Cut],
-    counts: Mapping[Site, Counts],
-    changed: Sequence[Site],
-    optimizer: Any,
-    prove: Callable[[], None],
-) -> list[ConfigChange]:
+    heads: Heads, cuts: Sequence[Cut], lost: Mapping[Site, Lost], optimizer: Any, prove: Callable[[], None]
+) -> tuple[tuple[int, int], str | None, str | None]:
     """Cut parameters, set the counts of their modules and configurations, and put all back where that fails.
 
     Args:
-        model: The model.
-        cuts: What stays of each parameter.
-        counts: What all attentions of the model have afterwards.
-        changed: Those of them whose numbers change.
+        heads: All sites of the model.
+        cuts: What each parameter loses.
+        lost: What each changed site loses.
         optimizer: The optimizer whose state is cut too, or None.
         prove: Raises unless the model computes what it should.
 
     Returns:
-        How transformers loads what is of it in the model, or why it cannot.
+        The numbers of parameters before and after (tied ones once), why transformers alone cannot load the model, and
+        the code that loads it. Both are None for a model that is not of transformers.
+
+    Raises:
+        LayoutError: No configuration says what is left, and an attention reads its number of heads there.
     """
-    undo: list[Callable[[], None]] = []
-    try:
-        for site in changed:
-            for module, sizes in list_counts(site, *counts[site][:2]):
-                undo.append(resize(module, sizes))
-        undo.extend(cut.apply() for cut in cuts)
-        plans = _configure(model, counts, changed, undo)
+    model = heads.model
+    before = _count_parameters(model)
+    counts = {site.module: count_left(site, lost.get(site, KEEPS_ALL)) for site in heads.found}
+    with ExitStack() as undo:
+        for site in lost:
+            for module, sizes in list_counts(site, *counts[site.module][:2]):
+                undo.callback(resize(module, sizes))
+        for cut in cuts:
+            cut.apply(undo)
+        plans = [plan_config(stock, counts) for stock in list_stock_models(model)]
+        for plan in plans:
+            undo.callback(plan.apply())
+        refused = [plan for plan in plans if plan.obstacle is not None]
+        for site in lost if refused else ():
+            name = find_configured_count(site.module)
+            if name is not None:
+                even = all(plan.uneven for plan in refused)
+                raise LayoutError(
+                    f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, "
+                    f"and {refused[0].obstacle}; "
+                    f"{'leave equally many heads in every layer' if even else 'use hw.ablate'}."
+                )
         prove()
-    except BaseException:
-        for one in reversed(undo):
-            one()
-        raise
+        undo.pop_all()
     for plan in plans:
         set_saving(plan)
     if optimizer is not None:
-        cut_states(optimizer, cuts)
-    return plans
+        _cut_states(optimizer, cuts)
+    loading = next((plan.loading for plan in plans if plan.model is model), None)
+    return (before, _count_parameters(model)), refused[0].obstacle if refused else None, loading
 
 
-def _configure(
-    model: nn.Module, counts: Mapping[Site, Counts], changed: Sequence[Site], undo: list[Callable[[], None]]
-) -> list[ConfigChange]:
-    """Write the counts into the configurations that can say them, and note what undoes it.
-
-    Raises:
-        LayoutError: None can, and an attention reads its number of heads there.
-    """
-    plans = [plan_config(stock, counts) for stock in list_stock_models(model)]
-    undo.extend(plan.apply() for plan in plans)
-    refused = [plan for plan in plans if plan.obstacle is not None]
-    even = all(plan.uneven for plan in refused)
-    for site in changed if refused else ():
-        name = find_configured_count(site)
-        if name is not None:
-            raise LayoutError(
-                f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, and "
-                f"{refused[0].obstacle}; {'leave equally many heads in every layer' if even else 'use hw.ablate'}."
-            )
-    return plans
+def count_left(site: Site, lost: Lost) -> Counts:
+    """Return how many query and key/value heads a site has without some, and their size."""
+    return site.num_heads - len(lost["query"]), site.key_value_heads - len(lost["key"]), site.slices[0].head_size
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of a model, tied ones once."""
+def _count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def describe_loading(model: nn.Module, plans: Sequence[ConfigChange]) -> tuple[str | None, str | None]:
-    """Return why transformers alone cannot load a model, None where it can, and the code that loads it.
-
-    Both are None for a model that is not of transformers.
-    """
-    obstacle = next((plan.obstacle for plan in plans if plan.obstacle is not None), None)
-    return obstacle, next((plan.loading for plan in plans if plan.model is model), None)
+def list_lines(title: str, rows: Sequence[str], room: int, stock: str | None, loading: str | None) -> list[str]:
+    """Return a title, at most `room` rows about attentions, and how to load the model."""
+    first, left_out, last = shorten(rows, room)
+    middle = [f"  ... {left_out} more attentions ..."] if left_out else []
+    loaded = [] if stock is None else [f"saved for hw.load, as transformers cannot load it: {stock}"]
+    if stock is None and loading is not None and "=" in loading:
+        loaded = [f"loaded by {loading}"]
+    return [title, *first, *middle, *last, *loaded]

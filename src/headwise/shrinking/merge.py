@@ -1,13 +1,13 @@
 """Key and value heads merged: multi-head attention becomes grouped or multi-query attention, with a smaller cache.
 
-Attentions whose key and value heads cannot be merged.
-
-The least-squares refit of W_O to what an attention gave before its heads were merged.
+Refused are attentions whose key and value heads cannot become one. W_O may be refitted to the outputs of the attention
+before its heads were merged, by least squares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,17 +25,18 @@ from headwise.errors import (
     require_shape,
 )
 from headwise.heads.experiments.replay import draw_noise
-from headwise.heads.heads import LINES, PROJECTIONS, Heads, Site, align, require_heads, shorten
-from headwise.heads.view import is_sharded
+from headwise.heads.heads import LINES, PROJECTIONS, Heads, Site, align, require_heads
+from headwise.heads.record import restored
 from headwise.nn.hooks import without_wrappers
 from headwise.shrinking.alignment import ALIGNMENTS, Alignment, Groups, group_in_order
 from headwise.shrinking.cuts import (
+    KEEPS_ALL,
     collect_cuts,
-    count_parameters,
+    count_left,
     cut_model,
-    describe_loading,
     list_beside,
     list_guessed,
+    list_lines,
     require_optimizer,
 )
 from headwise.shrinking.merge_heads import (
@@ -49,6 +50,7 @@ from headwise.shrinking.merge_heads import (
     find_freedoms,
     join_output,
     keep_first,
+    list_held,
     make_alike,
     measure_inputs,
     measure_outputs,
@@ -58,7 +60,7 @@ from headwise.shrinking.merge_heads import (
 )
 from headwise.shrinking.proof import MERGED, Expected, expect, find_dummy, require_equal, run
 from headwise.shrinking.prune import find_obstacle, find_table_owner
-from headwise.shrinking.reload_stock import Counts, counts_groups
+from headwise.shrinking.reload_stock import counts_groups
 
 # What to do where nothing helps.
 _LEAVE = "leave its heads as they are, and select the others (heads.where)"
@@ -96,7 +98,7 @@ def require_mergeable(heads: Heads, groups: int, *, moves: bool) -> None:
 
 
 def require_unread(heads: Heads, batch: Batch) -> None:
-    """Raise `LayoutError` where something other than the sites themselves reads their keys or values."""
+    """Raise `LayoutError` if another attention reads the keys or values of the sites."""
     if not _are_read(heads.model, heads.sites, batch):
         return
     read = [site.label for site in heads if _are_read(heads.model, [site], batch)]
@@ -109,20 +111,15 @@ def require_unread(heads: Heads, batch: Batch) -> None:
 
 @torch.no_grad()
 def _are_read(model: nn.Module, sites: Sequence[Site], batch: Batch) -> bool:
-    """Return whether keys and values of sites change what a model computes when W_O of these sites is zero."""
-    held = [part.parameter for site in sites for head_slice in site.slices[1:] for part in head_slice.parts]
-    outputs = [site.output.parameter for site in sites if site.output is not None]
-    saved = {id(parameter): (parameter, parameter.data) for parameter in (*held, *outputs)}
-    try:
-        for parameter in outputs:
-            parameter.data = torch.zeros_like(parameter.data)
+    """Whether keys and values of sites change the outputs of a model while W_O of these sites is zero."""
+    held = [part.parameter.data for site in sites for view in site.slices[1:] for part in view.parts]
+    outputs = [site.output.parameter.data for site in sites if site.output is not None]
+    with restored(outputs, 0.0):
         before = run(model, batch)
-        for parameter in held:
-            parameter.data = draw_noise(parameter.data) * parameter.data.std()
-        after = run(model, batch)
-    finally:
-        for parameter, data in saved.values():
-            parameter.data = data
+        with restored(held):
+            for data in held:
+                data.copy_(draw_noise(data) * data.std())
+            after = run(model, batch)
     # the weights of attentions and cached keys are among what a model may return
     counts = {count for site in sites for count in (site.num_heads, site.key_value_heads)}
     pairs = [pair for pair in zip(before, after, strict=True) if pair[0].dim() != 4 or pair[0].shape[1] not in counts]
@@ -130,7 +127,7 @@ def _are_read(model: nn.Module, sites: Sequence[Site], batch: Batch) -> bool:
 
 
 def _find_form(site: Site, *, moves: bool) -> str | None:
-    """Return what of an attention keeps its key/value heads from being merged, and what to do."""
+    """Return why the key/value heads of an attention cannot be merged, and what to do."""
     if site.borrows:
         return f"computes with the keys and values of another layer and holds none to merge; {_LEAVE}."
     if len(site.slices) != len(PROJECTIONS):
@@ -148,48 +145,35 @@ def _find_form(site: Site, *, moves: bool) -> str | None:
     query, key, value = site.slices
     if query.head_size != key.head_size or any(part.module is None for part in site.parts):
         return f"makes queries and keys in several parts (latent attention), of which only some are heads; {_LEAVE}."
-    for part in _list_parts(site):
-        if part.lora is not None:
-            return "has LoRA adapters: merge them into the weight first (merge_and_unload), and find heads again."
-        if is_sharded(part.parameter):
-            return "is sharded over processes; heads are merged in whole weights, before the model is sharded."
     if value.head_size != site.head_size:
         return f"has values of {value.head_size} features and gives W_O {site.head_size} of each head; {_LEAVE}."
-    return _find_beside(site, moves=moves)
-
-
-def _find_beside(site: Site, *, moves: bool) -> str | None:
     unknown = list_guessed(site) if moves else []
     if unknown:
         return (
             f"has {unknown[0][0]}, which may hold something of each query head, so that they must stay where they are; "
             'use grouping="order".'
         )
-    own = [name for name, _, _, units in list_beside(site, proved=True) if units == "key"]
-    if not own:
+    own = next((name for name, _, _, units in list_beside(site, proved=True) if units == "key"), None)
+    if own is None:
         return None
-    return (
-        f"has {own[0]}, of which each key/value head has a part of its own, so that they cannot become one; {_LEAVE}."
-    )
+    return f"has {own} with a separate part for each key/value head, so the heads cannot be merged; {_LEAVE}."
 
 
 def _require_own(model: nn.Module, site: Site) -> None:
-    """Raise `LayoutError` where something else in the model has a weight that is written, found or left out."""
+    """Raise `LayoutError` if another part of the model, found or left out, has a weight that is written."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(_locate(parameter), []).append(name)
     own = [name for name, module in model.named_modules(remove_duplicate=False) if module is site.module]
-    written = [(part.name, one) for part in _list_parts(site) for one in (part.parameter, part.bias_parameter)]
-    written += [(f"{site.label}.{name}", one) for name, one, _, _ in list_beside(site, proved=True)]
-    for name, parameter in written:
-        held = [] if parameter is None else names.get(_locate(parameter), [])
+    for name, parameter in _list_written(site):
+        held = names.get(_locate(parameter), [])
         outside = [other for other in held if not any(other.startswith(f"{place}.".lstrip(".")) for place in own)]
         # W_O may be beside the attention
         if len(outside) > (len(own) if len(outside) == len(held) else 0):
             other = next((other for other in outside if other != name), outside[0])
             raise LayoutError(
-                f"{name if parameter is None or name in held else held[0]} is {other} too, and what merges heads in "
-                f"one is not right in the other; {_LEAVE}."
+                f"{name if name in held else held[0]} is {other} too, and what merges heads in one is not right in the "
+                f"other; {_LEAVE}."
             )
 
 
@@ -198,8 +182,11 @@ def _locate(parameter: Tensor) -> int:
     return id(parameter) if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
 
 
-def _list_parts(site: Site):
-    return [part for part in (*site.parts, *(() if site.output is None else (site.output,))) if part.obstacle is None]
+def _list_written(site: Site) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a site that merging writes, by name."""
+    parts = [part for part in (*site.parts, site.output) if part is not None and part.obstacle is None]
+    written = [(part.name, one) for part in parts for one in list_held(part)]
+    return written + [(f"{site.label}.{name}", one) for name, one, _, _ in list_beside(site, proved=True)]
 
 
 # Of the mean square of the features: what they hardly determine stays as it was.
@@ -251,9 +238,9 @@ class MergeStep:
     """One way of merging that was tried.
 
     Attributes:
-        way: What was done.
-        score: What `score` gave; None where there was none.
-        error: Mean over attentions of |y - y0|^2 / |y0|^2 on the calibration batches, of what W_O gives with the heads
+        way: The way, in words.
+        score: The result of `score`; None without one.
+        error: Mean over attentions of |y - y0|^2 / |y0|^2 on the calibration batches, for outputs of W_O with the heads
             merged and before; None without batches.
     """
 
@@ -295,17 +282,14 @@ class Merging:
             f"  {name}: {' + '.join('(' + ', '.join(map(str, group)) + ')' for group in groups)}; {self.free[name]}"
             for name, groups in self.groups.items()
         ]
-        first, left_out, last = shorten(rows, LINES - 4 - len(self.steps))
-        middle = [f"  ... {left_out} more attentions ..."] if left_out else []
         before, after = self.parameters
         title = (
             f"key/value heads of {len(self.groups)} attentions merged; {after:,} of {before:,} parameters left, "
             f"{self.cache[1]:,} of {self.cache[0]:,} bytes of cache per token"
         )
-        loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
-        if self.stock is None and self.loading is not None and "=" in self.loading:
-            loading = [f"loaded by {self.loading}"]
-        return "\n".join([title, *first, *middle, *last, *self._list_steps(), *loading])
+        # the way to load it comes after the steps
+        lines = list_lines(title, rows, LINES - 4 - len(self.steps), None, None)
+        return "\n".join([*lines, *self._list_steps(), *list_lines("", [], 1, self.stock, self.loading)[1:]])
 
     def _list_steps(self) -> list[str]:
         scored = any(step.score is not None for step in self.steps)
@@ -398,8 +382,16 @@ def merge(
     if calibration == []:
         raise SettingError("batches is empty; expected calibration inputs of the model, or None.")
     way = Way(alignment, grouping, refit and calibration is not None)
-    with without_wrappers(heads.model), torch.no_grad(), heads.exposed():
-        return _merge(heads, groups, way, calibration, score, optimizer)
+    rewritten = [one for site in heads for _, one in _list_written(site)]
+    with without_wrappers(heads.model), torch.no_grad(), heads.exposed(), ExitStack() as undo:
+        merging = _merge(heads, groups, way, calibration, score, undo)
+        undo.pop_all()
+    for parameter in rewritten:
+        # gradients and states are of the heads before
+        parameter.grad = None
+        if optimizer is not None:
+            optimizer.state.pop(parameter, None)
+    return merging
 
 
 def _merge(
@@ -408,85 +400,70 @@ def _merge(
     way: Way,
     batches: list[Batch] | None,
     score: Callable[[], float | Tensor] | None,
-    optimizer: Any,
+    undo: ExitStack,
 ) -> Merging:
     sites = list(heads)
-    shown = _find_shown(heads.model) if batches is None else batches[0]
-    merger = _Merger(heads, groups, find_freedoms(sites, shown), batches)
+    shown = find_dummy(heads.model) if batches is None else batches[0]
+    if shown is None:
+        raise SettingError(
+            f"what is free in the heads of a {type(heads.model).__name__} is found out by calling it; pass "
+            "batches=[...], what it is called with."
+        )
+    freedoms = find_freedoms(sites, shown)
+    wanted = {} if batches is None else record_wanted(heads, batches)
     require_unread(heads, shown)
-    cuts = collect_cuts(heads, {site: keep_first(site, groups) for site in sites}, proved=True)
-    # sinks and other parameters of query heads, which move with them
-    beside = [parameter for site in sites for _, parameter, _, _ in list_beside(site, proved=True)]
+    lost = {site: keep_first(site, groups) for site in sites}
+    cuts = collect_cuts(heads, lost, proved=True)
     restore = remember(sites)
+    undo.callback(restore)
     steps = [MergeStep("whole model", None if score is None else float(score()), None if batches is None else 0.0)]
-    try:
-        if score is not None:
-            for other in _list_ways(way):
-                _, error = merger.write(other)
-                steps.append(MergeStep(str(other), float(score()), error))
-                restore()
-        chosen, error = merger.write(way)
-        steps.append(MergeStep(str(way), None if score is None else float(score()), error))
-        expected = expect(heads.model, shown)
-        counts = {site: _count(site, groups if site in chosen else site.key_value_heads) for site in heads.found}
-        sizes = {site: _count_bytes(site) for site in heads.found}
-        before = count_parameters(heads.model), sum(size * site.key_value_heads for site, size in sizes.items())
-
-        def prove() -> None:
-            _require_merged(heads.model, expected)
-
-        plans = cut_model(heads.model, cuts, counts, sites, None, prove)
-    except BaseException:
+    chosen: dict[Site, Groups] = {}
+    for one in ([] if score is None else _list_ways(way)) + [way]:
         restore()
-        raise
-    _forget(sites, beside, optimizer)
+        chosen, error = _write(heads, groups, one, freedoms, wanted, batches)
+        steps.append(MergeStep(str(one), None if score is None else float(score()), error))
+    expected = expect(heads.model, shown)
+    counts = {site: count_left(site, lost.get(site, KEEPS_ALL))[:2] for site in heads.found}
+    sizes = {site: _count_bytes(site) for site in heads.found}
+    before = sum(size * site.key_value_heads for site, size in sizes.items())
+    after = sum(size * counts[site][1] for site, size in sizes.items())
+    parameters, stock, loading = cut_model(heads, cuts, lost, None, lambda: _require_merged(heads.model, expected))
     return Merging(
         {site.name: found for site, found in chosen.items()},
-        {site.name: counts[site][:2] for site in sites},
-        {site.name: str(merger.freedoms[site]) for site in sites},
+        {site.name: counts[site] for site in sites},
+        {site.name: str(freedoms[site]) for site in sites},
         tuple(steps),
-        (before[0], count_parameters(heads.model)),
-        (before[1], sum(size * counts[site][1] for site, size in sizes.items())),
-        *describe_loading(heads.model, plans),
+        parameters,
+        (before, after),
+        stock,
+        loading,
         heads.model,
     )
 
 
-class _Merger:
-    """Writes weights of merged heads into sites, one way or another.
-
-    Args:
-        heads: The attentions, in the order in which the model runs them.
-        groups: Key/value heads of each afterwards.
-        freedoms: What is free in each.
-        batches: Calibration inputs, or None.
-    """
-
-    def __init__(
-        self, heads: Heads, groups: int, freedoms: Mapping[Site, Freedom], batches: Sequence[Batch] | None
-    ) -> None:
-        self.heads, self.groups, self.freedoms, self.batches = heads, groups, freedoms, batches
-        self._wanted: dict[Site, Wanted] = {} if batches is None else record_wanted(heads, batches)
-
-    def write(self, way: Way) -> tuple[dict[Site, Groups], float | None]:
-        """Make the heads of each group alike, site by site, and return the groups and the mean error of outputs."""
-        chosen: dict[Site, Groups] = {}
-        errors = []
-        for site in self.heads:
-            moments = assume_inputs(site) if self.batches is None else measure_inputs(site, self.batches)
-            chosen[site] = make_alike(site, self.groups, way, self.freedoms[site], moments)
-            if self.batches is not None:
-                errors.append(self._fit(site, self.batches, refit=way.refit))
-        return chosen, sum(errors) / len(errors) if errors else None
-
-    def _fit(self, site: Site, batches: Sequence[Batch], *, refit: bool) -> float:
-        alone = replace(self.heads, sites=(site,))
-        fit = measure_outputs(alone, self._wanted[site], batches)
+def _write(
+    heads: Heads,
+    groups: int,
+    way: Way,
+    freedoms: Mapping[Site, Freedom],
+    wanted: Mapping[Site, Wanted],
+    batches: list[Batch] | None,
+) -> tuple[dict[Site, Groups], float | None]:
+    """Make the heads of each group alike, site by site, and return the groups and the mean error of outputs."""
+    chosen: dict[Site, Groups] = {}
+    errors = []
+    for site in heads:
+        moments = assume_inputs(site) if batches is None else measure_inputs(site, batches)
+        chosen[site] = make_alike(site, groups, way, freedoms[site], moments)
+        if batches is None:
+            continue
+        fit = measure_outputs(replace(heads, sites=(site,)), wanted[site], batches)
         weight = join_output(site)
-        if refit:
+        if way.refit:
             weight = refit_output(fit.moments, fit.products, weight)
             write_output(site, weight.unflatten(1, (site.num_heads, -1)).movedim(0, 1))
-        return fit.measure_error(weight)
+        errors.append(fit.measure_error(weight))
+    return chosen, sum(errors) / len(errors) if errors else None
 
 
 def _list_ways(way: Way) -> list[Way]:
@@ -510,23 +487,6 @@ def _settle(batch: Batch) -> Batch:
         f"a batch is a {type(batch).__name__}; expected a tensor, a tuple of positional arguments, or a mapping of "
         "arguments by name."
     )
-
-
-def _find_shown(model: nn.Module) -> Batch:
-    """Return inputs with which a model of transformers can be called."""
-    dummy = find_dummy(model)
-    if dummy is not None:
-        try:
-            run(model, dummy)
-        except Exception:
-            # what its class gives is for models of text
-            dummy = None
-    if dummy is None:
-        raise SettingError(
-            f"what is free in the heads of a {type(model).__name__} is found out by calling it; pass batches=[...], "
-            "what it is called with."
-        )
-    return dummy
 
 
 def _require_merged(model: nn.Module, expected: Expected) -> None:
@@ -555,24 +515,7 @@ def _works_under_sdpa(model: Any, expected: Expected) -> bool:
     return True
 
 
-def _count(site: Site, groups: int) -> Counts:
-    return site.num_heads, groups, site.slices[0].head_size
-
-
 def _count_bytes(site: Site) -> int:
     """Return the bytes of one key and value."""
     sizes = sum(head_slice.head_size for head_slice in site.slices if head_slice.projection in ("key", "value"))
     return sizes * site.slices[-1].parts[0].parameter.element_size()
-
-
-def _forget(sites: Iterable[Site], beside: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Drop gradients and optimizer state of parameters that hold merged or moved heads: they are of other heads."""
-    rewritten = list(beside)
-    for site in sites:
-        for part in (*site.parts, *(() if site.output is None else (site.output,))):
-            found = part.owner._parameters.get(part.attribute), part.bias_parameter
-            rewritten += [parameter for parameter in found if parameter is not None]
-    for parameter in rewritten:
-        parameter.grad = None
-        if optimizer is not None:
-            optimizer.state.pop(parameter, None)

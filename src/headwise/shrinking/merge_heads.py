@@ -1,17 +1,16 @@
-"""Key and value heads of one attention made alike within groups, so that one of each group is enough.
+"""Key and value heads of one attention made alike within groups, so that one head of each group is enough.
 
-What an attention computes with on calibration inputs: second moments of what its projections and W_O get.
-
-What is free in the heads of an attention, found out by experiment: changes that leave what it computes as it is.
+How depends on second moments of the inputs of its projections and of W_O on calibration batches, and on which changes
+of basis leave its output unchanged, which is found out by experiment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from headwise.shrinking.alignment import (
     group_in_order,
     measure_loss,
 )
-from headwise.shrinking.cuts import list_beside
+from headwise.shrinking.cuts import Lost, list_beside
 from headwise.shrinking.proof import run
 
 # Inputs of a model: positional arguments, or arguments by name.
@@ -41,15 +40,15 @@ Batch = Any
 
 
 def _select_real(given: Tensor, keep: Tensor | None) -> Tensor:
-    """Return the rows [T, F] of what a module was given, [B, L, F], that are of real tokens."""
+    """Return the rows [T, F] of real tokens in the input of a module, [B, L, F]."""
     if keep is None or given.dim() != 3 or keep.shape[1] != given.shape[1]:
         return given.flatten(0, -2)
     return given[keep.to(given.device).expand(len(given), -1)]
 
 
-def list_projections(site: Site) -> list[nn.Module]:
-    """Return the modules that project queries, keys and values."""
-    return list({id(part.module): part.module for part in site.parts if part.module is not None}.values())
+def _list_projections(site: Site) -> dict[int, nn.Module]:
+    """Return the modules that project queries, keys and values, by their ids."""
+    return {id(part.module): part.module for part in site.parts if part.module is not None}
 
 
 def measure_inputs(site: Site, batches: Sequence[Batch]) -> dict[int, Tensor]:
@@ -71,12 +70,12 @@ def measure_inputs(site: Site, batches: Sequence[Batch]) -> dict[int, Tensor]:
         moments[id(module)] = moments.get(id(module), 0.0) + rows.mT @ rows
 
     guard_hooks()
-    modules = list_projections(site)
-    with watching([(site.module, note_padding(site.module, begin)), *((module, add) for module in modules)]):
+    modules = _list_projections(site)
+    with watching([(site.module, note_padding(site.module, begin)), *((module, add) for module in modules.values())]):
         for batch in batches:
             run(site.model, batch)
-    for module in modules:
-        _require(site, moments.get(id(module)), type(module).__name__)
+    for key, module in modules.items():
+        _require(site, moments.get(key), type(module).__name__)
     return moments
 
 
@@ -87,21 +86,15 @@ def assume_inputs(site: Site) -> dict[int, Tensor]:
     return {key: torch.eye(size + 1, dtype=torch.float64, device=device) for key, size in sizes.items()}
 
 
-@dataclass(eq=False)
-class Wanted:
-    """What the heads of a site gave W_O before anything was merged, call by call, and the W_O that read them.
-
-    Attributes:
-        weight: W_O, [d, H * e] in float64.
-        calls: [T, H * e] for each call, in the model's precision.
-    """
+class Wanted(NamedTuple):
+    """W_O of a site before anything was merged, [d, H * e] in float64, and its input in each call, [T, H * e]."""
 
     weight: Tensor
-    calls: list[Tensor] = field(default_factory=list)
+    calls: list[Tensor]
 
 
 def _read_outputs(heads: Heads, batches: Sequence[Batch]) -> Iterator[tuple[Site, Tensor]]:
-    """Run a model, and yield what each call of a site gives its output projection, [T, H * e], of real tokens only."""
+    """Run a model, and yield the input of W_O in each call of a site, [T, H * e], of real tokens only."""
     taps = Taps(heads, outputs=True)
     try:
         for batch in batches:
@@ -114,15 +107,14 @@ def _read_outputs(heads: Heads, batches: Sequence[Batch]) -> Iterator[tuple[Site
 
 
 def record_wanted(heads: Heads, batches: Sequence[Batch]) -> dict[Site, Wanted]:
-    """Run the model once, and keep what every site gives its output projection."""
-    wanted = {site: Wanted(join_output(site)) for site in heads}
+    """Run the model once, and keep W_O of every site and its inputs."""
+    wanted = {site: Wanted(join_output(site), []) for site in heads}
     for site, rows in _read_outputs(heads, batches):
         wanted[site].calls.append(rows)
     return wanted
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
+class Fit(NamedTuple):
     """What a refit of W_O is made from: x of the model as it is now, y of the model before, both of real tokens.
 
     Attributes:
@@ -142,24 +134,25 @@ class Fit:
 
 
 def measure_outputs(heads: Heads, wanted: Wanted, batches: Sequence[Batch]) -> Fit:
-    """Run the model, and return moments of what one site gives W_O now with what W_O gave before."""
+    """Run the model, and return moments of the input of one site's W_O now with its output before."""
     (site,) = heads
     calls = iter(wanted.calls)
-    sums: dict[str, Any] = {"moments": 0.0, "products": 0.0, "energy": 0.0}
+    moments: Any = None
+    products: Any = 0.0
+    energy = 0.0
     for _, given in _read_outputs(heads, batches):
         rows = given.double()
         outputs = next(calls).double() @ wanted.weight.mT
-        sums["moments"] += rows.mT @ rows
-        sums["products"] += rows.mT @ outputs
-        sums["energy"] += float(outputs.square().sum())
-    _require(site, sums["moments"] if isinstance(sums["moments"], Tensor) else None, "output projection")
-    return Fit(**sums)
+        moments = (0.0 if moments is None else moments) + rows.mT @ rows
+        products = products + rows.mT @ outputs
+        energy += float(outputs.square().sum())
+    _require(site, moments, "output projection")
+    return Fit(moments, products, energy)
 
 
 def join_output(site: Site) -> Tensor:
     """Return W_O of all heads side by side, [d, H * e] in float64."""
-    weights = read_output(site)
-    return weights.movedim(0, 1).flatten(1)
+    return read_output(site).movedim(0, 1).flatten(1)
 
 
 def read_output(site: Site) -> Tensor:
@@ -177,30 +170,23 @@ def write_output(site: Site, weights: Tensor) -> None:
     output.turn(output.of(output.parameter.data)).copy_(weights)
 
 
-def read_rows(head_slice: HeadView) -> Tensor:
+def read_rows(view: HeadView) -> Tensor:
     """Return the rows of each head, and as the last column its bias or 0: [M, e, d + 1] in float64."""
-    rows = head_slice.turn(head_slice.read()).mT.double()
-    biases = [_view_bias(part) for part in head_slice.parts]
-    found = [bias.double() for bias in biases if bias is not None]
-    bias = torch.cat(found) if found else rows.new_zeros(rows.shape[:2])
+    rows = view.turn(view.read()).mT.double()
+    biases = [
+        part.bias_view(part.bias_parameter.data).double() for part in view.parts if part.bias_parameter is not None
+    ]
+    bias = torch.cat(biases) if biases else rows.new_zeros(rows.shape[:2])
     return torch.cat([rows, bias[..., None]], -1)
 
 
-def write_rows(head_slice: HeadView, rows: Tensor) -> None:
+def write_rows(view: HeadView, rows: Tensor) -> None:
     """Write the rows of each head and its bias, [M, e, d + 1]."""
-    first = 0
-    for part in head_slice.parts:
-        own = rows[first : first + part.heads]
-        part.turn(part.of(part.parameter.data)).copy_(own[..., :-1].mT)
-        bias = _view_bias(part)
-        if bias is not None:
-            bias.copy_(own[..., -1])
-        first += part.heads
-
-
-def _view_bias(part: HeadView) -> Tensor | None:
-    bias = part.bias_parameter
-    return None if bias is None else part.bias_view(bias.data)
+    view.write(view.turn(rows[..., :-1].mT), *(part.parameter.data for part in view.parts))
+    biases = rows[..., -1].split([part.heads for part in view.parts])
+    for part, own in zip(view.parts, biases, strict=True):
+        if part.bias_parameter is not None:
+            part.bias_view(part.bias_parameter.data).copy_(own)
 
 
 def _require(site: Site, moments: Tensor | None, what: str) -> None:
@@ -220,7 +206,7 @@ POSITIONS = 3
 
 @dataclass(frozen=True)
 class Freedom:
-    """What is free in the keys and in the values of one attention; None where nothing was found."""
+    """The changes of basis that the keys and the values of one attention allow; None where nothing was found."""
 
     key: KeyFreedom | None
     value: KeyFreedom | None
@@ -230,7 +216,7 @@ class Freedom:
 
 
 def find_freedoms(sites: Sequence[Site], batch: Batch) -> dict[Site, Freedom]:
-    """Return what is free in each site: the first of a list of candidates under which its heads stay as they are.
+    """Return the freedom of each site: the first of a list of candidates under which its heads stay as they are.
 
     Raises:
         SettingError: The sequences are too short to tell.
@@ -261,8 +247,7 @@ def _find_freedom(site: Site, call: Call) -> Freedom:
                     f"{site.label} was called with sequences of {tokens} tokens; expected at least {POSITIONS}, so "
                     "that positions show."
                 )
-            experiment = _Experiment(site, call, heads, TOLERANCE[dtype])
-            return Freedom(experiment.find_key(), experiment.find_value())
+            return _try_changes(site, call, heads, TOLERANCE[dtype])
     raise HeadwiseError(
         f"{site.label} ({type(site.module).__name__}) could be called again neither in float64 nor in float32 "
         f"({failed}); give batches without rows that are padding throughout, and merge the heads of the full-precision "
@@ -270,51 +255,38 @@ def _find_freedom(site: Site, call: Call) -> Freedom:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Experiment:
-    site: Site
-    call: Call
-    heads: Tensor
-    tolerance: float
+def _try_changes(site: Site, call: Call, heads: Tensor, tolerance: float) -> Freedom:
+    """Return the freedom of a site, given what its heads compute in a call."""
+    query, key, value = site.slices
 
-    def find_key(self) -> KeyFreedom | None:
-        size = self.site.slices[1].head_size
-        return next((one for one in _list_candidates(self.site, size) if self._keeps_scores(one)), None)
+    def agrees(change: Mapping[HeadView, Tensor], expected: Tensor) -> bool:
+        with restored([one.data for one in list_held(*change)]):
+            for view, matrices in change.items():
+                write_rows(view, matrices.mT @ read_rows(view))
+            found = Replay(site, call).outputs()
+        return float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
-    def find_value(self) -> KeyFreedom | None:
-        kinds = (KeyFreedom(0), KeyFreedom(0, kind="rigid"))
-        return next((one for one in kinds if self._turns_outputs(one)), None)
+    def draw(freedom: KeyFreedom, size: int) -> tuple[Tensor, Tensor]:
+        first, second = freedom.draw(site.key_value_heads, size, torch.Generator().manual_seed(1))
+        return first.to(heads.device), second.to(heads.device)
 
-    def _keeps_scores(self, freedom: KeyFreedom) -> bool:
-        query, key, _ = self.site.slices
-        matrices, inverses = self._draw(freedom, key.head_size)
-        with restored(_list_data(query, key)):
-            write_rows(key, matrices.mT @ read_rows(key))
-            write_rows(query, inverses.repeat_interleave(self._members, 0).mT @ read_rows(query))
-            return self._agrees(self.heads)
+    def spread(matrices: Tensor) -> Tensor:
+        return matrices.repeat_interleave(site.num_heads // site.key_value_heads, 0)
 
-    def _turns_outputs(self, freedom: KeyFreedom) -> bool:
-        value = self.site.slices[2]
-        matrices, _ = self._draw(freedom, value.head_size)
-        if value.head_size != self.heads.shape[-1]:
-            return False
-        with restored(_list_data(value)):
-            write_rows(value, matrices.mT @ read_rows(value))
-            turned = matrices.repeat_interleave(self._members, 0).to(self.heads)
-            return self._agrees((self.heads[..., None, :] @ turned)[..., 0, :])
+    def keeps_scores(freedom: KeyFreedom) -> bool:
+        matrices, inverses = draw(freedom, key.head_size)
+        return agrees({key: matrices, query: spread(inverses)}, heads)
 
-    def _draw(self, freedom: KeyFreedom, size: int) -> tuple[Tensor, Tensor]:
-        device = self.heads.device
-        drawn = freedom.draw(self.site.key_value_heads, size, torch.Generator().manual_seed(1))
-        return drawn[0].to(device), drawn[1].to(device)
+    def turns_outputs(freedom: KeyFreedom) -> bool:
+        matrices, _ = draw(freedom, value.head_size)
+        turned = (heads[..., None, :] @ spread(matrices).to(heads))[..., 0, :]
+        return agrees({value: matrices}, turned)
 
-    def _agrees(self, expected: Tensor) -> bool:
-        found = Replay(self.site, self.call).outputs()
-        return float((found - expected).abs().max()) <= self.tolerance * float(expected.abs().max())
-
-    @property
-    def _members(self) -> int:
-        return self.site.num_heads // self.site.key_value_heads
+    values = (KeyFreedom(0), KeyFreedom(0, kind="rigid")) if value.head_size == heads.shape[-1] else ()
+    return Freedom(
+        next(filter(keeps_scores, _list_candidates(site, key.head_size)), None),
+        next(filter(turns_outputs, values), None),
+    )
 
 
 def _list_candidates(site: Site, size: int) -> Iterator[KeyFreedom]:
@@ -344,11 +316,11 @@ def _read_rotary(site: Site, size: int) -> Iterator[int]:
             yield int(share * size)
 
 
-def _list_data(*slices: HeadView) -> list[Tensor]:
-    """Return the weights and biases of head slices."""
-    parts = [part for head_slice in slices for part in head_slice.parts]
+def list_held(*views: HeadView) -> list[Tensor]:
+    """Return the weights and biases of views."""
+    parts = [part for view in views for part in view.parts]
     held = [one for part in parts for one in (part.owner._parameters.get(part.attribute), part.bias_parameter)]
-    return [parameter.data for parameter in held if parameter is not None]
+    return [parameter for parameter in held if parameter is not None]
 
 
 @contextmanager
@@ -399,13 +371,15 @@ class _Kind:
     """Keys or values of all heads: their rows, moments, and how their readers weigh them.
 
     Attributes:
+        view: Where they are.
         rows: [G, e, d + 1].
         gram: y_i^T y_j, [G, e, G, e].
         weights: S_i, [G, e, e].
-        freedom: What is free in them; None where nothing is.
+        freedom: Their changes of basis; None where nothing is free.
         alignment: How they are brought together.
     """
 
+    view: HeadView
     rows: Tensor
     gram: Tensor
     weights: Tensor
@@ -432,10 +406,13 @@ class _Kind:
         alike[first, second] = alike[second, first] = kept
         return alike
 
-    def write(self, sharing: Sharing, groups: Groups) -> Tensor:
-        """Return the rows of the heads that take the place of groups, [g, e, d + 1]."""
+    def write(self, groups: Groups) -> Tensor:
+        """Put one head in the place of each group, as its copies; return G of each head, group by group, [G, e, e]."""
+        sharing, *_ = self.share(groups)
         index = torch.tensor([list(group) for group in groups], device=self.rows.device)
-        return torch.einsum("gmef,gmed->gfd", sharing.write, self.rows[index])
+        rows = torch.einsum("gmef,gmed->gfd", sharing.write, self.rows[index])
+        write_rows(self.view, rows.repeat_interleave(index.shape[1], 0))
+        return sharing.read.flatten(0, 1)
 
 
 def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, moments: Mapping[int, Tensor]) -> Groups:
@@ -454,45 +431,32 @@ def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, moments: Map
     Returns:
         The heads of each group, by their numbers from before.
     """
-    query, key, value = site.slices
+    query, *others = site.slices
     members = site.num_heads // site.key_value_heads
-
-    def measure(head_slice: HeadView) -> tuple[Tensor, Tensor]:
-        rows = read_rows(head_slice)
-        return rows, moments[id(head_slice.parts[0].module)]
-
-    query_rows, query_moments = measure(query)
-    scores = torch.einsum("hed,dc,hfc->hef", query_rows, query_moments, query_rows)
+    query_rows, own = read_rows(query), moments[id(query.parts[0].module)]
+    scores = torch.einsum("hed,dc,hfc->hef", query_rows, own, query_rows)
     outputs = read_output(site)
+    readers = scores, torch.einsum("hde,hdf->hef", outputs, outputs)
     kinds = []
-    for head_slice, weights, free in (
-        (key, scores, freedom.key),
-        (value, torch.einsum("hde,hdf->hef", outputs, outputs), freedom.value),
-    ):
-        rows, own = measure(head_slice)
+    for view, weights, free in zip(others, readers, (freedom.key, freedom.value), strict=True):
+        rows, own = read_rows(view), moments[id(view.parts[0].module)]
         gram = torch.einsum("iad,dc,jbc->iajb", rows, own, rows)
-        kinds.append(_Kind(rows, gram, weights.unflatten(0, (-1, members)).sum(1), free, way.alignment))
+        kinds.append(_Kind(view, rows, gram, weights.unflatten(0, (-1, members)).sum(1), free, way.alignment))
     if way.grouping == "order":
         chosen = group_in_order(site.key_value_heads, groups)
     else:
         chosen = group_by_similarity(torch.stack([kind.compare() for kind in kinds]).mean(0), groups)
-    (key_sharing, *_), (value_sharing, *_) = (kind.share(chosen) for kind in kinds)
-    order = [head for group in chosen for head in group]
-    queries = [head * members + member for head in order for member in range(members)]
-    size = site.key_value_heads // groups
+    queries = [head * members + member for group in chosen for head in group for member in range(members)]
     _move_queries(site, queries)
-    for head_slice, kind, sharing in ((key, kinds[0], key_sharing), (value, kinds[1], value_sharing)):
-        write_rows(head_slice, kind.write(sharing, chosen).repeat_interleave(size, 0))
     # y_i is about u G_i^T: what reads it reads u with G_i^T in between
-    read = key_sharing.read.flatten(0, 1).repeat_interleave(members, 0)
-    write_rows(query, read.mT @ query_rows[queries])
-    read = value_sharing.read.flatten(0, 1).repeat_interleave(members, 0)
-    write_output(site, outputs[queries] @ read)
+    key, value = (kind.write(chosen).repeat_interleave(members, 0) for kind in kinds)
+    write_rows(query, key.mT @ query_rows[queries])
+    write_output(site, outputs[queries] @ value)
     return chosen
 
 
 def _move_queries(site: Site, order: Sequence[int]) -> None:
-    """Bring what belongs to query heads, other than their rows and columns, into an order."""
+    """Bring the gates, sinks and other parameters of query heads into an order."""
     query = site.slices[0]
     if site.layout.endswith("gated"):
         # the gate of a head lies next to its query
@@ -504,7 +468,7 @@ def _move_queries(site: Site, order: Sequence[int]) -> None:
             data.copy_(data[list(order)])
 
 
-def keep_first(site: Site, groups: int) -> dict[str, tuple[int, ...]]:
+def keep_first(site: Site, groups: int) -> Lost:
     """Return the key/value heads that are copies of the first of their group, by projection."""
     size = site.key_value_heads // groups
     gone = tuple(head for head in range(site.key_value_heads) if head % size)

@@ -1,10 +1,9 @@
-"""Whether a model whose heads were removed computes what it did with them ablated."""
+"""The proof that a model with fewer heads computes what it should: with removed heads, what it did without them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,70 +13,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headwise.errors import HeadwiseError, LayoutError, NotFired, SettingError
-from headwise.heads.ablation import ablate
 from headwise.heads.experiments.arrangement import KNOWN
 from headwise.heads.heads import Heads, Site
 from headwise.heads.record import evaluating, list_tensors, record, restored
 
 # Largest difference, relative to the largest output: matrix products of another width round apart.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-# The attentions of transformers whose pruned models are compared with ablation in our tests, in all that they hold.
-TESTED = frozenset(
-    {
-        "AlbertAttention",
-        "BartAttention",
-        "BertCrossAttention",
-        "BertSelfAttention",
-        "CLIPAttention",
-        "CanineSelfAttention",
-        "ChameleonAttention",
-        "ClvpSelfAttention",
-        "CodeGenAttention",
-        "CohereAttention",
-        "DeepseekV2Attention",
-        "DeepseekV3Attention",
-        "DisentangledSelfAttention",
-        "DistilBertSelfAttention",
-        "ElectraSelfAttention",
-        "FalconAttention",
-        "FunnelRelMultiheadAttention",
-        "GPT2Attention",
-        "GPTJAttention",
-        "GPTNeoXAttention",
-        "Gemma3nAudioAttention",
-        "GemmaAttention",
-        "GptOssAttention",
-        "LlamaAttention",
-        "MarianAttention",
-        "MiMoV2FlashAttention",
-        "MistralAttention",
-        "ModernBertAttention",
-        "MoonshineAttention",
-        "PerceiverSelfAttention",
-        "Phi3Attention",
-        "Qwen2Attention",
-        "Qwen3Attention",
-        "RoFormerSelfAttention",
-        "RobertaSelfAttention",
-        "T5Attention",
-        "ViTAttention",
-        "Wav2Vec2Attention",
-        "WhisperAttention",
-        "XGLMAttention",
-    }
-)
+# Attentions of transformers that our tests prune and compare with ablation, with all their parameters.
+_NAMES = """
+AlbertAttention BartAttention BertCrossAttention BertSelfAttention CLIPAttention CanineSelfAttention
+ChameleonAttention ClvpSelfAttention CodeGenAttention CohereAttention DeepseekV2Attention DeepseekV3Attention
+DisentangledSelfAttention DistilBertSelfAttention ElectraSelfAttention FalconAttention FunnelRelMultiheadAttention
+GPT2Attention GPTJAttention GPTNeoXAttention Gemma3nAudioAttention GemmaAttention GptOssAttention LlamaAttention
+MarianAttention MiMoV2FlashAttention MistralAttention ModernBertAttention MoonshineAttention PerceiverSelfAttention
+Phi3Attention Qwen2Attention Qwen3Attention RoFormerSelfAttention RobertaSelfAttention T5Attention ViTAttention
+Wav2Vec2Attention WhisperAttention XGLMAttention
+"""
+TESTED = frozenset(_NAMES.split())
 
 
 @dataclass(frozen=True)
 class Change:
-    """How messages name what was done to a model.
-
-    Attributes:
-        done: "these heads removed".
-        like: What the result should compute.
-        left: What was forgotten where it does not.
-        remedy: What to do.
-    """
+    """How messages name a change: what was done, what the result should compute, why it may not, and what to do."""
 
     done: str
     like: str
@@ -98,13 +55,7 @@ MERGED = Change(
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What a model should compute once its weights are cut.
-
-    Attributes:
-        outputs: Its outputs before.
-        precision: The coarsest precision in which it computes anything that it returns or passes on.
-        inputs: What it was called with.
-    """
+    """The outputs of a model before its weights are cut, its coarsest precision in that call, and the inputs."""
 
     outputs: list[Tensor]
     precision: torch.dtype
@@ -149,17 +100,12 @@ def expect(model: nn.Module, inputs: Sequence | Mapping) -> Expected:
     return Expected(outputs, precision.coarsest, inputs)
 
 
-def expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: Sequence | Mapping | None) -> Any:
-    """Return what a model computes, in evaluation mode, without the heads removed from each site.
+def expect_ablated(
+    heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: Sequence | Mapping | None
+) -> Expected | None:
+    """Return what a model computes without the heads removed from each site; None if no call is needed to know it.
 
-    Args:
-        heads: The sites.
-        removed: The heads that some of them lose.
-        inputs: What the model is called with; None takes what its class gives (`dummy_inputs`), where only a call shows
-            that removing is ablating.
-
-    Returns:
-        `Expected`, or None where no call is needed.
+    Without inputs it is called with those that its class gives (`dummy_inputs`).
 
     Raises:
         SettingError: A call is needed, and none is known.
@@ -174,8 +120,8 @@ def expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: 
     try:
         if dummy is not None:
             return _expect_ablated(heads, removed, dummy)
-    except Exception:
-        # what a class gives is for models of text, and need not reach every attention
+    except HeadwiseError:
+        # they need not reach every attention
         pass
     raise SettingError(
         f"{doubt}; only a call shows whether the model works with fewer heads: pass inputs=..., what it is called with."
@@ -183,24 +129,40 @@ def expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: 
 
 
 def _expect_ablated(heads: Heads, removed: Mapping[Site, Sequence[int]], inputs: Sequence | Mapping) -> Expected:
-    with ExitStack() as stack:
-        for site, gone in removed.items():
-            alone = Heads(heads.model, (site,), heads.projections, heads.found)
-            stack.enter_context(_zero_columns(site, gone) if site.output_projection is None else ablate(alone, gone))
-        return expect(heads.model, inputs)
+    outputs = [(site.output, gone) for site, gone in removed.items() if site.output is not None]
+    with (
+        restored([output.parameter.data for output, _ in outputs]),
+        record([site.module for site in removed]) as calls,
+    ):
+        for output, gone in outputs:
+            # O_h W_O = 0 is the same as O_h = 0
+            output.of(output.parameter.data)[list(gone)] = 0.0
+        expected = expect(heads.model, inputs)
+    silent = [site.label for site in removed if site.module not in {call.module for call in calls}]
+    if silent:
+        raise NotFired(
+            f"{', '.join(silent[:6])} was not reached by a forward pass on the given inputs; give inputs that reach it."
+        )
+    return expected
 
 
 def find_dummy(model: nn.Module) -> Mapping[str, Any] | None:
-    """Return the inputs that a class of transformers gives for a call; None for other models."""
+    """Return the inputs that a class of transformers gives for a call; None where it cannot be called with them."""
     dummy: Any = getattr(model, "dummy_inputs", None)
     if not isinstance(dummy, Mapping):
         return None
     device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    try:
+        run(model, inputs)
+    except Exception:
+        # they are for models of text
+        return None
+    return inputs
 
 
 def _find_doubt(heads: Heads, removed: Mapping[Site, Sequence[int]]) -> str | None:
-    """Return why it is not known that removing these heads is ablating them; None where it is."""
+    """Return why removing these heads may not be ablating them; None if it is known to be."""
     if heads.left_out:
         return (
             f"attentions of the {type(heads.model).__name__} were left out of these heads (exclude=...), and may read "
@@ -212,26 +174,20 @@ def _find_doubt(heads: Heads, removed: Mapping[Site, Sequence[int]]) -> str | No
             return f"{site.label} is a {kind} of {origin}"
         if origin.startswith("transformers.") and kind not in TESTED:
             return f"{site.label} is a {kind}, which is not among the attentions that pruning is tested on"
-    shared = _find_shared(heads)
-    return None if shared is None else f"{shared} is read by several layers"
-
-
-def _find_shared(heads: Heads) -> str | None:
-    """Return the name of a weight of the attentions that the model holds in several places; None without one."""
-    own = {id(part.owner._parameters.get(part.attribute)): part.name for site in heads.found for part in site.parts}
-    own |= {id(site.output.parameter): site.output.name for site in heads.found if site.output is not None}
     places = Counter(
         id(parameter)
         for _, module in heads.model.named_modules(remove_duplicate=False)
         for parameter in module._parameters.values()
         if parameter is not None
     )
-    return next((name for key, name in own.items() if places[key] > 1), None)
+    views = [view for site in heads.found for view in (*site.parts, site.output) if view is not None]
+    shared = next((view.name for view in views if places[id(view.owner._parameters.get(view.attribute))] > 1), None)
+    return None if shared is None else f"{shared} is read by several layers"
 
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Sequence | Mapping) -> list[Tensor]:
-    """Return the outputs of a model in evaluation mode: all tensors of floating-point numbers among them."""
+    """Return the floating-point tensors that a model returns in evaluation mode."""
     args = () if isinstance(inputs, Mapping) else tuple(inputs)
     named: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {}
     with evaluating(model), torch.random.fork_rng(devices=[]):
@@ -239,7 +195,7 @@ def run(model: nn.Module, inputs: Sequence | Mapping) -> list[Tensor]:
 
 
 def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
-    """Raise `LayoutError` unless the model computes what was computed before its weights were cut.
+    """Raise `LayoutError` unless the outputs of the model are the expected ones.
 
     Attention weights and cached keys, which have fewer heads now, are not compared.
     """
@@ -272,17 +228,3 @@ def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
 
 def _shorten(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
-
-
-@contextmanager
-def _zero_columns(site: Site, gone: Sequence[int]) -> Iterator[None]:
-    """Have the columns of heads be zero in a W_O that is a parameter, whose input no hook can reach."""
-    assert site.output is not None  # heads are removed where W_O was found
-    data = site.output.parameter.data
-    with restored([data]), record([site.module]) as called:
-        site.output.of(data)[list(gone)] = 0.0
-        yield
-    if not called:
-        raise NotFired(
-            f"{site.label} was not reached by a forward pass on the given inputs; give inputs that reach it."
-        )

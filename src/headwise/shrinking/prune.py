@@ -1,17 +1,18 @@
 """Heads removed from the weights of a model, which is then smaller and faster.
 
-Attentions whose heads cannot be removed: removing them would not be ablating them.
-
-Which heads are removed when a share of them stays: the same number in every attention, the least important first.
+Refused are attentions in which removing heads would not be ablating them. Where a share of the heads stays, the same
+number is removed from every attention, the least important first.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,23 +20,21 @@ from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError, require_integer, require_range
 from headwise.heads.ablation import Importance
-from headwise.heads.heads import LINES, Heads, Site, list_sharing, require_heads, shorten
-from headwise.heads.layouts.functional import hands_to_attention
-from headwise.nn.difference import find_difference
+from headwise.heads.heads import LINES, Heads, Site, list_sharing, require_heads
 from headwise.nn.hooks import without_wrappers
 from headwise.nn.multihead import MultiheadAttention
-from headwise.routing.save import find_aggregators
+from headwise.routing.modules import Aggregator
 from headwise.shrinking.cuts import (
     collect_cuts,
-    count_parameters,
+    count_left,
     cut_model,
-    describe_loading,
     list_gone,
     list_guessed,
+    list_lines,
     require_optimizer,
 )
 from headwise.shrinking.proof import PRUNED, expect_ablated, require_equal
-from headwise.shrinking.reload_stock import ConfigChange, Counts
+from headwise.shrinking.reload_stock import mentions
 
 # A bias for each distance and head, which the layers of a stack may share.
 _TABLE = re.compile(r"(?:^|\.)(?:relative_attention_bias|rel_attn_embed)\.weight$")
@@ -47,13 +46,7 @@ _GIVEN = {"alibi": "ALiBi slopes", "value_embeds": "value embeddings"}
 RemovedHeads = Mapping[Site, Sequence[int]]
 
 
-def require_prunable(heads: Heads, site: Site, removed: RemovedHeads) -> None:
-    """Raise unless heads can be removed from a site.
-
-    Raises:
-        SettingError: It would lose all its heads.
-        LayoutError: What it computes would not be what it computes with the heads ablated.
-    """
+def _require_prunable(heads: Heads, site: Site, removed: RemovedHeads) -> None:
     gone = removed[site]
     if len(gone) == site.num_heads:
         raise SettingError(f"{site.label} would lose all its {site.num_heads} heads; expected at least one that stays.")
@@ -68,80 +61,88 @@ def require_prunable(heads: Heads, site: Site, removed: RemovedHeads) -> None:
 
 
 def find_obstacle(heads: Heads, site: Site, otherwise: str) -> str | None:
-    """Return why the heads of a site cannot be taken apart, and what to do; None where they can.
-
-    Args:
-        heads: All sites of the model that were found.
-        site: The site.
-        otherwise: What to do where nothing helps.
-    """
-    found = _find_wrapping(heads, site) or _find_form(site) or _find_given(heads, site)
-    return None if found is None else f"{found[0]}; {found[1] or otherwise}."
+    """Return why the heads of a site cannot be taken apart, and what to do: `otherwise` where nothing helps."""
+    obstacles = chain(_list_wrappings(heads, site), _list_forms(heads, site))
+    reason, remedy = next(obstacles, (None, None))
+    return None if reason is None else f"{reason}; {remedy or otherwise}."
 
 
-# What is in the way, and what helps; None where nothing does.
+# What is in the way, and the remedy; None where nothing helps.
 Obstacle = tuple[str, str | None]
 
 
-def _find_wrapping(heads: Heads, site: Site) -> Obstacle | None:
+def _list_wrappings(heads: Heads, site: Site) -> Iterator[Obstacle]:
     if heads.replicated:
-        return (
+        yield (
             "is wrapped by DistributedDataParallel, which holds the parameters as they were",
             "take the model out of it (.module), find heads there, and wrap it again afterwards",
         )
     if site.divided:
-        return "is divided by tensor parallelism", "do it before the model is divided"
-    return None
+        yield "is divided by tensor parallelism", "do it before the model is divided"
+    for part in (*site.parts, site.output):
+        if part is not None and part.lora is not None:
+            yield "has LoRA adapters", "merge them into the weight first (merge_and_unload), and find heads again"
+        # a DTensor
+        if part is not None and part.obstacle is None and hasattr(part.parameter, "device_mesh"):
+            yield "is sharded over processes", "do it before the model is sharded"
 
 
-def _find_form(site: Site) -> Obstacle | None:
-    if hands_to_attention(site):
-        return "hands its weights to torch's function, which takes as many heads as its width holds", None
-    added = next((name for name in ("head_gates", "head_mixer") if name in site.module._modules), None)
-    if added is not None:
-        return (
-            f"has {added}, made for all heads",
-            "remove them (remove() of their handle) first, and attach new ones afterwards",
-        )
-    if find_difference(site.module) is not None and not isinstance(site.module, MultiheadAttention):
-        return "has head_difference, which no folder that transformers or hw.load reads can hold", None
-    if any(head_slice.stacked for head_slice in site.slices):
-        return (
+def _list_forms(heads: Heads, site: Site) -> Iterator[Obstacle]:
+    module, children = site.module, site.module._modules
+    if mentions(module, "multi_head_attention_forward") and not isinstance(module, nn.MultiheadAttention):
+        yield "hands its weights to torch's function, which takes as many heads as its width holds", None
+    for added in ("head_gates", "head_mixer"):
+        if added in children:
+            remedy = "remove them (remove() of their handle) first, and attach new ones afterwards"
+            yield f"has {added}, made for all heads", remedy
+    if "head_difference" in children and not isinstance(module, MultiheadAttention):
+        yield "has head_difference, which no folder that transformers or hw.load reads can hold", None
+    if any(view.stacked for view in site.slices):
+        yield (
             "keeps its heads in a list of modules",
             "delete them there, and their columns of the output projection, and find heads again",
         )
     if site.output is None:
-        module = None if site.output_projection is None else site.output_projection.module
-        if module is not None and find_aggregators(module):
-            return (
-                f"has {type(module).__name__} as its output, built for all heads",
-                "remove it (remove() of its handle) first, and call hw.aggregate afterwards",
-            )
-        if module is None:
-            return "has no output projection that was found", "name it in a layout row of your own (output=...)"
-        if not list(module.children()):
-            alone = "which takes all of them together, so the others change when one is removed"
-            return f"passes its heads through a {type(module).__name__} before W_O, {alone}", None
-        return "has no linear output projection that was found, so its columns cannot be removed", None
-    return None
+        yield _explain_output(None if site.output_projection is None else site.output_projection.module)
+    for given in _list_given(heads, site):
+        yield f"is given {given} of each head that are computed elsewhere, for all of them", None
 
 
-def _find_given(heads: Heads, site: Site) -> Obstacle | None:
-    """Return what of each head is computed outside of the attentions, for all heads, and given to this one."""
+def _explain_output(output: nn.Module | None) -> Obstacle:
+    """Return why the columns of an output projection cannot be removed, and the remedy."""
+    if output is None:
+        return "has no output projection that was found", "name it in a layout row of your own (output=...)"
+    name = type(output).__name__
+    if any(isinstance(part, Aggregator) for part in output.modules()):
+        return (
+            f"has {name} as its output, built for all heads",
+            "remove it (remove() of its handle) first, and call hw.aggregate afterwards",
+        )
+    if not list(output.children()):
+        alone = "which takes all of them together, so the others change when one is removed"
+        return f"passes its heads through a {name} before W_O, {alone}", None
+    return "has no linear output projection that was found, so its columns cannot be removed", None
+
+
+def _list_given(heads: Heads, site: Site) -> Iterator[str]:
+    """Yield the numbers of each head that are computed outside of the attentions and given to this one."""
     arguments = inspect.signature(type(site.module).forward).parameters
     config = getattr(site.module, "config", None)
-    given = [what for name, what in _GIVEN.items() if name in arguments and getattr(config, name, True) is not False]
-    # of T5, which holds tables itself, the cross attention has none
+    for name, given in _GIVEN.items():
+        if name in arguments and getattr(config, name, True) is not False:
+            yield given
+    # T5 holds tables itself, and its cross-attention needs no table
     if "position_bias" in arguments and not hasattr(site.module, _HELD) and not _list_tables(_list_alike(heads, site)):
-        given.append("position biases")
+        yield "position biases"
     read = {id(parameter) for other in heads.found for parameter in other.module.parameters()}
-    outside = [name for name, table in heads.model.named_parameters() if _TABLE.search(name) and id(table) not in read]
-    given += [f"the position biases {name}" for name in outside]
-    return (f"is given {given[0]} of each head that are computed elsewhere, for all of them", None) if given else None
+    for name, table in heads.model.named_parameters():
+        if _TABLE.search(name) and id(table) not in read:
+            yield f"the position biases {name}"
 
 
 def _find_parts(site: Site, gone: Sequence[int]) -> str | None:
-    if not all(head_slice.pieces and not head_slice.stacked for head_slice in site.slices):
+    """Return why other numbers of heads must go: they lie in runs, of which some would keep more than others."""
+    if not all(view.pieces for view in site.slices):
         return None
     run = site.slices[0].parts[0].heads
     left = [run - sum(head // run == part for head in gone) for part in range(site.num_heads // run)]
@@ -170,16 +171,16 @@ def _find_shared_keys(heads: Heads, site: Site, removed: RemovedHeads) -> str | 
     gone = {other: list_gone(other, removed.get(other, ()))["key"] for other in alike}
     if len({*gone.values()}) == 1:
         return None
-    told = "; ".join(f"{other.label} group {', '.join(map(str, groups)) or 'none'}" for other, groups in gone.items())
+    shown = "; ".join(f"{other.label} group {', '.join(map(str, groups)) or 'none'}" for other, groups in gone.items())
     return (
         f"computes with the same keys and values as {', '.join(other.label for other in alike if other is not site)}, "
-        f"and the key/value heads that would go are not the same ({told}); remove all query heads of the same groups "
+        f"and the key/value heads that would go are not the same ({shown}); remove all query heads of the same groups "
         f"from each of them (group g has heads g * {site.num_heads // site.key_value_heads} and on)."
     )
 
 
 def find_table_owner(heads: Heads, site: Site) -> Site | None:
-    """Return the site whose table of position biases several layers share, a site among them; None without one."""
+    """Return the site that holds the position biases of this one and other layers; None if they are not shared."""
     alike = _list_alike(heads, site)
     owners = _list_tables(alike)
     return (owners or alike)[0] if hasattr(site.module, _HELD) and len(owners) < len(alike) else None
@@ -218,35 +219,26 @@ def choose_heads(heads: Heads, keep: float, importance: Importance | Mapping[str
         raise SettingError(
             "keep needs importance=..., what each head is worth: hw.importance(heads, score), or {name: numbers}."
         )
-    numbers = {site: _read(site, importance) for site in heads}
+    # of each head, or of each group where there are several
+    grouped = {site: 1 < site.key_value_heads < site.num_heads for site in heads}
+    worth = {site: _read(site, importance) for site in heads}
+    worth = {site: site.group_queries(one).sum(1) if grouped[site] else one for site, one in worth.items()}
     chosen = {}
     for site in heads:
         owner = find_table_owner(heads, site)
         alike = [other for other in heads if owner is not None and find_table_owner(heads, other) is owner]
         if site.key_value_heads > 1:
             alike += [other for other in list_sharing(heads.sites, site) if other not in alike]
-        worth = [_sum_units(other, numbers[other]) for other in alike or [site]]
-        chosen[site.name] = _choose(site, torch.stack(worth).sum(0), keep)
+        total = torch.cat([worth[other][None] for other in alike or [site]]).sum(0)
+        # of equal ones the first stays
+        gone = total.argsort(descending=True, stable=True)[max(1, round(keep * len(total))) :].tolist()
+        members = (site.list_members(one) if grouped[site] else (one,) for one in gone)
+        chosen[site.name] = sorted(head for unit in members for head in unit)
     return {name: gone for name, gone in chosen.items() if gone}
 
 
-def _sum_units(site: Site, numbers: Tensor) -> Tensor:
-    """Return what the units of a site are worth that go together: groups, or query heads where there is one group."""
-    return site.group_queries(numbers).sum(1) if _is_grouped(site) else numbers
-
-
-def _is_grouped(site: Site) -> bool:
-    return 1 < site.key_value_heads < site.num_heads
-
-
-def _choose(site: Site, units: Tensor, keep: float) -> list[int]:
-    left = max(1, round(keep * len(units)))
-    # of equal ones the first stays
-    gone = sorted(units.argsort(descending=True, stable=True)[left:].tolist())
-    return sorted(head for unit in gone for head in (site.list_members(unit) if _is_grouped(site) else (unit,)))
-
-
 def _read(site: Site, importance: Importance | Mapping[str, Any]) -> Tensor:
+    """Return the importance of each head of a site, checked."""
     held: Any = importance.drops if isinstance(importance, Importance) else importance
     name = site.shown
     if not isinstance(held, Mapping) or not {site, site.name, name} & {*held}:
@@ -303,15 +295,10 @@ class Pruning:
             f"  {name or '(model)'}: heads {', '.join(map(str, gone))} removed, {self.heads[name]} left"
             for name, gone in self.removed.items()
         ]
-        first, left_out, last = shorten(rows, LINES - 2)
-        middle = [f"  ... {left_out} more attentions ..."] if left_out else []
         before, after = self.parameters
         total = sum(map(len, self.removed.values()))
         title = f"{total} heads removed from {len(self.removed)} attentions; {after:,} of {before:,} parameters left"
-        loading = [] if self.stock is None else [f"saved for hw.load, as transformers cannot load it: {self.stock}"]
-        if self.stock is None and self.loading is not None and "=" in self.loading:
-            loading = [f"loaded by {self.loading}"]
-        return "\n".join([title, *first, *middle, *last, *loading])
+        return "\n".join(list_lines(title, rows, LINES - 2, self.stock, self.loading))
 
 
 def prune(
@@ -399,42 +386,33 @@ def _prune(
     heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any, exposed: ExitStack
 ) -> Pruning:
     for site in removed:
-        require_prunable(heads, site, removed)
-    before = count_parameters(heads.model)
-    counts = {site: _count(site, removed.get(site, ())) for site in heads.found}
-    # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds; it stays so when cut
+        _require_prunable(heads, site, removed)
     for site in removed:
         if site.output_projection is not None:
-            site.expose(exposed.callback)
+            # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds; it stays so
+            site.make_visible(exposed.callback)
     lost = {site: list_gone(site, gone) for site, gone in removed.items()}
     expected = expect_ablated(heads, removed, inputs)
+    prove = (lambda: None) if expected is None else partial(require_equal, heads.model, expected, PRUNED)
 
-    def prove() -> None:
-        if expected is not None:
-            require_equal(heads.model, expected, PRUNED)
-
-    def cut(*, guess: bool) -> list[ConfigChange]:
+    def cut(*, guess: bool) -> tuple[tuple[int, int], str | None, str | None]:
         cuts = collect_cuts(heads, lost, proved=expected is not None, guess=guess)
-        return cut_model(heads.model, cuts, counts, list(removed), optimizer, prove)
+        return cut_model(heads, cuts, lost, optimizer, prove)
 
     if expected is None or not any(list_guessed(site) for site in removed):
-        plans = cut(guess=False)
+        changed = cut(guess=False)
     else:
         try:
-            plans = cut(guess=True)
+            changed = cut(guess=True)
         except LayoutError as error:
             try:
                 # what has the sizes of heads need not be theirs
-                plans = cut(guess=False)
+                changed = cut(guess=False)
             except LayoutError:
                 raise error from None
-    return Pruning(
-        {site.name: gone for site, gone in removed.items()},
-        {site.name: counts[site][0] for site in removed},
-        (before, count_parameters(heads.model)),
-        *describe_loading(heads.model, plans),
-        heads.model,
-    )
+    names = {site.name: gone for site, gone in removed.items()}
+    left = {site.name: count_left(site, lost[site])[0] for site in removed}
+    return Pruning(names, left, *changed, heads.model)
 
 
 def _read_removed(heads: Heads, removed: Any) -> dict[Site, tuple[int, ...]]:
@@ -470,9 +448,3 @@ def _read_removed(heads: Heads, removed: Any) -> dict[Site, tuple[int, ...]]:
     if not found:
         raise SettingError("removed names no head; expected at least one, counted from 0.")
     return found
-
-
-def _count(site: Site, gone: Sequence[int]) -> Counts:
-    """Return how many query and key/value heads a site has without some, and their size."""
-    groups = len(list_gone(site, gone)["key"]) if gone else 0
-    return site.num_heads - len(gone), site.key_value_heads - groups, site.slices[0].head_size

@@ -25,17 +25,29 @@ WIDTHS = ("all_head_size", "inner_dim", "split_size", "attn_dim")
 HEAD_SIZES = (*HEAD_SIZE, "d_kv")
 
 
+_KINDS = {
+    **dict.fromkeys(QUERY_COUNTS, "query"),
+    **dict.fromkeys(KEY_COUNTS, "key"),
+    **dict.fromkeys(RATIOS, "ratio"),
+    **dict.fromkeys(WIDTHS, "width"),
+}
+
+
 def list_counts(site: Site, heads: int, groups: int) -> Iterator[tuple[nn.Module, dict[str, int]]]:
     """Yield the modules of a site that count heads, and their attributes when `heads` in `groups` are left."""
-    now, new = _count_names(site, site.num_heads, site.key_value_heads), _count_names(site, heads, groups)
-    joins = _reads(site.module, "embed_dim") and not isinstance(site.module, nn.MultiheadAttention)
+    sizes = sorted({head_slice.head_size for head_slice in site.slices})
+
+    def count(heads: int, groups: int) -> dict[str, list[int]]:
+        widths = [heads * size for size in sizes]
+        return {"query": [heads], "key": [groups], "ratio": [heads // groups], "width": widths}
+
+    now, new = count(site.num_heads, site.key_value_heads), count(heads, groups)
+    joins = mentions(site.module, "embed_dim") and not isinstance(site.module, nn.MultiheadAttention)
     for module in site.module.modules():
         changed = {}
         for name, value in vars(module).items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                continue
             kind = "width" if name == "embed_dim" and joins and module is site.module else _KINDS.get(name)
-            if kind is not None and value in now[kind]:
+            if kind is not None and type(value) is int and value in now[kind]:
                 changed[name] = new[kind][now[kind].index(value)]
         changed = {name: value for name, value in changed.items() if value != getattr(module, name)}
         if changed:
@@ -46,52 +58,31 @@ def list_counts(site: Site, heads: int, groups: int) -> Iterator[tuple[nn.Module
 
 
 def counts_groups(site: Site) -> bool:
-    """Return whether a module of a site counts key/value heads apart from query heads."""
+    """Whether a module of a site counts key/value heads apart from query heads."""
     return any(
         type(vars(module).get(name)) is int for module in site.module.modules() for name in (*RATIOS, *KEY_COUNTS)
     )
 
 
-def find_configured_count(site: Site) -> str | None:
-    """Return the number of heads that the forward of a site reads from its configuration at each call, if it does."""
-    config = getattr(site.module, "config", None)
-    names = {name for function in list_functions(site.module) for name in function.__code__.co_names}
-    own = {*vars(site.module)}
-    counts = [name for name in (*QUERY_COUNTS, *KEY_COUNTS) if name in names and name not in own]
-    return next((name for name in counts if "config" in names and hasattr(config, name)), None)
+def find_configured_count(module: nn.Module) -> str | None:
+    """Return the number of heads that the forward of a module reads from its configuration at each call, if it does."""
+    config = getattr(module, "config", None)
+    counts = [name for name in (*QUERY_COUNTS, *KEY_COUNTS) if mentions(module, name) and name not in vars(module)]
+    return next((name for name in counts if mentions(module, "config") and hasattr(config, name)), None)
 
 
-def _count_names(site: Site, heads: int, groups: int) -> dict[str, list[int]]:
-    sizes = sorted({head_slice.head_size for head_slice in site.slices})
-    return {
-        "query": [heads],
-        "key": [groups],
-        "ratio": [heads // groups],
-        "width": [heads * size for size in sizes],
-    }
-
-
-_KINDS = {
-    **dict.fromkeys(QUERY_COUNTS, "query"),
-    **dict.fromkeys(KEY_COUNTS, "key"),
-    **dict.fromkeys(RATIOS, "ratio"),
-    **dict.fromkeys(WIDTHS, "width"),
-}
-
-
-def _reads(module: nn.Module, name: str) -> bool:
+def mentions(module: nn.Module, name: str) -> bool:
+    """Whether the code of a module's class has a name in it."""
     return any(name in function.__code__.co_names for function in list_functions(module))
 
 
-# (query heads, key/value heads, head size) of a site.
+# (query heads, key/value heads, head size) of an attention.
 Counts = tuple[int, int, int]
-# The same of all layers, None where they differ: some configurations have a number for each kind of layer.
-Told = tuple[int | None, ...]
 COUNTED = "number of heads", "number of key/value heads", "head size"
 
 
 def list_stock_models(model: nn.Module) -> list[nn.Module]:
-    """Return the models of transformers in a model that are inside no other."""
+    """Return the outermost models of transformers in a model."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -142,52 +133,42 @@ class ConfigChange:
         return undo
 
 
-def plan_config(model: nn.Module, sites: Mapping[Site, Counts]) -> ConfigChange:
+def plan_config(model: nn.Module, counts: Mapping[nn.Module, Counts]) -> ConfigChange:
     """Return how the configuration of a stock model says how many heads it has, or why none does.
 
     A model is built from the changed configuration, without memory for its weights, and compared with this one.
 
     Args:
         model: A model of transformers whose heads were removed.
-        sites: What all its attentions have now.
+        counts: The counts of all its attentions, as they are now.
     """
     config: Any = getattr(model, "config", None)
-    inside = {id(part) for part in model.modules()}
-    told: list[tuple[Any, Told]] = []
-    uneven: str | None = None
-    for part, group in _group(config, [site for site in sites if id(site.module) in inside]):
-        held = [set(numbers) for numbers in zip(*(sites[site] for site in group), strict=True)]
-        told.append((part, tuple(next(iter(one)) if len(one) == 1 else None for one in held)))
-        for what, one in zip(COUNTED, held, strict=True):
-            if len(one) > 1:
-                numbers = ", ".join(map(str, sorted(one)))
-                uneven = uneven or f"its configuration holds one {what} for all layers, and they have {numbers}"
-    changes: list[tuple[Any, dict[str, int]]] = []
+    uneven, changes, arguments = None, [], {}
     changed = copy.deepcopy(config)
     try:
-        # a configuration that differs by layer raises at what it has no single number of
-        changes += [(part, _change(part, counts)) for part, counts in told]
-        for part, values in changes:
-            _assign(_find_part(changed, config, part), values)
+        for place, part, modules in _group(config, [module for module in model.modules() if module in counts]):
+            held = [sorted(set(numbers)) for numbers in zip(*(counts[module] for module in modules), strict=True)]
+            for what, one in zip(COUNTED, held, strict=True):
+                if len(one) > 1 and uneven is None:
+                    shown = ", ".join(map(str, one))
+                    uneven = f"its configuration holds one {what} for all layers, and they have {shown}"
+            # a configuration that differs by layer raises at what it has no single number of
+            changes.append((part, _change(part, [one[0] if len(one) == 1 else None for one in held])))
+            _assign(_list_parts(changed)[place], changes[-1][1])
         changed = type(changed).from_dict(changed.to_dict())
         build: Any = type(model)
         arguments = find_arguments(build, list_tensors(model), lambda given: build(copy.deepcopy(changed), **given))
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             built = build(changed, **arguments)
-        different = _find_difference(model, built, sites)
+        different = _find_difference(model, built, counts)
+        refused = None if different is None else f"the sizes of {different} do not follow from its configuration"
     except Exception as error:
         # a configuration class may raise anything at a size that it does not take
         reason = " ".join(str(error).split())[:160]
-        told_reason = f"its configuration class refuses these numbers ({type(error).__name__}: {reason})"
-        return _refuse(model, uneven or told_reason, uneven=uneven is not None)
-    if different is not None:
-        told_reason = f"the sizes of {different} do not follow from its configuration"
-        return _refuse(model, uneven or told_reason, uneven=uneven is not None)
+        refused = f"its configuration class refuses these numbers ({type(error).__name__}: {reason})"
+    if refused is not None:
+        return ConfigChange(model, obstacle=uneven or refused, uneven=uneven is not None)
     return ConfigChange(model, tuple(changes), arguments=arguments)
-
-
-def _refuse(model: nn.Module, reason: str, *, uneven: bool) -> ConfigChange:
-    return ConfigChange(model, obstacle=reason, uneven=uneven)
 
 
 def set_saving(plan: ConfigChange) -> None:
@@ -202,33 +183,32 @@ def set_saving(plan: ConfigChange) -> None:
         vars(model)["save_pretrained"] = SavePretrained(model)
 
 
-def _group(config: Any, sites: Sequence[Site]) -> list[tuple[Any, list[Site]]]:
-    """Return the parts of a configuration that describe sites, each with its sites."""
-    own = {id(part): part for part in _list_parts(config)}
-    groups: dict[int, list[Site]] = {}
-    for site in sites:
-        held = getattr(site.module, "config", None)
-        groups.setdefault(id(held) if id(held) in own else id(config), []).append(site)
-    return [(own[key], group) for key, group in groups.items()]
+def _group(config: Any, modules: Sequence[nn.Module]) -> Iterator[tuple[int, Any, list[nn.Module]]]:
+    """Yield the parts of a configuration that describe attentions: place in `_list_parts`, part and attentions."""
+    parts = _list_parts(config)
+    known = {id(part) for part in parts}
+    held = [getattr(module, "config", None) for module in modules]
+    owners = [one if id(one) in known else config for one in held]
+    for place, part in enumerate(parts):
+        own = [module for module, owner in zip(modules, owners, strict=True) if owner is part]
+        if own:
+            yield place, part, own
 
 
 def _list_parts(config: Any) -> list[Any]:
-    names = getattr(config, "sub_configs", None) or {}
-    held = [getattr(config, name, None) for name in names]
-    return [config, *(part for child in held if child is not None for part in _list_parts(child))]
+    children = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}]
+    return [config, *(part for child in children if child is not None for part in _list_parts(child))]
 
 
-def _find_part(changed: Any, config: Any, part: Any) -> Any:
-    index = next(index for index, one in enumerate(_list_parts(config)) if one is part)
-    return _list_parts(changed)[index]
+def _change(config: Any, counts: Sequence[int | None]) -> dict[str, int]:
+    """Return the values of a configuration that change, the head size first: counts are checked against it.
 
-
-def _change(config: Any, counts: Told) -> dict[str, int]:
-    """Return the values of a configuration that change, the head size first: counts are checked against it."""
+    A count is None where layers differ: some configurations have a number for each kind of layer.
+    """
     known = {*config.to_dict(), *getattr(config, "attribute_map", {})}
     heads, groups, size = counts
     # a head size left out is the width divided by the heads, which would now be another; some classes know it by this
-    # name and hold none
+    # name without an attribute
     sizes = [name for name in HEAD_SIZES if name in known] or ["head_dim"]
     values = {name: size for name in sizes if size is not None and getattr(config, name, None) is None}
     for names, count in ((KEY_COUNTS, groups), (QUERY_COUNTS, heads)):
@@ -244,23 +224,16 @@ def _assign(config: Any, values: Mapping[str, Any]) -> None:
         setattr(config, name, value)
 
 
-def _find_difference(model: nn.Module, built: nn.Module, sites: Mapping[Site, Counts]) -> str | None:
+def _find_difference(model: nn.Module, built: nn.Module, counts: Mapping[nn.Module, Counts]) -> str | None:
     """Return the name of something that differs between a model and one built anew."""
     own, new = list_tensors(model), list_tensors(built)
     if own != new:
         return next(name for name in (*own, *new) if own.get(name) != new.get(name))
     others = dict(built.named_modules())
-    modules = {id(site.module) for site in sites}
-    for name, module in model.named_modules():
-        if id(module) in modules and _read_numbers(module) != _read_numbers(others[name]):
-            return name
-    return None
+    attentions = [(name, module) for name, module in model.named_modules() if module in counts]
+    return next((name for name, module in attentions if _read_numbers(module) != _read_numbers(others[name])), None)
 
 
 def _read_numbers(module: nn.Module) -> dict[str, float]:
     """Return the numbers that a module holds: its counts and sizes, and the scale of its scores."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}

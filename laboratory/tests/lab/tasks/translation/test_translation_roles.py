@@ -10,8 +10,7 @@ import torch
 
 from headwise.errors import DataError, SettingError
 from headwise.heads.taps import Taps
-from headwise.roles.align import words_of_tokens
-from headwise.roles.word_table import WordTable
+from headwise.roles.word_table import WordTable, words_of_tokens
 from headwise_lab.data.arrays import Ragged
 from headwise_lab.data.subwords import END, Subwords, learn_subwords
 from headwise_lab.experiment.arm import Guided
