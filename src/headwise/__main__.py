@@ -8,7 +8,7 @@ from typing import NoReturn
 # What is to be installed for a package; all others come with the laboratory.
 CLI = "'headwise[cli]'"
 SOURCES = {
-    **dict.fromkeys(("matplotlib", "numpy", "rich", "tokenizers", "tqdm", "transformers", "typer"), CLI),
+    **dict.fromkeys(("jinja2", "matplotlib", "numpy", "rich", "tokenizers", "tqdm", "transformers", "typer"), CLI),
     "spacy": "'headwise[spacy]'",
     "ray": "'headwise-lab[ray]'",
     "submitit": "'headwise-lab[slurm]'",

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
@@ -47,6 +50,7 @@ LAYERS = """
     lab/__main__
 """
 MOST_FILES, FEWEST_LINES = 12, 80
+OPTIONAL = {"accelerate", "jinja2", "matplotlib", "rich", "scipy", "sklearn", "spacy", "transformers", "typer"}
 # inherits from matplotlib, which is imported when the first figure is drawn
 APART = "headwise/plots/figure.py"
 RANK = {room: number for number, line in enumerate(LAYERS.split("\n")) for room in line.split()}
@@ -141,3 +145,14 @@ def test_no_folder_is_crowded_and_no_small_file_serves_one_other():
         and path != APART
     ]
     assert not small, f"{small}: fewer than {FEWEST_LINES} lines and one importer; merge them into it."
+
+
+def test_the_base_import_leaves_optional_libraries_and_the_laboratory_alone():
+    # all that it brings in beside torch
+    script = "import sys, torch; before = {*sys.modules}; import headwise; print(*{*sys.modules} - before)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    brought = done.stdout.split()
+    assert "headwise" in brought
+    left_alone = OPTIONAL | {"headwise_lab", "numpy.testing"}
+    assert not [name for name in brought if name == "numpy.testing" or name.partition(".")[0] in left_alone]

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,27 +13,15 @@ import headwise
 import headwise_lab
 import reference
 
-PACKAGES = (headwise, headwise_lab, reference)
-MODULES = sorted(
-    name
-    for package in PACKAGES
-    for name in (
-        package.__name__,
-        *(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
-    )
-)
 
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    module = importlib.import_module(name)
+@pytest.mark.parametrize("package", [headwise, headwise_lab, reference], ids=lambda package: package.__name__)
+def test_the_examples_of_all_modules_run(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    inside = (info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    modules = [importlib.import_module(name) for name in (package.__name__, *inside)]
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    failed = doctest.testmod(module).failed
-    assert failed == 0, f"{failed} examples of {name} fail; they are shown above."
-
-
-def test_examples_are_found():
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    found = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
-    assert len(found) > len(MODULES) / 2
+    failed, finder = {}, doctest.DocTestFinder(exclude_empty=True)
+    for module in modules:
+        torch.manual_seed(0)
+        failed[module.__name__] = doctest.testmod(module).failed
+    assert not any(failed.values()), {name: count for name, count in failed.items() if count}
+    assert sum(bool(test.examples) for module in modules for test in finder.find(module)) > len(modules) / 2

@@ -9,7 +9,6 @@ import torch
 
 from headwise.errors import SettingError
 from headwise.metrics.intervals import Interval
-from headwise.report.html import Page
 from headwise.report.inspection import Sentence, make_inspection_page
 from headwise.report.layer import LayerReport
 from headwise.report.report import Report
@@ -109,17 +108,6 @@ def test_no_text_of_the_data_can_end_its_block_and_only_the_pages_script_may_run
     assert "script-src 'unsafe-inline'" not in html
     assert "<of>" not in html
     assert "<note>" not in html
-
-
-def test_a_page_without_a_view_runs_no_script():
-    assert "script" not in Page("Nothing to act on").render()
-
-
-def test_a_script_that_would_end_its_element_and_data_that_is_none_are_refused():
-    with pytest.raises(SettingError, match="ends an element"):
-        Page("title").view("view", {}, script="'</script>'")
-    with pytest.raises(SettingError, match="cannot be written as JSON"):
-        Page("title").view("view", {"nan": float("nan")}, script="")
 
 
 def test_weights_of_another_shape_are_refused():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -93,21 +94,6 @@ def test_a_table_aligns_its_columns_and_names_its_rows():
     assert cells == [("th", "left", "col"), ("th", "right", "col"), ("th", "left", "row"), ("td", "right", None)]
 
 
-@pytest.mark.parametrize(
-    ("header", "rows", "align"),
-    [
-        (["a", "b"], [["1"]], ""),
-        (["a", "b"], [["1", "2", "3"]], ""),
-        (["a", "b"], [], "l"),
-        (["a"], [], "x"),
-        ([], [], ""),
-    ],
-)
-def test_a_table_with_uneven_rows_or_a_wrong_alignment_is_refused(header, rows, align):
-    with pytest.raises(SettingError, match="expected"):
-        Page("t").table(header, rows, align=align)
-
-
 def test_a_picture_is_as_wide_as_it_was_drawn():
     page = Page("t")
     # the first chunk begins with width and height
@@ -115,18 +101,27 @@ def test_a_picture_is_as_wide_as_it_was_drawn():
     assert '<img width="960" alt="ten inches"' in page.render()
 
 
-def test_a_picture_that_is_no_png_or_has_no_words_is_refused():
-    with pytest.raises(SettingError, match="expected the bytes of a PNG"):
-        Page("t").figure(b"GIF89a", caption="", alt="a")
-    with pytest.raises(SettingError, match="alt is empty"):
-        Page("t").figure(png(), caption="", alt=" ")
-
-
-def test_wrong_levels_and_kinds_are_refused():
-    with pytest.raises(SettingError, match="level is 1"):
-        Page("t").heading("x", level=1)
-    with pytest.raises(SettingError, match="kind is 'big'"):
-        Page("t").paragraph("x", kind="big")
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda page: page.table(["a", "b"], [["1"]]), "a row has 1 cells; expected 2"),
+        (lambda page: page.table(["a", "b"], [["1", "2", "3"]]), "a row has 3 cells; expected 2"),
+        (lambda page: page.table(["a", "b"], [], align="l"), "align is 'l'; expected"),
+        (lambda page: page.table(["a"], [], align="x"), "align is 'x'; expected"),
+        (lambda page: page.table([], []), "align is 'l'; expected"),
+        (lambda page: page.figure(b"GIF89a", caption="", alt="a"), "expected the bytes of a PNG"),
+        (lambda page: page.figure(png(), caption="", alt=" "), "alt is empty"),
+        (lambda page: page.heading("x", level=1), "level is 1"),
+        (lambda page: page.paragraph("x", kind="big"), "kind is 'big'"),
+        (lambda page: page.view("view", {}, script="'</script>'"), "ends an element"),
+        (lambda page: page.view("view", {}, script="<!--"), "ends an element"),
+        (lambda page: page.view("view", {}, script="", style="</style>"), "ends an element"),
+        (lambda page: page.view("view", {"nan": float("nan")}, script=""), "cannot be written as JSON"),
+    ],
+)
+def test_what_fits_no_page_is_refused(add: Callable[[Page], None], message: str):
+    with pytest.raises(SettingError, match=message):
+        add(Page("t"))
 
 
 def test_writing_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headwise.cli.options import TextColumn, TrustRemoteCode, require_known
-from headwise.cli.output import print_file, print_record, printing_record, standard_console
+from headwise.cli.output import asked_output, print_file, print_record, printing_record, standard_console
 from headwise.cli.stopping import stoppable
 from headwise.texts.tables import Columns
+
+if TYPE_CHECKING:
+    from headwise.cli.shrink_run import Request, Shrunk
 
 Model = Annotated[Path, typer.Argument(help="A folder of save_pretrained() with its tokenizer, or a finished run.")]
 Text = Annotated[
@@ -41,18 +44,13 @@ def prune(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Remove heads from the weights of a model, and compare the ways to choose them."""
-    from headwise.cli.shrink_run import Request, prune_model, show_shrunk
+    from headwise.cli.shrink_run import Request, prune_model
     from headwise.cli.shrink_ways import WAYS
 
     require_known("--by", by, WAYS)
     columns = Columns(tuple(text_column or ()))
-    words = ["headwise", "prune", str(model), "--keep", f"{keep:g}", "--by", by]
-    command = _join([*words, *columns.words()], text, out, lines, recover, rate, trust_remote_code=trust_remote_code)
-    with stoppable(STOPPED, [out]):
-        request = Request(model, text, out, lines, recover, rate, command, trust_remote_code, columns)
-        shrunk = prune_model(request, keep, by, standard_console())
-    show_shrunk(shrunk, out, standard_console())
-    print_record(shrunk.record())
+    request = Request(model, text, out, lines, recover, rate, columns, trust_remote_code)
+    _shrink(request, lambda: prune_model(request, keep, by))
 
 
 @printing_record
@@ -68,26 +66,18 @@ def merge(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Merge key/value heads into fewer ones, so that the cache is smaller, and tell what each step costs."""
-    from headwise.cli.shrink_run import Request, merge_model, show_shrunk
+    from headwise.cli.shrink_run import Request, merge_model
 
     columns = Columns(tuple(text_column or ()))
-    words = ["headwise", "merge", str(model), "--kv-heads", str(kv_heads)]
-    command = _join([*words, *columns.words()], text, out, lines, recover, rate, trust_remote_code=trust_remote_code)
-    with stoppable(STOPPED, [out]):
-        request = Request(model, text, out, lines, recover, rate, command, trust_remote_code, columns)
-        shrunk = merge_model(request, kv_heads, standard_console())
-    show_shrunk(shrunk, out, standard_console())
+    request = Request(model, text, out, lines, recover, rate, columns, trust_remote_code)
+    _shrink(request, lambda: merge_model(request, kv_heads))
+
+
+def _shrink(request: Request, shrink: Callable[[], Shrunk]) -> None:
+    with stoppable(STOPPED, [request.out]):
+        shrunk = shrink()
+    shrunk.show(request.out)
     print_record(shrunk.record())
-
-
-def _join(
-    words: list[str], text: Path, out: Path, lines: int, recover: int, rate: float, *, trust_remote_code: bool
-) -> str:
-    """Return the command as typed."""
-    words += ["--text", str(text), "--out", str(out), "--lines", str(lines)]
-    words += ["--recover", str(recover), "--rate", f"{rate:g}"] if recover else []
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    return shlex.join(words)
 
 
 def roles(
@@ -103,14 +93,8 @@ def roles(
     """Show where each role lets the words of a sentence attend: in the terminal, as a picture and as a page."""
     from headwise.cli.roles import show
 
-    options = {"--corpus": corpus, "--idf": idf, "--out": out}
-    command = shlex.join(
-        ["headwise", "roles", sentence, "--pipeline", pipeline]
-        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
-        + (["--released"] if released else [])
-    )
     with stoppable("stopped.", [out or RUNS]):
-        show(sentence, pipeline, corpus, idf, released, out, standard_console(), command)
+        show(sentence, pipeline, corpus, idf, released, out, standard_console(), asked_output().command)
 
 
 @printing_record
@@ -132,27 +116,8 @@ def inspect(
     from headwise.cli.inspection import inspect_models
 
     columns = Columns(tuple(text_column or ()))
-    options = {"--text": text, "--against": against, "--pipeline": pipeline, "--shown": shown, "--out": out}
-    command = shlex.join(
-        ["headwise", "inspect", str(model)]
-        + [part for name, value in options.items() if value is not None for part in (name, str(value))]
-        + columns.words()
-        + (["--trust-remote-code"] if trust_remote_code else [])
-    )
-    with stoppable("stopped; nothing was written.", [out or RUNS]):
-        report = inspect_models(
-            model,
-            text,
-            columns,
-            against,
-            pipeline,
-            shown,
-            out,
-            standard_console(),
-            command,
-            trust_remote_code=trust_remote_code,
-        )
-    print_file(report)
+    with stoppable(STOPPED, [out or RUNS]):
+        print_file(inspect_models(model, text, columns, against, pipeline, shown, out, trust=trust_remote_code))
 
 
 COMMANDS = (inspect, roles, prune, merge)

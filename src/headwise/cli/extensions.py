@@ -44,31 +44,25 @@ class Extension(Protocol):
         ...
 
 
-_added: list[Extension] = []
+@cache
+def _list_extensions() -> list[Extension]:
+    return [found.load() for found in entry_points(group=GROUP)]
 
 
 def add_extension(extension: Extension) -> None:
     """Add an extension of a package that is imported and not installed."""
-    _added.append(extension)
+    _list_extensions().insert(0, extension)
 
 
 def find_extensions() -> tuple[Extension, ...]:
-    """Return the extensions that were added and those of all installed packages."""
-    return tuple(dict.fromkeys((*_added, *_load_installed())))
-
-
-@cache
-def _load_installed() -> tuple[Extension, ...]:
-    return tuple(found.load() for found in entry_points(group=GROUP))
+    """Return the extensions that were added and the extensions of all installed packages."""
+    return tuple(dict.fromkeys(_list_extensions()))
 
 
 def open_model(folder: Path, pipeline: Path | None = None, *, trust_remote_code: bool = False) -> Frozen:
     """Return the model of a folder of Hugging Face, or of a kind that an extension knows.
 
-    Args:
-        folder: The folder.
-        pipeline: The spaCy pipeline that parses texts for heads with roles; None for the model's own.
-        trust_remote_code: Whether code that a folder of Hugging Face names may run.
+    A spaCy pipeline parses texts for heads with roles; None means the model's own.
 
     Raises:
         DataError: The folder holds no such model, or it cannot be read.

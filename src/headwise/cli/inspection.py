@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from html import escape
+from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwise.atomic import new_folder
 from headwise.cli.extensions import open_model
+from headwise.cli.output import asked_output, standard_console
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
@@ -42,38 +43,29 @@ def inspect_models(
     pipeline: str | None,
     shown: int,
     out: Path | None,
-    console: Console,
-    command: str,
     *,
-    trust_remote_code: bool = False,
+    trust: bool,
 ) -> Path:
     """Measure the heads of a model and perhaps of another one, show them, and return the file of the report.
-
-    Args:
-        folder: A folder of Hugging Face, or a finished run of the laboratory.
-        text: A file with one sentence per line, or a table.
-        columns: The column of the sentences in the table.
-        against: The folder of another model of the same shape, or None.
-        pipeline: Folder or package of a spaCy pipeline, for roles; None for no roles.
-        shown: Number of sentences on the page.
-        out: Folder of report and page; by default in runs/inspect.
-        console: Where the tables are printed.
-        command: The command as typed.
-        trust_remote_code: Whether code that a folder names may run.
 
     Raises:
         DataError: A folder holds no model, a file cannot be read or written, or the default folder holds the report of
             another model.
         SettingError: The other model has another shape.
     """
-    read = partial(_encode, text=text, columns=columns, pipeline=pipeline, trust_remote_code=trust_remote_code)
+    console, read = standard_console(), partial(_encode, text=text, columns=columns, pipeline=pipeline, trust=trust)
     inspected, lines = read(folder)
     other = None if against is None else read(against)[0]
     if other is not None:
         require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
     place = out or Path("runs") / "inspect" / inspected.frozen.name
-    if out is None:
-        _require_own(place, folder)
+    command = shlex.join(["headwise", "inspect", str(folder), "--text"])
+    page = place / PAGE
+    if out is None and page.is_file() and command not in unescape(page.read_text(encoding="utf-8", errors="replace")):
+        raise DataError(
+            f"{place} holds the report of another model, or of this one under another path; choose another folder with "
+            "--out."
+        )
     roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
     with new_folder(place, replaced=(REPORT, AGAINST, PAGE)) as made:
         report = _measure(inspected, roles, console)
@@ -84,7 +76,7 @@ def inspect_models(
             sentences,
             title=f"The heads of {inspected.frozen.name}",
             before=before,
-            settings=f"$ {command}",
+            settings=f"$ {asked_output().command}",
         )
         if before is not None:
             before.save(made / AGAINST)
@@ -97,17 +89,6 @@ def inspect_models(
     return place / REPORT
 
 
-def _require_own(place: Path, folder: Path) -> None:
-    """Raise `DataError` where the page in a folder is not of a command with the same model."""
-    page = place / PAGE
-    own = escape(shlex.join(["headwise", "inspect", str(folder)])) + " --text"
-    if page.is_file() and own not in page.read_text(encoding="utf-8", errors="replace"):
-        raise DataError(
-            f"{place} holds the report of another model, or of this one under another path; choose another folder with "
-            "--out."
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Inspected:
     """A frozen model, a text as batches for it, and how many of its lines were blank, as a sentence."""
@@ -118,9 +99,9 @@ class Inspected:
 
 
 def _encode(
-    folder: Path, text: Path, pipeline: str | None, columns: Columns = USUAL, *, trust_remote_code: bool = False
+    folder: Path, text: Path, pipeline: str | None, columns: Columns = USUAL, *, trust: bool = False
 ) -> tuple[Inspected, Sequence[Any]]:
-    frozen = open_model(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust_remote_code)
+    frozen = open_model(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust)
     lines = frozen.read_text(text, columns)
     return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
 
@@ -138,14 +119,10 @@ def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, 
             roles=roles,
             advance=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    notes = filter(None, (frozen.note, _describe_cut(inspected), inspected.blank))
-    return replace(report, notes=(*report.notes, *notes))
-
-
-def _describe_cut(inspected: Inspected) -> str:
     cut = sum(batch.cut for batch in inspected.batches)
     lines = sum(len(batch.places) for batch in inspected.batches)
-    return f"{cut} of {lines} lines are longer and were read to {inspected.frozen.longest}." if cut else ""
+    told = f"{cut} of {lines} lines are longer and were read to {frozen.longest}." if cut else ""
+    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, told, inspected.blank))))
 
 
 def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
@@ -172,20 +149,20 @@ def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]
 
 def _read_weights(inspected: Inspected, count: int) -> tuple[list[Sentence], bool]:
     """Return the first sentences with the (last) attention weights of each layer; and whether one ran repeatedly."""
-    heads = inspected.frozen.heads
+    frozen, heads = inspected.frozen, inspected.frozen.heads
     with torch.no_grad():
-        groups, _ = group_readable(heads, lambda: inspected.frozen.run(inspected.batches[0]))
-    sites = [site for what, found in groups.items() if "weights" in what for site in found]
+        groups, _ = group_readable(heads, lambda: frozen.run(inspected.batches[0]))
+    sites = tuple(site for what, found in groups.items() if "weights" in what for site in found)
     found: dict[int, Sentence] = {}
     repeated = False
     if not sites or count < 1:
         return [], repeated
-    with torch.no_grad(), Taps(replace(heads, sites=tuple(sites)), weights=True) as taps:
+    with torch.no_grad(), Taps(replace(heads, sites=sites), weights=True) as taps:
         for batch in inspected.batches:
             wanted = [row for row, place in enumerate(batch.places) if place < count]
             if not wanted:
                 continue
-            inspected.frozen.run(batch)
+            frozen.run(batch)
             captures = taps.read()
             captured: dict[str, Any] = {capture.site.name: capture.weights for capture in captures}
             repeated = len(captures) > len(captured)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.models import ArgumentInfo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,17 +26,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; 
 
 @dataclass(frozen=True)
 class Output:
-    """What was asked of the output.
-
-    Attributes:
-        quiet: Whether only errors are printed.
-        verbose: Whether more is printed than usual.
-        as_json: Whether the result is printed as JSON, and text on standard error.
-    """
+    """What was asked of the output, and the whole command as it can be typed again."""
 
     quiet: bool = False
     verbose: bool = False
     as_json: bool = False
+    command: str = ""
 
 
 _asked: ContextVar[Output] = ContextVar("output")
@@ -50,17 +47,34 @@ def printing_record(command: C) -> C:
 def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with the options --quiet, --verbose and perhaps --json."""
     added = {"quiet": Quiet, "verbose": Verbose} | ({"as_json": AsJson} if command in _with_record else {})
+    signature = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        _asked.set(Output(**{name: given.pop(name) for name in added}))
+        options = {name: given.pop(name) for name in added}
+        _asked.set(Output(**options, command=_write_command(command.__name__, signature, given)))
         command(**given)
 
-    signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     extra = [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in added.items()]
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *extra])
     return run
+
+
+def _write_command(name: str, signature: inspect.Signature, given: Mapping[str, Any]) -> str:
+    words = ["headwise", name]
+    for parameter in signature.parameters.values():
+        value = given[parameter.name]
+        kinds = getattr(parameter.annotation, "__metadata__", ())
+        option = (
+            [] if any(isinstance(kind, ArgumentInfo) for kind in kinds) else [f"--{parameter.name.replace('_', '-')}"]
+        )
+        if value is True:
+            words += option
+        elif value is not None and value is not False:
+            for one in value if isinstance(value, list) else [value]:
+                words += [*option, f"{one:g}" if isinstance(one, float) else str(one)]
+    return shlex.join(words)
 
 
 def forget_output() -> None:

@@ -1,7 +1,4 @@
-"""The command `headwise roles`: parses a sentence and shows its roles.
-
-What `headwise roles` shows: the mask of each role over one sentence, in the terminal, as a picture and as a page.
-"""
+"""The command `headwise roles`: the mask of each role over one sentence, in the terminal, as picture and as page."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ from headwise.roles.word_table import WordTable
 from headwise.texts.batching import read_sentences
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from headwise.roles.spacy import Parser
 
 
@@ -53,12 +48,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class RoleCells:
-    """One role over the sentence.
-
-    Attributes:
-        name: The role.
-        cells: For each word a row with 2 where the role allows, 1 where the fallback does, and 0.
-    """
+    """A role, and for each word a row with 2 where the role allows, 1 where the fallback does, and 0."""
 
     name: str
     cells: tuple[tuple[int, ...], ...]
@@ -81,12 +71,9 @@ def choose_roles(table: WordTable, counts: IDF | None, *, released: bool) -> Rol
 def find_cells(table: WordTable, roles: Roles) -> list[RoleCells]:
     """Return the mask of each role between the words of the sentence."""
     mask = roles(table, num_heads=len(roles.roles))
-    allowed = mask.allowed()
-    found = []
-    for number, name in enumerate(mask.names):
-        cells = allowed[0, number].int() + (allowed[0, number] & mask.roles[0, number]).int()
-        found.append(RoleCells(name, tuple(tuple(row) for row in cells.tolist())))
-    return found
+    allowed = mask.allowed()[0]
+    cells = allowed.int() + (allowed & mask.roles[0]).int()
+    return [RoleCells(name, tuple(map(tuple, cells[number].tolist()))) for number, name in enumerate(mask.names)]
 
 
 def name_folder(sentence: str) -> str:
@@ -95,29 +82,21 @@ def name_folder(sentence: str) -> str:
 
 
 def show_roles(table: WordTable, roles: Roles, folder: Path, console: Console, *, command: str) -> None:
-    """Print the masks, and write roles.png and roles.html.
-
-    Args:
-        table: The sentence and its parse.
-        roles: The roles.
-        folder: Where picture and page go.
-        console: Where the masks are printed.
-        command: The command as typed.
-
-    Raises:
-        DataError: A file cannot be written.
-    """
+    """Print the masks of a parsed sentence, and write roles.png and roles.html into a folder."""
     shown = find_cells(table, roles)
-    counted = any(isinstance(role, Rare) for role in roles.roles)
     console.print(Columns([_draw_grid(table, one, console.width) for one in shown], padding=(1, 4)))
     console.print(f"\n{LEGEND}", markup=False)
-    if not counted:
+    if not _counts_words(roles):
         console.print(NO_RARITIES)
     picture = _draw_picture(table, shown)
     with new_folder(folder, replaced=(PAGE, PICTURE)) as made:
         write_whole(made / PICTURE, picture)
         _make_page(table, roles, shown, picture, command).write(made / PAGE)
     console.print(f"written to {folder / PAGE} and {folder / PICTURE}", soft_wrap=True, markup=False)
+
+
+def _counts_words(roles: Roles) -> bool:
+    return any(isinstance(role, Rare) for role in roles.roles)
 
 
 def _draw_grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
@@ -143,37 +122,33 @@ def _draw_grid(table: WordTable, one: RoleCells, width: int) -> Table | Text:
 
 
 def _draw_picture(table: WordTable, shown: Sequence[RoleCells]) -> bytes:
+    from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    size = len(table)
+    named = range(0, size, math.ceil(size / READABLE))
+    words = [table.words[place] for place in named]
     # beyond a size the words are unreadable; the page has them
-    side = min(max(2.6, 0.24 * len(table) + 1.0), LARGEST)
+    side = min(max(2.6, 0.24 * size + 1.0), LARGEST)
     with drawing_panels(len(shown), 3, panel=(side, side + 0.35), margin=(0.0, 0.0)) as (figure, places):
         for axes, one in zip(places, shown, strict=True):
-            _draw_cells(axes, table, one)
+            axes.imshow(one.cells, cmap=ListedColormap(COLORS), vmin=0, vmax=2, interpolation="nearest")
+            axes.grid(visible=False)
+            axes.set_title(f"{one.name}, {100 * one.share:.0f} %", fontsize=11, loc="left")
+            axes.set_xticks(named, words, rotation=90, fontsize=8)
+            axes.set_yticks(named, words, fontsize=8)
+            axes.tick_params(length=0)
+            if size <= READABLE:
+                # white lines between the cells
+                axes.set_xticks([place - 0.5 for place in range(size)], minor=True)
+                axes.set_yticks([place - 0.5 for place in range(size)], minor=True)
+                axes.grid(visible=True, which="minor", color="white", linewidth=1.2)
+                axes.tick_params(which="minor", length=0)
+            for spine in axes.spines.values():
+                spine.set_visible(False)
         patches = [Patch(color=color, label=label) for color, label in zip(COLORS, LABELS, strict=True)]
         figure.legend(handles=patches[::-1], loc="outside lower left", ncols=3, frameon=False)
         return to_png(figure)
-
-
-def _draw_cells(axes: Axes, table: WordTable, one: RoleCells) -> None:
-    from matplotlib.colors import ListedColormap
-
-    axes.imshow(one.cells, cmap=ListedColormap(COLORS), vmin=0, vmax=2, interpolation="nearest")
-    axes.grid(visible=False)
-    axes.set_title(f"{one.name}, {100 * one.share:.0f} %", fontsize=11, loc="left")
-    places = range(len(table))
-    named = range(0, len(table), math.ceil(len(table) / READABLE))
-    axes.set_xticks(named, [table.words[place] for place in named], rotation=90, fontsize=8)
-    axes.set_yticks(named, [table.words[place] for place in named], fontsize=8)
-    axes.tick_params(length=0)
-    if len(table) <= READABLE:
-        # white lines between the cells
-        axes.set_xticks([place - 0.5 for place in places], minor=True)
-        axes.set_yticks([place - 0.5 for place in places], minor=True)
-        axes.grid(visible=True, which="minor", color="white", linewidth=1.2)
-        axes.tick_params(which="minor", length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
 
 
 def _make_page(table: WordTable, roles: Roles, shown: Sequence[RoleCells], picture: bytes, command: str) -> Page:
@@ -189,29 +164,22 @@ def _make_page(table: WordTable, roles: Roles, shown: Sequence[RoleCells], pictu
         ),
         alt=f"Masks of {len(shown)} roles over the words of the sentence; allowed cells: {shares}.",
     )
-    if not any(isinstance(role, Rare) for role in roles.roles):
+    if not _counts_words(roles):
         page.paragraph(NO_RARITIES, kind="note")
     page.heading("Words")
-    page.table(*_list_words(table, roles), align="lrlr" if roles.idf is None else "lrlrr")
+    idf, (heads, relations) = roles.idf, table.parse()
+    rows = []
+    for word, text in enumerate(table.words):
+        head = "root" if heads[word] == word else f"{table.words[heads[word]]} {heads[word]}"
+        rows.append([text, str(word), relations[word], head, *([] if idf is None else [f"{idf(text):.2f}"])])
+    header = ["word", "number", "relation", "head", *([] if idf is None else ["idf"])]
+    page.table(header, rows, align="lrlrr"[: len(header)])
     page.heading("Settings")
-    page.code(
-        "\n".join([f"$ {command}", "", *map(repr, roles.roles), *([] if roles.idf is None else [repr(roles.idf)])])
-    )
+    page.code("\n".join([f"$ {command}", "", *map(repr, roles.roles), *([] if idf is None else [repr(idf)])]))
     page.paragraph(
         "The roles are those of Wang et al. 2021, Multi-Head Self-Attention with Role-Guided Masks.", kind="note"
     )
     return page
-
-
-def _list_words(table: WordTable, roles: Roles) -> tuple[list[str], list[list[str]]]:
-    heads, relations = table.parse()
-    header = ["word", "number", "relation", "head"] + ([] if roles.idf is None else ["idf"])
-    rows = []
-    for word, text in enumerate(table.words):
-        head = "root" if heads[word] == word else f"{table.words[heads[word]]} {heads[word]}"
-        rarity = [] if roles.idf is None else [f"{roles.idf(text):.2f}"]
-        rows.append([text, str(word), relations[word], head, *rarity])
-    return header, rows
 
 
 def show(
@@ -224,17 +192,7 @@ def show(
     console: Console,
     command: str,
 ) -> None:
-    """Parse the sentence and show its roles.
-
-    Args:
-        sentence: The sentence.
-        pipeline: Folder or package of a spaCy pipeline.
-        corpus: Training text to count words in, one text per line, or None.
-        counts: Counts written by `IDF.save` instead, or None.
-        released: Whether to use the roles of the paper's code.
-        out: Folder of picture and page; by default in runs/roles.
-        console: Where the masks are printed.
-        command: The command as typed.
+    """Parse a sentence with a spaCy pipeline and show its roles.
 
     Raises:
         DataError: The sentence is empty, spaCy or the pipeline is missing, or a file cannot be read.
@@ -248,7 +206,8 @@ def show(
     (table,) = parse([sentence])
     rarities = None if counts is None else IDF.load(counts)
     if corpus is not None:
-        rarities = _count(corpus, parse)
+        # the corpus must be tokenized like the sentence
+        rarities = idf([token.text for token in parse.nlp.make_doc(line)] for line in read_sentences(corpus))
     folder = out or Path("runs") / "roles" / name_folder(sentence)
     show_roles(table, choose_roles(table, rarities, released=released), folder, console, command=command)
 
@@ -262,8 +221,3 @@ def load_parser(pipeline: str) -> Parser:
             f"{error.name} is not installed, and parsing needs it; install the extra: pip install 'headwise[spacy]'."
         ) from None
     return Parser(pipeline)
-
-
-def _count(corpus: Path, parse: Parser) -> IDF:
-    # the corpus must be tokenized like the sentence
-    return idf([token.text for token in parse.nlp.make_doc(line)] for line in read_sentences(corpus))

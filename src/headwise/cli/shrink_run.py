@@ -1,20 +1,20 @@
-"""What `headwise prune` and `headwise merge` do: cut a model, train it again, and write its folder and the page.
-
-The page of `headwise prune` and `headwise merge`: before and after, and what other ways would have cost.
-"""
+"""What `headwise prune` and `headwise merge` do: cut a model, train it again, and write its folder and a page."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.atomic import name_write_errors, new_folder, seal_folder
-from headwise.cli.shrink_subject import Subject, copy_whole, count_bytes, count_cache, open_subject
+from headwise.cli.output import asked_output, standard_console
+from headwise.cli.shrink_subject import Subject, open_subject
 from headwise.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.errors import SettingError
 from headwise.input_files import encode_json
@@ -26,11 +26,7 @@ from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
 from headwise.texts.pretrained import quietly
 from headwise.texts.progress import make_bars
-from headwise.texts.tables import USUAL, Columns
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
+from headwise.texts.tables import Columns
 
 # The scores of the runs of each way, by the share of heads kept.
 Curves = dict[str, dict[float, list[float]]]
@@ -42,13 +38,13 @@ class Shrunk:
 
     Attributes:
         title: What was done.
-        command: The command as typed.
+        command: The command as it can be typed again.
         score: Name of the score.
         states: The model before, after, and after it was trained again: each a mapping of what was measured.
         details: What was printed of the cut itself.
+        loading: How the folder is loaded.
         curves: Scores of ways to choose heads, by the share kept; empty for merging.
         steps: Ways of merging with their scores; empty for pruning.
-        loading: How the folder is loaded.
     """
 
     title: str
@@ -72,32 +68,51 @@ class Shrunk:
             "loading": self.loading,
         }
 
+    @property
+    def shares(self) -> list[float]:
+        """The shares of heads kept in the curves, largest first."""
+        return sorted({share for each in self.curves.values() for share in each}, reverse=True)
+
     def list_states(self) -> tuple[list[str], list[list[str]]]:
         """Return header and rows of the table of before and after."""
-        names = list(self.states)
-        first = self.states[names[0]]
+        first, *_, last = self.states.values()
         rows = []
         for what, before in first.items():
-            cells = [_show(what, self.states[name].get(what)) for name in names]
-            after = self.states[names[-1]].get(what)
-            ratio = f"{after / before:.2f}x" if after is not None and before > 0 and what != "score" else ""
-            rows.append([what, *cells, ratio])
-        return ["", *names, "after / before"], rows
+            form = ".4f" if what == "score" else ".2f" if what.startswith("ms") else ",.0f"
+            cells = [f"{state[what]:{form}}" if what in state else "" for state in self.states.values()]
+            compared = what in last and before > 0 and what != "score"
+            rows.append([what, *cells, f"{last[what] / before:.2f}x" if compared else ""])
+        return ["", *self.states, "after / before"], rows
 
     def list_curves(self) -> tuple[list[str], list[list[str]]]:
         """Return header and rows of the table of ways to choose."""
-        shares = sorted({share for each in self.curves.values() for share in each}, reverse=True)
         rows = [
-            [way, *(f"{sum(each[share]) / len(each[share]):.4f}" if share in each else "" for share in shares)]
+            [way, *(f"{fmean(each[share]):.4f}" if share in each else "" for share in self.shares)]
             for way, each in self.curves.items()
         ]
-        return ["chosen by", *(f"{share:.0%} kept" for share in shares)], rows
+        return ["chosen by", *(f"{share:.0%} kept" for share in self.shares)], rows
 
     def list_steps(self) -> tuple[list[str], list[list[str]]]:
         """Return header and rows of the table of ways to merge."""
-        whole = self.steps[0][1] if self.steps else 0.0
-        rows = [[way, f"{score:.4f}", f"{whole - score:+.4f}", f"{error:.4f}"] for way, score, error in self.steps]
+        rows = [
+            [way, f"{score:.4f}", f"{self.steps[0][1] - score:+.4f}", f"{error:.4f}"]
+            for way, score, error in self.steps
+        ]
         return ["way", "score", "lost", "error of outputs"], rows
+
+    def show(self, out: Path) -> None:
+        """Print the tables of what was written to a folder."""
+        from rich.table import Table
+
+        console = standard_console()
+        for header, rows in (self.list_states(), self.list_curves(), self.list_steps()):
+            if rows:
+                table = Table(*header)
+                for row in rows:
+                    table.add_row(*row)
+                console.print(table)
+        console.print(self.loading, soft_wrap=True, markup=False)
+        console.print(f"written to {out}; the page is {out / PAGE}", soft_wrap=True, markup=False)
 
     def make_page(self) -> Page:
         """Make the page."""
@@ -115,12 +130,11 @@ class Shrunk:
         page.paragraph(self.loading)
         if self.curves:
             page.heading("Ways to choose the heads")
-            header, rows = self.list_curves()
-            page.table(header, rows, caption=f"{self.score}, before any training")
+            page.table(*self.list_curves(), caption=f"{self.score}, before any training")
             figure = sweep(
                 self.curves, setting="share of heads kept", measure=self.score, reference="removed one by one"
             )
-            figure.axes[0].set_xticks(sorted({share for each in self.curves.values() for share in each}))
+            figure.axes[0].set_xticks(self.shares[::-1])
             page.figure(
                 to_png(figure),
                 caption="Score over the share of heads kept, for each way to choose them; of random choices each draw.",
@@ -135,8 +149,7 @@ class Shrunk:
             )
         if self.steps:
             page.heading("Ways to merge")
-            header, rows = self.list_steps()
-            page.table(header, rows, caption=self.score)
+            page.table(*self.list_steps(), caption=self.score)
             page.paragraph(
                 "Averaging as it is with W_O refitted is the control: what the refit saves by itself. The error is of "
                 "what attentions put out on the calibration lines, as a share of its square.",
@@ -147,33 +160,13 @@ class Shrunk:
         return page
 
 
-def _show(what: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    if what == "score":
-        return f"{value:.4f}"
-    return f"{value:.2f}" if what.startswith("ms") else f"{value:,.0f}"
-
-
 PAGE, RECORD = "shrinking.html", "shrinking.json"
 WHOLE, CUT, RECOVERED = "before", "after", "trained again"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What both commands are given.
-
-    Attributes:
-        folder: The model's folder.
-        text: A file with one text per line.
-        out: The folder to write, which must be new.
-        lines: Lines to choose and calibrate by.
-        recover: Steps of training after the cut.
-        rate: Their first learning rate.
-        command: The command as typed.
-        trust_remote_code: Whether code that the folder names may run.
-        columns: The column of the texts, where the file is a table.
-    """
+    """What both commands are given; see their options."""
 
     folder: Path
     text: Path
@@ -181,16 +174,22 @@ class Request:
     lines: int
     recover: int
     rate: float
-    command: str
-    trust_remote_code: bool = False
-    columns: Columns = USUAL
+    columns: Columns
+    trust_remote_code: bool
+
+    def open(self) -> Subject:
+        """Return the model and the text."""
+        with quietly():
+            return open_subject(
+                self.folder, self.text, self.lines, self.columns, trust_remote_code=self.trust_remote_code
+            )
 
 
-def prune_model(request: Request, keep: float, by: str, console: Console) -> Shrunk:
+def prune_model(request: Request, keep: float, by: str) -> Shrunk:
     """Prune a model to a share of its heads, chosen one way, and compare the ways to choose."""
-    with new_folder(request.out) as place, make_bars(console=console) as bars:
-        subject = _open(request)
-        whole, before = copy_whole(subject.model), _Before(subject)
+    with new_folder(request.out) as place, make_bars(console=standard_console()) as bars:
+        subject = request.open()
+        whole, before = copy.deepcopy(subject.model).eval(), _count(subject)
         bar = bars.add_task("forwards without a head", total=None)
         ways = weigh_heads(subject, lambda done, total: bars.update(bar, completed=done, total=total))
         way = WAYS[by]
@@ -201,24 +200,14 @@ def prune_model(request: Request, keep: float, by: str, console: Console) -> Shr
         states = _compare(subject, whole, before, request, bars)
         kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
         title = f"{subject.name} with {kept} of its {held} heads"
-        shrunk = Shrunk(
-            title,
-            request.command,
-            subject.score_name,
-            states,
-            str(pruning),
-            _tell(subject, pruning.stock),
-            curves=curves,
-        )
-        _write(subject, shrunk, place, request.out)
-    return shrunk
+        return _write(subject, place, request.out, title, states, str(pruning), pruning.stock, curves=curves)
 
 
-def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
+def merge_model(request: Request, groups: int) -> Shrunk:
     """Merge the key/value heads of a model, and tell what each step of that costs."""
-    with new_folder(request.out) as place, make_bars(console=console) as bars:
-        subject = _open(request)
-        whole, before = copy_whole(subject.model), _Before(subject)
+    with new_folder(request.out) as place, make_bars(console=standard_console()) as bars:
+        subject = request.open()
+        whole, before = copy.deepcopy(subject.model).eval(), _count(subject)
         bars.add_task("merging", total=None)
         merging = merge(subject.heads, groups, batches=[batch.inputs for batch in subject.chosen], score=subject.score)
         states = _compare(subject, whole, before, request, bars)
@@ -226,44 +215,34 @@ def merge_model(request: Request, groups: int, console: Console) -> Shrunk:
         # the page has a table of the steps
         details = str(replace(merging, steps=()))
         steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
-        shrunk = Shrunk(
-            title, request.command, subject.score_name, states, details, _tell(subject, merging.stock), steps=steps
-        )
-        _write(subject, shrunk, place, request.out)
-    return shrunk
-
-
-def _open(request: Request) -> Subject:
-    with quietly():
-        return open_subject(
-            request.folder, request.text, request.lines, request.columns, trust_remote_code=request.trust_remote_code
-        )
-
-
-class _Before:
-    """Numbers of the model before it is cut, as it is changed in place."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.numbers = _count(subject) | {"score": subject.score()}
+        return _write(subject, place, request.out, title, states, details, merging.stock, steps=steps)
 
 
 def _count(subject: Subject) -> dict[str, float]:
-    heads = subject.heads
+    heads, parameters = subject.heads, list(subject.model.parameters())
+    # keys and values of one token in all attentions
+    cached = sum(
+        part.heads * part.head_size * part.parts[0].parameter.element_size()
+        for site in heads
+        for part in site.slices
+        if part.projection in ("key", "value")
+    )
     return {
         "query heads": float(sum(site.num_heads for site in heads)),
         "key/value heads": float(sum(site.key_value_heads for site in heads)),
-        "parameters": float(sum(parameter.numel() for parameter in subject.model.parameters())),
-        "bytes of parameters": float(count_bytes(subject.model)),
-        **({"bytes of cache per token": float(count_cache(heads))} if subject.causal else {}),
+        "parameters": float(sum(parameter.numel() for parameter in parameters)),
+        "bytes of parameters": float(sum(parameter.numel() * parameter.element_size() for parameter in parameters)),
+        **({"bytes of cache per token": float(cached)} if subject.causal else {}),
+        "score": subject.score(),
     }
 
 
 def _compare(
-    subject: Subject, whole: nn.Module, before: _Before, request: Request, bars: Any
+    subject: Subject, whole: nn.Module, before: dict[str, float], request: Request, bars: Any
 ) -> dict[str, dict[str, float]]:
     """Return the numbers of the model before and after, and train it again where that is wanted."""
     times = subject.time({WHOLE: whole, CUT: subject.model})
-    states = {WHOLE: before.numbers, CUT: _count(subject) | {"score": subject.score()}}
+    states = {WHOLE: before, CUT: _count(subject)}
     if request.recover:
         bar = bars.add_task("training", total=request.recover)
         torch.manual_seed(0)
@@ -276,17 +255,24 @@ def _compare(
     return states
 
 
-def _tell(subject: Subject, stock: str | None) -> str:
-    blank = f" {subject.blank}" if subject.blank else ""
-    if stock is None:
-        kind = "AutoModelForCausalLM" if subject.causal else type(subject.model).__name__
-        return f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder).{blank}"
-    return f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}.{blank}"
-
-
-def _write(subject: Subject, shrunk: Shrunk, place: Path, out: Path) -> None:
+def _write(
+    subject: Subject,
+    place: Path,
+    out: Path,
+    title: str,
+    states: dict[str, dict[str, float]],
+    details: str,
+    stock: str | None,
+    **tables: Any,
+) -> Shrunk:
     """Write model, tokenizer, numbers and page into a temporary folder, which becomes `out`."""
     model: Any = subject.model
+    kind = "AutoModelForCausalLM" if subject.causal else type(model).__name__
+    loading = f"The folder is loaded by transformers alone: {kind}.from_pretrained(folder)."
+    if stock is not None:
+        loading = f"The folder is loaded by headwise.load(folder); transformers refuses it, as {stock}."
+    loading = f"{loading} {subject.blank}".rstrip()
+    shrunk = Shrunk(title, asked_output().command, subject.score_name, states, details, loading, **tables)
     page = shrunk.make_page()
     with name_write_errors(out), quietly():
         (model.save_pretrained if hasattr(model, "save_pretrained") else partial(save, model))(place)
@@ -294,17 +280,4 @@ def _write(subject: Subject, shrunk: Shrunk, place: Path, out: Path) -> None:
         (place / RECORD).write_text(encode_json(shrunk.record(), indent=1) + "\n", encoding="utf-8")
         page.write(place / PAGE)
         seal_folder(place)
-
-
-def show_shrunk(shrunk: Shrunk, out: Path, console: Console) -> None:
-    """Print the tables of what was written to `out`."""
-    from rich.table import Table
-
-    for header, rows in (shrunk.list_states(), shrunk.list_curves(), shrunk.list_steps()):
-        if rows:
-            table = Table(*header)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-    console.print(shrunk.loading, soft_wrap=True, markup=False)
-    console.print(f"written to {out}; the page is {out / PAGE}", soft_wrap=True, markup=False)
+    return shrunk

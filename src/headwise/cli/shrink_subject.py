@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,10 @@ PROMPT, GENERATED = 32, 16
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model and a text.
+    """A model, and a text to choose heads by, to train on, and to score with.
 
-    Attributes:
-        name: What the model is called.
-        model: The model with its head, in evaluation mode.
-        tokenizer: Its tokenizer.
-        causal: Whether it predicts the next token, so that its loss is known; otherwise what counts is how little its
-            states move.
-        chosen: Batches to choose heads by and to calibrate on.
-        trained: Batches to train on.
-        held_out: Batches for the scores.
-        states: What the whole model puts out on the held-out batches, by number; empty where it is causal.
-        blank: How many texts were blank, as a sentence; "" for none.
+    A causal model predicts the next token, so that its loss is known; of another model counts how little the `states`
+    that it put out on the held-out batches, by number, move. `blank` says how many texts were blank.
     """
 
     name: str
@@ -145,11 +135,14 @@ class Subject:
         generated.
         """
         batch = max(self.chosen, key=lambda one: one.keep.numel())
-        found: dict[str, dict[str, float]] = {name: {} for name in models}
         runs: dict[str, Callable[[nn.Module], object]] = {"forward of a batch": lambda model: self.run(model, batch)}
-        prompts = self._cut_prompts(batch) if self.causal else None
-        if prompts is not None:
+        positions = getattr(self.model.config, "max_position_embeddings", None) or PROMPT + GENERATED
+        length = min(PROMPT, positions - GENERATED)
+        if self.causal and length > 0:
+            # padding on the right would come between a prompt and its next token
+            prompts = batch.inputs["input_ids"][batch.keep[:, :length].all(1), :length]
             runs["generated token"] = lambda model: _generate(model, prompts)
+        found: dict[str, dict[str, float]] = {name: {} for name in models}
         for what, call in runs.items():
             seconds: dict[str, list[float]] = {name: [] for name in models}
             for turn in range(ROUNDS + 1):
@@ -164,15 +157,6 @@ class Subject:
             for name, each in seconds.items():
                 found[name][what] = 1e3 * statistics.median(each) / share
         return found
-
-    def _cut_prompts(self, batch: Encoded) -> Tensor | None:
-        """Return the first tokens of the lines that fill them, [B, n]; None where there is no position to go on."""
-        config: Any = self.model.config
-        positions = getattr(config, "max_position_embeddings", None) or PROMPT + GENERATED
-        length = min(PROMPT, positions - GENERATED)
-        # padding on the right would come between a prompt and its next token
-        filled = batch.keep[:, : max(0, length)].all(1)
-        return batch.inputs["input_ids"][filled, :length] if length > 0 else None
 
 
 def _generate(model: Any, ids: Tensor) -> None:
@@ -196,15 +180,9 @@ def _synchronize() -> None:
 def open_subject(
     folder: Path, text: Path, lines: int, columns: Columns = USUAL, *, trust_remote_code: bool = False
 ) -> Subject:
-    """Return the model of a folder of Hugging Face with a text.
+    """Return the model of a folder of Hugging Face, or of a run that keeps one, with a text.
 
-    Args:
-        folder: A folder that `save_pretrained` wrote, or a finished run that keeps one.
-        text: A file with one text per line.
-        lines: How many lines are read to choose heads by; of all others it is trained where that is wanted. A fifth of
-            as many is held out.
-        columns: The column of the texts, where the file is a table.
-        trust_remote_code: Whether code that the folder names may run.
+    Heads are chosen by so many lines, and a fifth as many are held out; the model is trained on all that are not.
 
     Raises:
         DataError: The folder holds no such model, or the text has too few lines.
@@ -301,24 +279,3 @@ def _open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn
         raise DataError(f"{folder} cannot be loaded by transformers: {' '.join(str(error).split())[:300]}") from None
     require_whole(folder, model, information)
     return model
-
-
-def copy_whole(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, for what it is compared with after it is cut."""
-    return copy.deepcopy(model).eval()
-
-
-def count_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters of a model, tied ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-def count_cache(heads: Heads) -> int:
-    """Return the bytes of the keys and values of one token in all attentions."""
-    sizes: Sequence[int] = [
-        part.heads * part.head_size * part.parts[0].parameter.element_size()
-        for site in heads
-        for part in site.slices
-        if part.projection in ("key", "value")
-    ]
-    return sum(sizes)

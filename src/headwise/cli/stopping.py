@@ -43,11 +43,8 @@ class Ended(KeyboardInterrupt):
 def stoppable(sentence: str = RESUME, folders: Sequence[Path] = ()) -> Iterator[None]:
     """Turn Ctrl-C and signals to end into `Stopped`: typer would end the process before a message is shown.
 
-    An interrupt may bring a sentence of its own, which is then shown.
-
-    Args:
-        sentence: The message.
-        folders: Folders that the block may make; what it made of them and left empty is removed if it fails.
+    The message is the sentence, unless the interrupt brings one. Of the folders that the block may make, what it made
+    and left empty is removed if it fails.
     """
     remove_empty = _list_made(folders)
     with _interrupt_on_signals() as numbers, _ending_in_time(numbers, sentence, remove_empty):

@@ -16,10 +16,7 @@ from headwise.metrics.calibration import Reliability
 from headwise.plots.style import GRAY, assign_styles, draw_range, drawing, require_curves
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from headwise.plots.style import Style
 
 # Points of a cumulative distribution.
 STEPS = 201
@@ -52,8 +49,8 @@ def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, referenc
     with drawing(8.4, 4.4) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
         left.plot([0, 1], [0, 1], color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0)
-        low = 1.0
-        for name, runs in models.items():
+        low, width = 1.0, 0.8 / len(models)
+        for place, (name, runs) in enumerate(models.items()):
             together = runs[0]
             for run in runs[1:]:
                 together = together + run
@@ -67,29 +64,23 @@ def reliability_diagram(models: Mapping[str, Sequence[Reliability]], *, referenc
             left.scatter(places, heights, s=areas, color=look.color, marker=look.marker, alpha=0.6, linewidths=0)
             # a legend entry with a dot of fixed size
             left.plot([], [], color=look.color, linestyle=look.dash, marker=look.marker, markersize=6, label=name)
+            for group, values in enumerate(([run.ece for run in runs], [run.oe for run in runs])):
+                x = group + width * (place - (len(models) - 1) / 2)
+                right.bar(x, fmean(values), width=0.9 * width, color=look.color, alpha=0.55, linewidth=0)
+                if len(values) > 1:
+                    right.scatter([x] * len(values), values, s=14, color=look.color, marker=look.marker)
         left.set_xlim(max(0.0, low - 0.05), 1.02)
         left.set_ylim(-0.02, 1.02)
         left.set_xlabel("confidence: mean probability of the predicted class")
         left.set_ylabel("accuracy")
         left.annotate("underconfident", (0.03, 0.95), xycoords="axes fraction", color=GRAY, fontsize=9)
         left.annotate("overconfident", (0.97, 0.04), xycoords="axes fraction", color=GRAY, fontsize=9, ha="right")
-        _draw_errors(right, models, style)
+        right.set_xticks([0, 1], ["ECE", "OE"])
+        right.grid(visible=False, axis="x")
+        right.set_ylabel("error (lower is better)")
+        right.set_ylim(bottom=0)
         figure.legend(loc="outside upper left", ncols=4, frameon=False)
     return figure
-
-
-def _draw_errors(axes: Axes, models: Mapping[str, Sequence[Reliability]], style: Mapping[str, Style]) -> None:
-    width = 0.8 / len(models)
-    for place, (name, runs) in enumerate(models.items()):
-        for group, values in enumerate(([run.ece for run in runs], [run.oe for run in runs])):
-            x = group + width * (place - (len(models) - 1) / 2)
-            axes.bar(x, fmean(values), width=0.9 * width, color=style[name].color, alpha=0.55, linewidth=0)
-            if len(values) > 1:
-                axes.scatter([x] * len(values), values, s=14, color=style[name].color, marker=style[name].marker)
-    axes.set_xticks([0, 1], ["ECE", "OE"])
-    axes.grid(visible=False, axis="x")
-    axes.set_ylabel("error (lower is better)")
-    axes.set_ylim(bottom=0)
 
 
 def entropy_cdf(
@@ -131,21 +122,16 @@ def entropy_cdf(
                     f"{float(run.max()) if run.numel() else math.nan:g}; expected [N] in [0, log {classes}]."
                 )
     places = torch.linspace(0, end, STEPS, dtype=torch.float64)
+    # rounding may leave a value slightly above the last place, log C
+    edges = places + 1e-4 * (places == places[-1])
     style = assign_styles(list(entropies), reference=reference if reference in entropies else "")
     with drawing(6.6, 4.4) as figure:
         axes = figure.subplots()
         for name, runs in entropies.items():
-            shares = torch.stack([_accumulate(run, places) for run in runs])
-            look = style[name]
-            draw_range(
-                axes,
-                places.tolist(),
-                shares.amin(0).tolist(),
-                shares.mean(0).tolist(),
-                shares.amax(0).tolist(),
-                replace(look, marker=""),
-                label=name,
-            )
+            ordered = [run.detach().cpu().sort().values for run in runs]
+            shares = torch.stack([torch.searchsorted(one, edges, side="right").double() / len(one) for one in ordered])
+            low, middle, high = (share.tolist() for share in (shares.amin(0), shares.mean(0), shares.amax(0)))
+            draw_range(axes, places.tolist(), low, middle, high, replace(style[name], marker=""), label=name)
         axes.axvline(end, color=GRAY, linewidth=1.0, linestyle=(0, (4, 3)))
         axes.annotate(
             f"uniform over {classes} classes",
@@ -164,10 +150,3 @@ def entropy_cdf(
         axes.set_ylabel("share of items with at most this entropy")
         figure.legend(loc="outside upper left", ncols=3, frameon=False)
     return figure
-
-
-def _accumulate(values: Tensor, places: Tensor) -> Tensor:
-    """Return the share of values less than or equal to each place."""
-    ordered = values.detach().cpu().double().sort().values
-    # rounding may leave a value slightly above the last place, log C
-    return torch.searchsorted(ordered, places + 1e-4 * (places == places[-1]), side="right").double() / len(ordered)

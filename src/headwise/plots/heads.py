@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,6 @@ from headwise.metrics.heads import output_cosine
 from headwise.plots.style import GRAY, assign_styles, draw_counts, drawing, drawing_panels, require_curves
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from headwise.plots.style import Style
@@ -59,7 +59,7 @@ def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float 
     with drawing_panels(len(matrices), 4, panel=(2.7, 2.7), margin=(0.9, 0.3)) as (figure, places):
         image = None
         for axes, (name, matrix) in zip(places, matrices.items(), strict=True):
-            values = matrix.detach().cpu().double().tolist()
+            values = matrix.cpu().tolist()
             image = axes.imshow(values, cmap="RdBu_r" if low < 0 else "Blues", vmin=low, vmax=1.0)
             axes.grid(visible=False)
             axes.set_title(name, fontsize=10, loc="left")
@@ -67,29 +67,20 @@ def head_similarity(matrices: Mapping[str, Tensor], *, measure: str, low: float 
             axes.set_xticks(numbers)
             axes.set_yticks(numbers)
             axes.tick_params(length=0)
-            if len(values) <= (SIGNED if low < 0 else NUMBERED):
-                _draw_numbers(axes, values, low)
+            if len(values) > (SIGNED if low < 0 else NUMBERED):
+                continue
+            size = 5.5 + 14 / max(4, len(values)) ** 1.2
+            for row, column in product(range(len(values)), repeat=2):
+                value = values[row][column]
+                color = "white" if value > 0.6 or (low < 0 and value < -0.6) else "#33373d"
+                text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.0f}"
+                text = text.replace("-", "\N{MINUS SIGN}")
+                axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
         figure.supxlabel("head", fontsize=10)
         figure.supylabel("head", fontsize=10)
         assert image is not None
         figure.colorbar(image, ax=places, label=measure, shrink=0.8)
     return figure
-
-
-def _draw_numbers(axes: Axes, values: list[list[float]], low: float) -> None:
-    for row, line in enumerate(values):
-        for column, value in enumerate(line):
-            dark = value > 0.6 or (low < 0 and value < -0.6)
-            text = f"{value:.2f}".replace("0.", ".", 1) if abs(value) < 0.995 else f"{value:.0f}"
-            axes.text(
-                column,
-                row,
-                text.replace("-", "\N{MINUS SIGN}"),
-                ha="center",
-                va="center",
-                fontsize=5.5 + 14 / max(4, len(values)) ** 1.2,
-                color="white" if dark else "#33373d",
-            )
 
 
 def ablation_histogram(
@@ -120,13 +111,9 @@ def ablation_histogram(
     if against and against not in costs:
         raise SettingError(f"against is {against!r}; expected one of {', '.join(costs)}.")
     panels = [(name, against or None) for name in costs if name != against] or [(name, None) for name in costs]
-    with drawing(*_choose_size(len(panels))) as figure:
+    with drawing(7.6 if len(panels) > 1 else 5.2, 0.5 + 2.6 * math.ceil(len(panels) / 2)) as figure:
         draw_ablations(figure, costs, panels, assign_styles(list(costs), reference=reference), axis)
     return figure
-
-
-def _choose_size(panels: int) -> tuple[float, float]:
-    return 7.6 if panels > 1 else 5.2, 0.5 + 2.6 * math.ceil(panels / 2)
 
 
 def draw_ablations(
@@ -138,7 +125,13 @@ def draw_ablations(
 ) -> None:
     """Draw one panel for each pair of names on an empty figure: the first filled, the second as an outline."""
     pooled = {name: [value for model in models for value in model] for name, models in costs.items()}
-    edges = _find_edges([value for values in pooled.values() for value in values])
+    ordered = sorted(value for values in pooled.values() for value in values)
+    if not all(map(math.isfinite, ordered)):
+        raise SettingError("the cost of a head is not finite; expected scores of finished runs.")
+    # bars of equal width that cover 0 and the lowest 95 % of the values, with an edge at 0
+    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
+    width = (high - low) / BARS or 1.0
+    edges = [width * step for step in range(math.floor(low / width), max(math.ceil(high / width), 1) + 1)]
     rows = math.ceil(len(panels) / 2)
     grid = figure.subplots(rows, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
     for axes, (name, outline) in zip(grid.flat, panels, strict=False):
@@ -151,16 +144,6 @@ def draw_ablations(
         axes.set_visible(False)
     figure.supxlabel(axis, fontsize=10)
     figure.supylabel("heads of a model", fontsize=10)
-
-
-def _find_edges(values: Sequence[float]) -> list[float]:
-    """Return bar edges of equal width that cover 0 and the lowest 95 % of the values, with an edge at 0."""
-    if not all(map(math.isfinite, values)):
-        raise SettingError("the cost of a head is not finite; expected scores of finished runs.")
-    ordered = sorted(values)
-    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
-    width = (high - low) / BARS or 1.0
-    return [width * step for step in range(math.floor(low / width), max(math.ceil(high / width), 1) + 1)]
 
 
 def head_embedding(
@@ -208,16 +191,20 @@ def head_embedding(
         require_integer("seed", seed, low=0, high=2**32 - 1)
     if len(points) < 3 or not seeds:
         raise SettingError(f"{len(points)} vectors and {len(seeds)} seeds were given; expected three and one, or more.")
+    # scikit-learn takes seconds to import
+    from sklearn.manifold import TSNE
+
+    perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
     look = style or assign_styles(list(vectors), reference=reference)
     with drawing(2.6 * len(seeds) + 2.4, 3.4) as figure:
         *maps, bars = figure.subplots(1, len(seeds) + 1, squeeze=False)[0]
         for axes, seed in zip(maps, seeds, strict=True):
-            placed = _embed(points, seed)
-            start = 0
-            for name, found in vectors.items():
-                dots = placed[start : start + len(found)]
-                start += len(found)
-                x, y = [dot[0] for dot in dots], [dot[1] for dot in dots]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                placed = TSNE(perplexity=perplexity, init="random", random_state=seed).fit_transform(points.numpy())
+            parts = torch.from_numpy(placed).split([len(found) for found in vectors.values()])
+            for name, dots in zip(vectors, parts, strict=True):
+                x, y = dots.T.tolist()
                 axes.scatter(x, y, s=42, color=look[name].color, marker=look[name].marker, alpha=0.8)
             axes.set_xticks([])
             axes.set_yticks([])
@@ -230,13 +217,3 @@ def head_embedding(
         bars.set_title("mean cosine of two heads", fontsize=10, loc="left")
         figure.legend(loc="outside lower left", ncols=4, frameon=False)
     return figure
-
-
-def _embed(points: Tensor, seed: int) -> list[list[float]]:
-    # scikit-learn takes seconds to import
-    from sklearn.manifold import TSNE
-
-    perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return TSNE(perplexity=perplexity, init="random", random_state=seed).fit_transform(points.numpy()).tolist()

@@ -71,15 +71,24 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
             f"the report of {report.model} holds nothing to draw; expected heads that are more than one a module, "
             "attention weights, a score or roles."
         )
+    shifts = [0.0] if before is None else [-0.12, 0.12]
     with drawing_panels(len(kinds), COLUMNS, panel=(3.3, 2.5), margin=(1.0, 0.7)) as (figure, places):
         for axes, panel in zip(places, kinds, strict=True):
-            for shift, (shown, own, style, name) in zip(_choose_shifts(len(reports)), reports, strict=True):
+            for shift, (shown, own, style, name) in zip(shifts, reports, strict=True):
                 # a title has the name of the score or of the role, which another report may not have
                 for same in [one for one in own if one.title == panel.title]:
                     _draw(axes, same, shown, style, shift, label=name)
-            _draw_expected(axes, panel, report.layers)
+            if panel.expected is not None:
+                found = [panel.expected(layer) for layer in report.layers]
+                low, high = ([place + side for place in range(len(found))] for side in (-0.4, 0.4))
+                axes.hlines(
+                    found, low, high, color="#000000", linestyle=":", linewidth=1.2, label="a random mask as sparse"
+                )
             axes.set_title(panel.title, fontsize=10, loc="left")
-            _name_layers(axes, report.layers)
+            named = range(0, len(report.layers), math.ceil(len(report.layers) / NAMED))
+            axes.set_xticks(list(named), [name_layer(report.layers[place]) for place in named])
+            axes.set_xlim(-0.6, len(report.layers) - 0.4)
+            axes.grid(visible=False, axis="x")
         figure.supxlabel("layer", fontsize=10)
         legend = {
             label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
@@ -90,63 +99,29 @@ def overview(report: Report, *, before: Report | None = None, labels: tuple[str,
 
 
 def _make_panels(report: Report) -> list[_Panel]:
-    kinds = [
+    return [
         _Panel("effective heads", lambda layer: () if layer.effective_heads is None else (layer.effective_heads,)),
-        _Panel("CKA with the other heads", _align),
+        _Panel(
+            "CKA with the other heads",
+            lambda layer: layer.of_heads("contribution_cka") or layer.of_heads("output_cka"),
+        ),
         _Panel("divergence of attention, nats", lambda layer: layer.of_heads("attention_js")),
         _Panel("entropy of attention, nats", lambda layer: layer.entropy),
         _Panel(f"fall of {report.score} without the head", lambda layer: [drop.value for drop in layer.drops]),
+        *(
+            _Panel(
+                f"attention on {name}",
+                lambda layer, place=place: layer.roles[place] if layer.roles else (),
+                lambda layer, place=place: layer.chance[place] if layer.chance else math.nan,
+            )
+            for place, name in enumerate(report.roles)
+        ),
     ]
-    return kinds + [_make_role_panel(place, name) for place, name in enumerate(report.roles)]
-
-
-def _align(layer: LayerReport) -> Sequence[float]:
-    return layer.of_heads("contribution_cka") or layer.of_heads("output_cka")
-
-
-def _make_role_panel(place: int, name: str) -> _Panel:
-    return _Panel(
-        f"attention on {name}",
-        lambda layer: layer.roles[place] if layer.roles else (),
-        lambda layer: layer.chance[place] if layer.chance else math.nan,
-    )
-
-
-def _choose_shifts(number: int) -> list[float]:
-    return [0.0] if number == 1 else [-0.12, 0.12]
 
 
 def _draw(axes: Axes, panel: _Panel, report: Report, style: Style, shift: float, *, label: str) -> None:
     found = [(place, values) for place, layer in enumerate(report.layers) if (values := panel.values(layer))]
     dots = [(place + shift, value) for place, values in found for value in values]
-    axes.scatter(
-        [x for x, _ in dots],
-        [y for _, y in dots],
-        s=14,
-        color=style.color,
-        marker=style.marker,
-        alpha=0.5,
-        linewidths=0,
-    )
-    axes.plot(
-        [place for place, _ in found],
-        [fmean(values) for _, values in found],
-        color=style.color,
-        linestyle=style.dash,
-        linewidth=1.8,
-        label=label,
-    )
-
-
-def _draw_expected(axes: Axes, panel: _Panel, layers: Sequence[LayerReport]) -> None:
-    if panel.expected is not None:
-        found = [panel.expected(layer) for layer in layers]
-        low, high = [place - 0.4 for place in range(len(layers))], [place + 0.4 for place in range(len(layers))]
-        axes.hlines(found, low, high, color="#000000", linestyle=":", linewidth=1.2, label="a random mask as sparse")
-
-
-def _name_layers(axes: Axes, layers: Sequence[LayerReport]) -> None:
-    places = range(0, len(layers), math.ceil(len(layers) / NAMED))
-    axes.set_xticks(list(places), [name_layer(layers[place]) for place in places])
-    axes.set_xlim(-0.6, len(layers) - 0.4)
-    axes.grid(visible=False, axis="x")
+    axes.scatter(*zip(*dots, strict=True), s=14, color=style.color, marker=style.marker, alpha=0.5, linewidths=0)
+    places, means = [place for place, _ in found], [fmean(values) for _, values in found]
+    axes.plot(places, means, color=style.color, linestyle=style.dash, linewidth=1.8, label=label)

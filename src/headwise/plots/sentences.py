@@ -9,7 +9,6 @@ from headwise.errors import SettingError, require_range
 from headwise.plots.style import GRAY, drawing
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # In inches: width of a letter in a monospace font, height of a line, margins.
@@ -55,7 +54,9 @@ def sentence_heatmap(
                 f"the weights of {name} are {len(row)} for {len(tokens)} tokens; expected one per token, finite and "
                 "at least 0."
             )
-    places, lines = _break_lines([_make_printable(token) for token in tokens], int((width - 2 * MARGIN) / LETTER))
+    from matplotlib.patches import Rectangle
+
+    places, lines = _break_lines(tokens, int((width - 2 * MARGIN) / LETTER))
     block = (lines + 1) * LINE + BETWEEN
     height = block * len(weights) + 2 * MARGIN
     with drawing(width, height) as figure:
@@ -71,39 +72,20 @@ def sentence_heatmap(
                 MARGIN, top + LINE / 2, f"{name}, largest {largest:.2f}", fontsize=POINTS, color=GRAY, va="center"
             )
             for (start, line, text), weight in zip(places, row, strict=True):
-                _draw_token(
-                    axes, MARGIN + start * LETTER, top + (line + 1) * LINE, text, weight / (largest or 1), color
-                )
+                x, y, share = MARGIN + start * LETTER, top + (line + 1) * LINE, weight / (largest or 1)
+                corner, wide = (x - 0.25 * LETTER, y), (len(text) + 0.5) * LETTER
+                axes.add_patch(Rectangle(corner, wide, 0.92 * LINE, facecolor=color, alpha=0.85 * share, linewidth=0))
+                ink = "white" if share > 0.85 else "#1c1d1f"
+                axes.text(x, y + LINE / 2, text, fontsize=POINTS, family="DejaVu Sans Mono", va="center", color=ink)
     return figure
-
-
-def _draw_token(axes: Axes, x: float, y: float, text: str, share: float, color: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    wide = (len(text) + 0.5) * LETTER
-    axes.add_patch(
-        Rectangle((x - 0.25 * LETTER, y), wide, 0.92 * LINE, facecolor=color, alpha=0.85 * share, linewidth=0)
-    )
-    axes.text(
-        x,
-        y + LINE / 2,
-        text,
-        fontsize=POINTS,
-        family="DejaVu Sans Mono",
-        va="center",
-        color="white" if share > 0.85 else "#1c1d1f",
-    )
-
-
-def _make_printable(token: str) -> str:
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in token) or "\u00b7"
 
 
 def _break_lines(tokens: Sequence[str], letters: int) -> tuple[list[tuple[int, int, str]], int]:
     """Return the column, line and text of each token, cut to the length of a line, and the number of lines."""
     places, column, line = [], 0, 0
     for token in tokens:
-        text = token if len(token) <= letters else token[: letters - 1] + "\u2026"
+        text = "".join(letter if letter.isprintable() else "\ufffd" for letter in token) or "\u00b7"
+        text = text if len(text) <= letters else text[: letters - 1] + "\u2026"
         if column and column + len(text) > letters:
             column, line = 0, line + 1
         places.append((column, line, text))

@@ -21,12 +21,9 @@ CHANCE = " Share of attention on each role's pairs, with the share of an equally
 
 @dataclass(frozen=True, eq=False)
 class Sentence:
-    """A sentence with its attention weights.
+    """A sentence: its tokens without padding, and its attention weights in each layer of the report.
 
-    Attributes:
-        tokens: Its tokens as displayed, without padding.
-        weights: Attention weights for each layer of the report, [H, n, n], or [H, 1, n] with one query per sentence;
-            None where they could not be read.
+    Weights are [H, n, n], or [H, 1, n] with one query per sentence; None where they could not be read.
     """
 
     tokens: tuple[str, ...]
@@ -41,14 +38,7 @@ def make_inspection_page(
     before: Report | None = None,
     settings: str = "",
 ) -> Page:
-    """Make the page of a report.
-
-    Args:
-        report: The report.
-        sentences: Sentences whose attention weights are shown.
-        title: Title of the page.
-        before: Report of another model of the same shape, to compare with.
-        settings: The command or settings that made the report.
+    """Make the page of a report, with the weights of sentences, a comparison with `before`, and the command typed.
 
     Raises:
         SettingError: The weights of a sentence do not fit the report, or `before` is of another shape.
@@ -61,16 +51,14 @@ def make_inspection_page(
     """
     page = Page(title)
     page.paragraph(report.summary, kind="lead")
-    page.view(
-        "inspection",
-        _make_view_data(report, sentences),
-        script=_read_asset("inspection_view.js"),
-        style=_read_asset("inspection_view.css"),
+    script, style = (
+        resources.files("headwise.report").joinpath(f"inspection_view.{kind}").read_text(encoding="utf-8")
+        for kind in ("js", "css")
     )
+    page.view("inspection", _make_view_data(report, sentences), script=script, style=style)
     page.heading("Layers")
     page.table(*make_layer_rows(report.layers), caption="Means over pairs of heads, and over heads.")
     if before is not None:
-        report.compare(before)
         page.heading("Comparison with the other model")
         page.paragraph(f"Before: {before.summary}")
         page.table(*report.compare(before).rows)
@@ -88,7 +76,6 @@ def make_inspection_page(
 
 
 def _make_view_data(report: Report, sentences: Sequence[Sentence]) -> dict[str, Any]:
-    """Return the data that the view's script reads."""
     measured = {name for layer in report.layers for name in layer.pairs}
     return {
         "score": report.score,
@@ -118,25 +105,19 @@ def _make_sentence_data(sentence: Sentence, layers: Sequence[LayerReport]) -> di
             f"a sentence has {size} tokens and weights of {len(sentence.weights)} layers; expected at least one token "
             f"and an entry for each of {len(layers)}."
         )
+    packed = []
     for weights, layer in zip(sentence.weights, layers, strict=True):
-        if weights is not None and tuple(weights.shape) not in ((layer.heads, size, size), (layer.heads, 1, size)):
+        if weights is None:
+            packed.append(None)
+            continue
+        if tuple(weights.shape) not in ((layer.heads, size, size), (layer.heads, 1, size)):
             raise SettingError(
                 f"weights of {layer.site or 'the model'} have shape {tuple(weights.shape)}; expected "
                 f"{(layer.heads, size, size)}, or {(layer.heads, 1, size)} with one query."
             )
+        # steps of 1/255, one byte each
+        steps = (weights.detach().cpu().double().clamp(0, 1) * 255).round().int().flatten()
+        packed.append(base64.b64encode(bytes(steps.tolist())).decode("ascii"))
     text = " ".join(sentence.tokens)
-    return {
-        "text": text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}\N{HORIZONTAL ELLIPSIS}",
-        "tokens": list(sentence.tokens),
-        "weights": [None if weights is None else _pack(weights) for weights in sentence.weights],
-    }
-
-
-def _pack(weights: Tensor) -> str:
-    """Encode weights in steps of 1/255, one byte each, as base64."""
-    steps = (weights.detach().cpu().double().clamp(0, 1) * 255).round().int().flatten()
-    return base64.b64encode(bytes(steps.tolist())).decode("ascii")
-
-
-def _read_asset(name: str) -> str:
-    return resources.files("headwise.report").joinpath(name).read_text(encoding="utf-8")
+    shown = text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}\N{HORIZONTAL ELLIPSIS}"
+    return {"text": shown, "tokens": list(sentence.tokens), "weights": packed}

@@ -1,13 +1,10 @@
-"""Measure the heads of a model on batches: their similarity, their attention, and the cost of removing each.
-
-Sums over the calls of one attention module, from which its layer report is made.
-"""
+"""Measure the heads of a model on batches: their similarity, their attention, and the cost of removing each."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -26,7 +23,7 @@ from headwise.masks.head_mask import HeadMask
 from headwise.metrics.intervals import mean_interval
 from headwise.metrics.moments import OutputMoments, output_moments
 from headwise.metrics.pairs import PairSums, attention_pairs, cosine_pairs, distance_pairs, parameter_pairs
-from headwise.metrics.roles import RoleShares, role_shares
+from headwise.metrics.roles import role_shares
 from headwise.nn.hooks import uncompiled
 from headwise.report.layer import LayerReport, Matrix, SiteName
 from headwise.report.removal_cost import NO_REPLAY, RemovalCosts, Score, measure_removal
@@ -39,76 +36,80 @@ class LayerSums:
 
     def __init__(self, site: Site) -> None:
         self.output_weights = site.find_output_weights()
-        self.contributions: OutputMoments | None = None
         self.pairs: dict[str, PairSums] = {}
+        # totals and numbers of tokens
         self.terms: dict[str, tuple[Tensor, Tensor]] = {}
-        self.moments: OutputMoments | None = None
-        self.entropy: Tensor | None = None
-        self.shares: RoleShares | None = None
+        self.moments: dict[str, OutputMoments] = {}
+        # the "entropy" of attention, and its "shares" on roles
+        self.attention: dict[str, Any] = {}
 
     def add(self, capture: Capture, mask: HeadMask | None) -> None:
         """Add one call of the module."""
-        if capture.outputs is not None:
-            outputs, keep = capture.outputs, capture.query_keep
-            cosines = cosine_pairs(outputs, keep)
-            self._pair("output_cosine", cosines)
-            self._pair("output_distance", distance_pairs(outputs, keep))
-            self._term("output", _average_all_pairs(cosines))
-            if outputs.shape[2] > 1:
-                moments = output_moments(outputs, keep)
-                self.moments = moments if self.moments is None else self.moments + moments
-                if self.output_weights is not None:
-                    moments = output_moments(outputs, keep, output_weights=self.output_weights)
-                    self.contributions = moments if self.contributions is None else self.contributions + moments
-        if capture.values is not None:
-            cosines = cosine_pairs(capture.values, capture.key_keep)
-            self._pair("value_cosine", cosines)
-            self._pair("value_distance", distance_pairs(capture.values, capture.key_keep))
-            self._term("subspace", _average_all_pairs(cosines))
-        if capture.weights is not None:
-            pairs, entropy = attention_pairs(capture.weights, capture.query_keep)
-            self._pair("attention_js", pairs)
-            self.entropy = entropy if self.entropy is None else self.entropy + entropy
-            self._term("position", position_similarity_sum(capture.weights, capture.query_keep))
+        outputs, keep, weights = capture.outputs, capture.query_keep, capture.weights
+        for name, term, vectors, kept in (
+            ("output", "output", outputs, keep),
+            ("value", "subspace", capture.values, capture.key_keep),
+        ):
+            if vectors is not None:
+                cosines = cosine_pairs(vectors, kept)
+                _add(self.pairs, f"{name}_cosine", cosines)
+                _add(self.pairs, f"{name}_distance", distance_pairs(vectors, kept))
+                # as `output_similarity_sum` has it: the mean over all ordered pairs
+                self._add_term(term, cosines.total.sum() / cosines.total.numel(), torch.tensor(cosines.count))
+        if outputs is not None and outputs.shape[2] > 1:
+            _add(self.moments, "outputs", output_moments(outputs, keep))
+            if self.output_weights is not None:
+                moments = output_moments(outputs, keep, output_weights=self.output_weights)
+                _add(self.moments, "contributions", moments)
+        if weights is not None:
+            pairs, entropy = attention_pairs(weights, keep)
+            _add(self.pairs, "attention_js", pairs)
+            _add(self.attention, "entropy", entropy)
+            self._add_term("position", *position_similarity_sum(weights, keep))
             if mask is not None:
-                shares = role_shares(capture.weights, mask.roles.to(capture.weights.device), capture.query_keep)
-                self.shares = shares if self.shares is None else self.shares + shares
+                _add(self.attention, "shares", role_shares(weights, mask.roles.to(weights.device), keep))
 
-    def _pair(self, name: str, pairs: PairSums) -> None:
-        self.pairs[name] = self.pairs[name] + pairs if name in self.pairs else pairs
-
-    def _term(self, name: str, found: tuple[Tensor, Tensor]) -> None:
+    def _add_term(self, name: str, total: Tensor, count: Tensor) -> None:
         before = self.terms.get(name)
-        self.terms[name] = found if before is None else (before[0] + found[0], before[1] + found[1])
+        self.terms[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+
+
+def _add(sums: dict[str, Any], name: str, value: Any) -> None:
+    sums[name] = sums[name] + value if name in sums else value
 
 
 def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, notes: list[str]) -> LayerReport:
     """Make the report of a layer; whatever is omitted is added to the notes."""
     pairs = {name: _to_rows(found.mean) for name, found in sums.pairs.items()}
-    if sums.moments is not None:
-        of = "queries" if site.kind == "pooling" else "tokens"
-        if sums.moments.count < 2:
+    outputs, contributions = sums.moments.get("outputs"), sums.moments.get("contributions")
+    of = "queries" if site.kind == "pooling" else "tokens"
+    if outputs is not None:
+        if outputs.count < 2:
             notes.append(f"output CKA was omitted: it needs at least two {of}.")
         else:
-            pairs["output_cka"] = _to_rows(sums.moments.linear_cka_matrix())
-        if 1 < sums.moments.count < 10 * site.head_size:
-            notes.append(
-                f"output CKA is computed over {sums.moments.count} {of}; with heads of {site.head_size} dimensions, "
-                f"fewer than {10 * site.head_size} bias it upward."
-            )
-        if sums.contributions is not None and sums.contributions.count < FEWEST_TOKENS:
-            notes.append(f"effective heads and CKA were omitted: they need at least {FEWEST_TOKENS} {of}.")
-    effective = None
-    if sums.contributions is not None and sums.contributions.count >= FEWEST_TOKENS:
-        pairs["contribution_cka"] = _to_rows(sums.contributions.debiased_cka_matrix())
-    _require_finite(site, pairs)
-    if sums.contributions is not None and "contribution_cka" in pairs:
-        effective = sums.contributions.effective_heads()
+            pairs["output_cka"] = _to_rows(outputs.linear_cka_matrix())
+            if outputs.count < 10 * site.head_size:
+                notes.append(
+                    f"output CKA is computed over {outputs.count} {of}; with heads of {site.head_size} dimensions, "
+                    f"fewer than {10 * site.head_size} bias it upward."
+                )
+    if contributions is not None and contributions.count < FEWEST_TOKENS:
+        notes.append(f"effective heads and CKA were omitted: they need at least {FEWEST_TOKENS} {of}.")
+        contributions = None
+    if contributions is not None:
+        pairs["contribution_cka"] = _to_rows(contributions.debiased_cka_matrix())
+    wrong = next((name for name, rows in pairs.items() if not all(isfinite(x) for row in rows for x in row)), None)
+    if wrong is not None:
+        raise DataError(
+            f"{site.label}: {wrong.replace('_', ' ')} of its heads is not finite on these batches; "
+            "check the inputs and weights for NaN or infinity."
+        )
+    effective = None if contributions is None else contributions.effective_heads()
     pairs |= _compare_parameters(site, notes)
-    shares = sums.shares
-    complete = shares is not None and bool((shares.queries > 0).all())
-    if shares is not None and not complete:
+    entropy, shares = sums.attention.get("entropy"), sums.attention.get("shares")
+    if shares is not None and not bool((shares.queries > 0).all()):
         notes.append("a role allows no pair on these batches; roles were omitted.")
+        shares = None
     return LayerReport(
         site=SiteName(site.name),
         kind=site.kind,
@@ -117,27 +118,13 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
         heads=site.num_heads,
         pairs=pairs,
         terms={name: float(total / count.clamp_min(1)) for name, (total, count) in sums.terms.items()},
-        entropy=() if sums.entropy is None else tuple((sums.entropy / sums.pairs["attention_js"].count).tolist()),
+        entropy=() if entropy is None else tuple((entropy / sums.pairs["attention_js"].count).tolist()),
         drops=() if costs is None else tuple(mean_interval(drops) for drops in costs.drops[site.name]),
-        roles=_to_rows(shares.share.T) if shares is not None and complete else (),
-        chance=tuple(shares.expected.tolist()) if shares is not None and complete else (),
+        roles=() if shares is None else _to_rows(shares.share.T),
+        chance=() if shares is None else tuple(shares.expected.tolist()),
         effective_heads=None if effective is None else effective.number,
         effective_heads_weighted=None if effective is None else effective.weighted,
     )
-
-
-def _require_finite(site: Site, pairs: Mapping[str, Matrix]) -> None:
-    wrong = next((name for name, rows in pairs.items() if not all(isfinite(x) for row in rows for x in row)), None)
-    if wrong is not None:
-        raise DataError(
-            f"{site.label}: {wrong.replace('_', ' ')} of its heads is not finite on these batches; "
-            "check the inputs and weights for NaN or infinity."
-        )
-
-
-def _average_all_pairs(cosines: PairSums) -> tuple[Tensor, Tensor]:
-    """Return `output_similarity_sum` of the same vectors: the mean over all ordered pairs, and the number of tokens."""
-    return cosines.total.sum() / cosines.total.numel(), torch.tensor(cosines.count)
 
 
 def _compare_parameters(site: Site, notes: list[str]) -> dict[str, Matrix]:
@@ -237,19 +224,18 @@ def measure(
 
     with torch.no_grad(), evaluating(model), uncompiled(), heads.exposed():
         reading = Reading(heads, roles, lambda: run(model, kept[0]))
-        if score is None:
-            costs = None
-            for batch in kept:
-                with reading(batch):
-                    run(model, batch)
-                step(1)
-        else:
+        costs = None
+        if score is not None:
             # reading does not change this forward pass, so the passes without a head can reuse it
             costs = measure_removal(heads, kept, run, score, replay=replay, advance=step, around=reading)
-    sums, names, notes = reading.sums, reading.names, reading.notes
+        for batch in kept if score is None else ():
+            with reading(batch):
+                run(model, batch)
+            step(1)
+    notes = reading.notes
     if costs is not None and not costs.replayed:
         notes.append(f"{NO_REPLAY}: {costs.reason}.")
-    layers = tuple(make_layer_report(site, sums[site.name], costs, notes) for site in heads.sites)
+    layers = tuple(make_layer_report(site, reading.sums[site.name], costs, notes) for site in heads.sites)
     return Report(
         model=type(model).__name__,
         batches=len(kept),
@@ -259,7 +245,7 @@ def measure(
         items=0 if costs is None else len(costs.whole),
         whole=None if costs is None else mean_interval(costs.whole),
         replayed=costs is not None and costs.replayed,
-        roles=names,
+        roles=reading.names,
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -267,27 +253,25 @@ def measure(
 def group_readable(
     heads: Heads, forward: Callable[[], object] | None = None
 ) -> tuple[dict[tuple[str, ...], Heads], list[str]]:
-    """Group the attention modules by what can be read of them.
+    """Group the attention modules by the subset of "outputs", "values", "weights" that can be read.
 
     Args:
         heads: The heads.
         forward: Runs the model, where a forward has to show that the weights of a module can be read.
 
     Returns:
-        For each subset of "outputs", "values", "weights" the modules of which exactly these can be read, and a note on
-        everything that cannot be read.
+        The modules by subset, and a note on everything that cannot be read.
     """
     groups: dict[tuple[str, ...], list[Site]] = {}
     notes: list[str] = []
     hidden = () if forward is None else _find_hidden(heads, forward)
     for site in heads.sites:
-        one = replace(heads, sites=(site,))
         found = []
         for what in WHAT:
             try:
                 if what == "weights" and site in hidden:
                     raise LayoutError(site.name)
-                Taps(one, **{what: True}).remove()
+                Taps(replace(heads, sites=(site,)), **{what: True}).remove()
                 found.append(what)
             except LayoutError:
                 notes.append(f"{WHAT[what]} of {type(site.module).__name__} cannot be read and were omitted.")
@@ -295,25 +279,19 @@ def group_readable(
     return {found: replace(heads, sites=tuple(sites)) for found, sites in groups.items()}, list(dict.fromkeys(notes))
 
 
-def _find_hidden(heads: Heads, forward: Callable[[], object]) -> tuple[Site, ...]:
+def _find_hidden(heads: Heads, forward: Callable[[], object]) -> Sequence[Site]:
     """Return the attention modules that write their softmax out, and whose weights a forward does not show."""
-    sites = tuple(site for site in heads.sites if site.scores is not None and site.scores(site.module).written)
-    with suppress(LayoutError, NotFired):
-        _read_weights(heads, sites, forward)
-        return ()
-    hidden = []
-    for site in sites:
+
+    def hides(sites: tuple[Site, ...]) -> bool:
         try:
-            _read_weights(heads, (site,), forward)
+            with Taps(replace(heads, sites=sites), weights=True):
+                forward()
         except (LayoutError, NotFired):
-            hidden.append(site)
-    return tuple(hidden)
+            return True
+        return False
 
-
-def _read_weights(heads: Heads, sites: tuple[Site, ...], forward: Callable[[], object]) -> None:
-    if sites:
-        with Taps(replace(heads, sites=sites), weights=True):
-            forward()
+    sites = tuple(site for site in heads.sites if site.scores is not None and site.scores(site.module).written)
+    return [site for site in sites if hides((site,))] if sites and hides(sites) else ()
 
 
 class Reading:
@@ -326,9 +304,7 @@ class Reading:
         notes: What could not be read, and remarks on what was.
     """
 
-    def __init__(
-        self, heads: Heads, roles: Callable[[Any], HeadMask] | None, forward: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, heads: Heads, roles: Callable[[Any], HeadMask] | None, forward: Callable[[], object]) -> None:
         self._groups, self.notes = group_readable(heads, forward)
         self._roles = roles
         self.sums = {site.name: LayerSums(site) for site in heads.sites}
@@ -365,26 +341,19 @@ class Reading:
                     f"{site or 'the model'} runs {passes} times per forward pass; its numbers cover all {passes}."
                 )
         for capture in captures:
-            fits = _mask_fits(capture, mask)
-            if mask is not None and capture.weights is not None and not fits:
-                self.notes.append(_explain_missing_roles(capture))
-            self.sums[capture.site.name].add(capture, mask if fits else None)
-
-
-def _mask_fits(capture: Capture, mask: HeadMask | None) -> bool:
-    weights = capture.weights
-    return (
-        mask is not None
-        and weights is not None
-        and capture.site.kind != "cross"
-        and (weights.shape[2] == weights.shape[3] == mask.tokens)
-    )
-
-
-def _explain_missing_roles(capture: Capture) -> str:
-    if capture.site.kind == "pooling":
-        return "roles apply to pairs of words and were not measured in attention with one query per text."
-    return f"roles were not measured in {capture.site.kind}-attention of other lengths."
+            kind, weights, own = capture.site.kind, capture.weights, mask
+            if (
+                mask is not None
+                and weights is not None
+                and (kind == "cross" or not weights.shape[2] == weights.shape[3] == mask.tokens)
+            ):
+                own = None
+                self.notes.append(
+                    "roles apply to pairs of words and were not measured in attention with one query per text."
+                    if kind == "pooling"
+                    else f"roles were not measured in {kind}-attention of other lengths."
+                )
+            self.sums[capture.site.name].add(capture, own)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -24,7 +24,7 @@ from headwise.heads.record import Call, list_tensors, record, returning
 
 
 class Returned(NamedTuple):
-    """What a call returned, and the versions of its tensors then."""
+    """An output, and the versions that its tensors had then."""
 
     output: Any
     versions: tuple[tuple[Tensor, int], ...]
@@ -42,14 +42,7 @@ def _note_versions(output: Any) -> Returned:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recording:
-    """One forward pass of a model.
-
-    Attributes:
-        heads: The heads.
-        projections: The output projection of each site, by its name.
-        projected: Calls of these.
-        calls: Calls of the modules that can be replayed, whose outputs are `Returned`.
-    """
+    """One forward pass: the calls of output projections, and of modules to replay, whose outputs are `Returned`."""
 
     heads: Heads
     projections: dict[str, nn.Module]
@@ -90,11 +83,7 @@ class Recording:
 
 @contextmanager
 def record_forward(heads: Heads) -> Iterator[Recording]:
-    """Record a forward pass of the model: exactly one must run inside the block.
-
-    Args:
-        heads: Heads of the modules before which `Recording.before` can replay.
-    """
+    """Record the one forward pass of the model that runs inside the block."""
     with ExitStack() as exposed:
         projections = {site.name: site.expose(exposed.callback).module for site in heads.sites}
         with (
@@ -139,14 +128,17 @@ class RemovalCosts:
     Attributes:
         whole: [N] float64, scores of the items with all heads.
         drops: For each attention module [H, N] float64: score with all heads minus score without the head.
-        replayed: Whether forward passes were resumed at the removed head.
-        reason: Why they were not.
+        reason: Why forward passes were not resumed at the removed head; "" where they were.
     """
 
     whole: Tensor
     drops: dict[str, Tensor]
-    replayed: bool
     reason: str = ""
+
+    @property
+    def replayed(self) -> bool:
+        """Whether forward passes were resumed at the removed head."""
+        return not self.reason
 
 
 def measure_removal(
@@ -178,7 +170,7 @@ def measure_removal(
         ShapeError: `score` does not return one finite number per item.
     """
     whole: list[Tensor] = []
-    drops: dict[str, list[list[Tensor]]] = {site.name: [[] for _ in range(site.num_heads)] for site in heads.sites}
+    drops: dict[str, list[Tensor]] = {site.name: [] for site in heads.sites}
     reason = "" if replay else "requested"
     done = 0
 
@@ -202,13 +194,9 @@ def measure_removal(
                 tell(before - done)
             del output
             for name, costs in (found or removal.measure(replay=not reason)).items():
-                for kept, one in zip(drops[name], costs, strict=True):
-                    kept.append(one)
+                drops[name].append(costs)
             whole.append(values)
-    if not whole:
-        raise ShapeError("there are no batches; expected at least one.")
-    joined = {name: torch.stack([torch.cat(parts) for parts in found]) for name, found in drops.items()}
-    return RemovalCosts(torch.cat(whole), joined, not reason, reason)
+    return RemovalCosts(torch.cat(whole), {name: torch.cat(parts, 1) for name, parts in drops.items()}, reason)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,21 +211,26 @@ class _Removal:
     values: Tensor
     tell: Callable[[int], None]
 
-    def measure(self, *, replay: bool) -> dict[str, list[Tensor]]:
-        """Return the drop of the scores without each head of each module, [N] each."""
+    def measure(self, *, replay: bool) -> dict[str, Tensor]:
+        """Return the drops of the scores without each head of each module, [H, N]."""
         found = {}
         for site in self.heads.sites:
-            one = replace(self.heads, sites=(site,))
             with self.recording.before(site) if replay else nullcontext():
-                found[site.name] = [
-                    self.values
-                    - _require_same_items(_score_without(one, head, self.batch, self.run, self.score), self.values)
-                    for head in range(site.num_heads)
-                ]
+                found[site.name] = torch.stack([self._drop(site, head) for head in range(site.num_heads)])
             self.tell(site.num_heads)
         return found
 
-    def try_replay(self, output: Any) -> tuple[dict[str, list[Tensor]] | None, str]:
+    def _drop(self, site: Site, head: int) -> Tensor:
+        with ablate(replace(self.heads, sites=(site,)), head):
+            values = _compute_score(self.score, self.run(self.heads.model, self.batch), self.batch)
+        if values.shape != self.values.shape:
+            raise ShapeError(
+                f"score returned {len(values)} numbers without a head and {len(self.values)} with all; expected one "
+                "number per item in both."
+            )
+        return self.values - values
+
+    def try_replay(self, output: Any) -> tuple[dict[str, Tensor] | None, str]:
         """Return the costs with replay and "", or None and the reason why forward passes cannot be replayed.
 
         A layer may pass state to later layers in addition to its output. The state left by a forward pass without a
@@ -248,21 +241,17 @@ class _Removal:
         with self.recording.before(order[0]) as spared:
             if not spared:
                 return None, "no layer ends before another begins"
-        reason = self._difference(order[0], output)
-        if reason:
+        if reason := self._compare(order[0], output):
             return None, reason
         try:
             found = self.measure(replay=True)
         except Exception as error:
             # an error in the score occurs in full forward passes as well
             return None, f"the model failed when resumed at a head ({_describe(error)})"
-        for site in order:
-            reason = self._difference(site, output)
-            if reason:
-                return None, reason
-        return found, ""
+        reason = next(filter(None, (self._compare(site, output) for site in order)), "")
+        return None if reason else found, reason
 
-    def _difference(self, site: Site, whole: Any) -> str:
+    def _compare(self, site: Site, whole: Any) -> str:
         """Return why resuming at a module does not give the full result on this batch; "" if it does."""
         name = site.label
         try:
@@ -275,27 +264,18 @@ class _Removal:
             return f"the model returns a {type(whole).__name__}, which holds no tensor to compare"
         if [one.shape for one in before] != [other.shape for other in after]:
             return f"resumed at {name}, the model returned something else"
+        # padding may be NaN in both
         apart = [
             float((one.double() - other.double()).abs().max())
             for one, other in zip(before, after, strict=True)
-            if _differ(one, other)
+            if ((one != other) & ~((one != one) & (other != other))).any()
         ]
         return f"resumed at {name}, the model returned other numbers, by up to {max(apart):.2g}" if apart else ""
-
-
-def _score_without(one: Heads, head: int, batch: Any, run: Callable[[nn.Module, Any], Any], score: Score) -> Tensor:
-    with ablate(one, head):
-        return _compute_score(score, run(one.model, batch), batch)
 
 
 def _describe(error: Exception) -> str:
     """Return the message of an error, with its type if it is not headwise's."""
     return str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    # padding may be NaN in both
-    return bool(((one != other) & ~((one != one) & (other != other))).any())
 
 
 def _compute_score(score: Score, output: Any, batch: Any) -> Tensor:
@@ -306,13 +286,4 @@ def _compute_score(score: Score, output: Any, batch: Any) -> Tensor:
     values = values.detach().cpu().double()
     if not values.isfinite().all():
         raise ShapeError(f"score returned {float(values[~values.isfinite()][0])} for an item; expected finite numbers.")
-    return values
-
-
-def _require_same_items(values: Tensor, whole: Tensor) -> Tensor:
-    if values.shape != whole.shape:
-        raise ShapeError(
-            f"score returned {len(values)} numbers without a head and {len(whole)} with all; expected one number "
-            "per item in both."
-        )
     return values

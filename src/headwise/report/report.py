@@ -174,10 +174,7 @@ def load_report(path: str | Path) -> Report:
 
 
 def _read_layer(record: dict[str, Any], roles: int) -> LayerReport:
-    effective = {
-        name: None if (number := record.pop(name, None)) is None else float(number)
-        for name in ("effective_heads", "effective_heads_weighted")
-    }
+    effective = {name: record.pop(name, None) for name in ("effective_heads", "effective_heads_weighted")}
     layer = LayerReport(
         heads=int(record.pop("heads")),
         pairs={str(measure): _read_matrix(matrix) for measure, matrix in record.pop("pairs").items()},
@@ -186,7 +183,7 @@ def _read_layer(record: dict[str, Any], roles: int) -> LayerReport:
         drops=tuple(map(_read_interval, record.pop("drops"))),
         roles=_read_matrix(record.pop("roles")),
         chance=tuple(map(float, record.pop("chance"))),
-        **effective,
+        **{name: None if number is None else float(number) for name, number in effective.items()},
         **record,
     )
     square = all(len(row) == len(matrix) <= layer.heads for matrix in layer.pairs.values() for row in matrix)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from headwise.metrics.intervals import Interval
@@ -60,36 +62,44 @@ def name_layer(layer: LayerReport) -> str:
 
 def make_layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table with one row per layer; columns without values are omitted."""
-    columns: dict[str, list[str]] = {"layer": [name_layer(layer) for layer in layers]}
-    columns["heads"] = [str(layer.heads) for layer in layers]
-    columns["effective heads"] = [format_number(layer.effective_heads, 2) for layer in layers]
-    columns["by variance"] = [format_number(layer.effective_heads_weighted, 2) for layer in layers]
-    columns["mean drop"] = [format_signed(layer.drop) for layer in layers]
-    columns["largest drop (head)"] = [_format_largest_drop(layer.drops) for layer in layers]
-    columns["entropy"] = [format_number(_mean(layer.entropy)) for layer in layers]
-    for header, measure in COLUMNS.items():
-        columns[header] = [format_number(layer.mean(measure)) for layer in layers]
-    for term in TERMS:
-        columns[f"{term} term"] = [format_number(layer.terms.get(term)) for layer in layers]
+
+    def format_largest(drops: Sequence[Interval]) -> str:
+        value, head = max(((drop.value, -head) for head, drop in enumerate(drops)), default=(None, 0))
+        return "" if value is None else f"{format_signed(value)} ({-head})"
+
+    columns = {
+        "layer": [name_layer(layer) for layer in layers],
+        "heads": [str(layer.heads) for layer in layers],
+        "effective heads": [format_number(layer.effective_heads, 2) for layer in layers],
+        "by variance": [format_number(layer.effective_heads_weighted, 2) for layer in layers],
+        "mean drop": [format_signed(layer.drop) for layer in layers],
+        "largest drop (head)": [format_largest(layer.drops) for layer in layers],
+        "entropy": [format_number(fmean(layer.entropy) if layer.entropy else None) for layer in layers],
+        **{name: [format_number(layer.mean(measure)) for layer in layers] for name, measure in COLUMNS.items()},
+        **{f"{term} term": [format_number(layer.terms.get(term)) for layer in layers] for term in TERMS},
+    }
     kept = {header: cells for header, cells in columns.items() if any(cells)}
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
 
 def make_head_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table with one row per head."""
+    """Return header and rows of a table with one row per head; columns without values are omitted."""
     rows: list[list[str]] = []
     for layer in layers:
-        pairs = [layer.of_heads(name) for name in COMPARED.values()]
+        measured = [*(layer.of_heads(name) for name in COMPARED.values()), layer.entropy]
         for head in range(layer.heads):
             drop = layer.drops[head] if layer.drops else None
-            interval = f"{format_signed(drop.low)} to {format_signed(drop.high)}" if drop else ""
-            measured = [format_number(_get(values, head)) for values in (*pairs, layer.entropy)]
             rows.append(
-                [name_layer(layer), str(head), *measured, format_signed(drop.value) if drop else "", interval]
-                + [_format_role_share(layer, role, head) for role in range(len(roles))]
+                [
+                    name_layer(layer),
+                    str(head),
+                    *(format_number(values[head] if head < len(values) else None) for values in measured),
+                    format_signed(drop.value) if drop else "",
+                    f"{format_signed(drop.low)} to {format_signed(drop.high)}" if drop else "",
+                    *(_format_role_share(layer, role, head) for role in range(len(roles))),
+                ]
             )
-    header = ["layer", "head", *COMPARED, "entropy", "drop", "95 % interval"]
-    header += [f"on {role}" for role in roles]
+    header = ["layer", "head", *COMPARED, "entropy", "drop", "95 % interval", *(f"on {role}" for role in roles)]
     kept = [column for column in range(len(header)) if column < 2 or any(row[column] for row in rows)]
     return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
 
@@ -115,13 +125,13 @@ def make_comparison_rows(
 ) -> tuple[list[str], list[list[str]]]:
     """Return header and rows comparing two models: after, before and change, one row per layer."""
     header, rows = ["layer"], [[name_layer(layer)] for layer in after]
-    paired = list(zip(after, before, strict=True))
-    compared = {
-        "effective heads": [(one.effective_heads, other.effective_heads) for one, other in paired],
-        "by variance": [(one.effective_heads_weighted, other.effective_heads_weighted) for one, other in paired],
+    compared: dict[str, Callable[[LayerReport], float | None]] = {
+        "effective heads": lambda layer: layer.effective_heads,
+        "by variance": lambda layer: layer.effective_heads_weighted,
+        **{name: partial(LayerReport.mean, measure=measure) for name, measure in COMPARED.items()},
     }
-    compared |= {name: [(one.mean(key), other.mean(key)) for one, other in paired] for name, key in COMPARED.items()}
-    for name, pairs in compared.items():
+    for name, read in compared.items():
+        pairs = [(read(one), read(other)) for one, other in zip(after, before, strict=True)]
         if all(one is None or other is None for one, other in pairs):
             continue
         header += [name, "before", "change"]
@@ -170,17 +180,14 @@ def stack_tables(
     """Make rich tables below one another, each with the first column and so many others."""
     from rich.console import Group
 
-    parts = [range(start, min(start + columns, len(header))) for start in range(1, len(header), columns)]
     tables = []
-    for number, part in enumerate(parts):
-        chosen = [0, *part]
-        own = [[row[column] for column in chosen] for row in rows]
-        last = number == len(parts) - 1
+    for start in range(1, len(header), columns):
+        rest, last = slice(start, start + columns), start + columns >= len(header)
         tables.append(
             make_rich_table(
-                [header[column] for column in chosen],
-                own,
-                title=title if not number else "",
+                [header[0], *header[rest]],
+                [[row[0], *row[rest]] for row in rows],
+                title=title if start == 1 else "",
                 notes=notes if last else (),
             )
         )
@@ -199,23 +206,8 @@ def format_plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return "\n".join(lines)
 
 
-def _format_largest_drop(drops: Sequence[Interval]) -> str:
-    if not drops:
-        return ""
-    head = max(range(len(drops)), key=lambda place: drops[place].value)
-    return f"{format_signed(drops[head].value)} ({head})"
-
-
 def _format_role_share(layer: LayerReport, role: int, head: int) -> str:
     if role >= len(layer.roles):
         return ""
     share, chance = layer.roles[role][head], layer.chance[role]
     return f"{100 * share:.0f} % ({100 * chance:.0f} %)"
-
-
-def _get(values: Sequence[float], place: int) -> float | None:
-    return values[place] if place < len(values) else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -1,7 +1,4 @@
-"""Batches of examples of similar length, by number of examples or of tokens, in an order that can be resumed.
-
-Lines of a text encoded and batched for a trained model, with what role masks need to know of their tokens.
-"""
+"""Batches of examples of similar length, in an order that can be resumed; and of encoded lines for a trained model."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ BUCKET = 4
 
 
 class ResumableBatches(Sampler[list[int]]):
-    """A batch sampler whose order depends on a seed and the epoch alone.
-
-    Raises:
-        SettingError: The seed is negative.
-    """
+    """A batch sampler whose order depends on a seed and the epoch alone."""
 
     drop_last = False  # accelerate reads this of every batch sampler
 
@@ -50,9 +43,8 @@ class LengthBatches(ResumableBatches):
     """A batch sampler: shuffled, yet with little padding, and the same for the same (seed, epoch).
 
     All examples are shuffled and cut into windows of `window` batches; each window is sorted by length and cut into
-    batches, and the batches are shuffled. Every example occurs once per epoch; only the last batch may be short. The
-    order depends on (seed, epoch) alone, so a run resumed in the middle of an epoch sees the same batches. The number
-    of batches is the same in each epoch.
+    batches, and the batches are shuffled. Every example occurs once per epoch; only the last batch may be short. A run
+    resumed in the middle of an epoch sees the same batches, whose number is the same in each epoch.
 
     Args:
         lengths: Length of each example in tokens, [N].
@@ -99,12 +91,9 @@ class TokenBatches(ResumableBatches):
     """A batch sampler by tokens: shuffled, yet with little padding, and the same for the same (seed, epoch).
 
     A batch of B examples whose longest side has L tokens is cut so that B x L is at most `tokens`. Examples are sorted
-    by length, in an order drawn anew in each epoch among those of similar length, cut from short to long, and the
+    by length, in an order drawn anew in each epoch among examples of similar length, cut from short to long, and the
     batches are shuffled. The cuts depend on the sorted lengths alone, so the number of batches is the same in each
-    epoch although their contents are not. Every example occurs once per epoch, and the order depends on (seed, epoch)
-    alone, as for `LengthBatches`.
-
-    Batches differ in their number of examples, so there is no `batch_size`: with several processes accelerate needs
+    epoch. Every example occurs once per epoch. There is no `batch_size`: with several processes accelerate needs
     `even_batches=False`.
 
     Args:
@@ -207,21 +196,16 @@ def _plan(lengths: ArrayLike, tokens: int, examples: int | None) -> tuple[NDArra
     sort_key = longer * (int(bucket.max()) + 1) + bucket
     # a narrow type sorts several times as fast
     narrow = np.min_scalar_type(int(sort_key.max()))
-    return sort_key.astype(narrow), _cuts(np.sort(longer), tokens, examples or len(longer))
-
-
-def _cuts(sizes: NDArray[np.int64], tokens: int, examples: int) -> list[int]:
-    """Return where to cut rising sizes [N] so that each piece, its length times its last size, fits into `tokens`."""
-    cuts = [0]
+    sizes, most, cuts = np.sort(longer), examples or len(longer), [0]
     while cuts[-1] < len(sizes):
         start = cuts[-1]
-        low, high = start + 1, min(len(sizes), start + examples, start + tokens // int(sizes[start]))
+        low, high = start + 1, min(len(sizes), start + most, start + tokens // int(sizes[start]))
         while low < high:
             middle = (low + high + 1) // 2
             fits = (middle - start) * int(sizes[middle - 1]) <= tokens
             low, high = (middle, high) if fits else (low, middle - 1)
         cuts.append(low)
-    return cuts
+    return sort_key.astype(narrow), cuts
 
 
 BATCH = 32
@@ -243,14 +227,10 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a text.
+    """One line of a text: its tokens by id and as text, and whether it was cut.
 
-    Attributes:
-        ids: Its token ids.
-        tokens: Its tokens, as text.
-        spans: The characters of each token in the line; None if they are not words of a language.
-        table: The words of the line, with their parse if there is one; None if its tokens are not words.
-        cut: Whether the line was truncated.
+    `spans` are the characters of each token in the line, and `table` its words, perhaps parsed; both are None if the
+    tokens are not words of a language.
     """
 
     ids: Sequence[int]
@@ -270,8 +250,8 @@ class Encoded:
         inputs: The model's arguments.
         keep: True where a token is real, [B, n].
         tokens: The tokens of each line, as text.
-        encoding: Argument of `headwise.roles.align`, for role masks; None if tokens are not words of a language.
-        tables: The words of each line, with their parse if there is one; None if tokens are not words.
+        encoding: Argument of `headwise.roles.align`; None if tokens are not words of a language.
+        tables: The words of each line, perhaps parsed; None if tokens are not words.
         cut: Number of truncated lines.
     """
 
@@ -308,30 +288,23 @@ def collate_rows(rows: Sequence[Row], device: torch.device, *, padding: int = 0)
     """
     for number, chosen in enumerate(batch_by_length([len(row.ids) for row in rows], BATCH)):
         found = [rows[place] for place in chosen]
-        width = max(len(row.ids) for row in found)
-        ids = torch.tensor([[*row.ids, *[padding] * (width - len(row.ids))] for row in found], device=device)
+        ids = pad([row.ids for row in found], padding).to(device)
         lengths = torch.tensor([len(row.ids) for row in found], device=device)
-        keep = torch.arange(width, device=device) < lengths[:, None]
-        spans = [row.spans for row in found]
-        encoding = None if None in spans else [make_pieces(span) for span in spans if span is not None]
-        inputs = {"input_ids": ids, "attention_mask": keep}
+        keep = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+        spans = [row.spans for row in found if row.spans is not None]
         tables = tuple(row.table for row in found if row.table is not None)
         yield Encoded(
             number,
-            tuple(map(int, chosen)),
-            inputs,
+            tuple(chosen),
+            {"input_ids": ids, "attention_mask": keep},
             keep,
             tuple(row.tokens for row in found),
-            encoding,
+            [make_pieces(span) for span in spans] if len(spans) == len(found) else None,
             tables if len(tables) == len(found) else None,
             sum(row.cut for row in found),
         )
 
 
 def read_sentences(path: Path, columns: Columns = USUAL) -> Texts:
-    """Return the texts of a file with one a line, or of a table; see `read_texts`.
-
-    Raises:
-        DataError: The file cannot be read, or holds no text.
-    """
+    """Return the texts of a file with one a line, or of a table; see `read_texts`."""
     return read_texts(path, columns, LONGEST)

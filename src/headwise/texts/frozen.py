@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,14 @@ from headwise.texts.batching import Encoded, read_sentences
 from headwise.texts.tables import USUAL, Columns
 
 
-class _Moved(ABC):
-    """How little an output moves without a head; it is compared with the first output of the same batch.
+class Fidelity:
+    """How little vectors move: mean_t cos(h_t, h'_t), h' without a head, over the tokens of a text.
 
-    `measure` computes that of the whole model first, whose own score is 1.
+    Outputs are [B, n, d], or [B, d] where a text has one vector. They are compared with the first output of the same
+    batch: `measure` computes that of the whole model first, whose own score is 1.
     """
+
+    name = "fidelity"
 
     def __init__(self) -> None:
         self._number, self._whole = -1, torch.empty(0)
@@ -31,26 +33,14 @@ class _Moved(ABC):
         """Return one number per text, [B]."""
         if batch.number != self._number:
             self._number, self._whole = batch.number, output
-        return self._compare(output.double(), self._whole.double(), batch)
+        return self._compare(output.double(), self._whole.double(), batch.keep)
 
-    @abstractmethod
-    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor: ...
-
-
-class Fidelity(_Moved):
-    """How little vectors move: mean_t cos(h_t, h'_t), h' without a head, over the tokens of a text.
-
-    Outputs are [B, n, d], or [B, d] where a text has one vector.
-    """
-
-    name = "fidelity"
-
-    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:
+    def _compare(self, output: Tensor, whole: Tensor, keep: Tensor, /) -> Tensor:
         cosines = nn.functional.cosine_similarity(output, whole, dim=-1)
-        return cosines if cosines.dim() == 1 else (cosines * batch.keep).sum(1) / batch.keep.sum(1)
+        return cosines if cosines.dim() == 1 else (cosines * keep).sum(1) / keep.sum(1)
 
 
-class Agreement(_Moved):
+class Agreement(Fidelity):
     """How little a classifier's answer moves: sum_c min(p_c, p'_c) over classes, p' without a head.
 
     It is 1 less the total variation distance of both answers. Outputs are logits, [B, C].
@@ -58,7 +48,7 @@ class Agreement(_Moved):
 
     name = "agreement"
 
-    def _compare(self, output: Tensor, whole: Tensor, batch: Encoded) -> Tensor:  # noqa: ARG002  a text has one answer
+    def _compare(self, output: Tensor, whole: Tensor, _keep: Tensor, /) -> Tensor:
         return torch.minimum(output.softmax(-1), whole.softmax(-1)).sum(-1)
 
 
@@ -72,8 +62,8 @@ class Frozen:
         heads: Its heads.
         read: Returns lines as it takes them, in batches.
         run: Runs the model on a batch and returns what it puts out, one forward of `model`.
-        states: Returns the states [B, n, d] before its first layer and after each layer; the last are those it puts
-            out. None where lines are no sentences, or tokens have no state in each layer.
+        states: Returns the states [B, n, d] before its first layer and after each layer; the last are its output.
+            None where lines are no sentences, or tokens have no state in each layer.
         files: Everything its states follow from.
         lines: Returns the lines of a text file.
         score: Makes the measure of how little its output changes.
@@ -89,7 +79,7 @@ class Frozen:
     states: Callable[[Encoded], Sequence[Tensor]] | None
     files: tuple[Path, ...]
     lines: Callable[[Path], Sequence[Any]] = read_sentences
-    score: Callable[[], Fidelity | Agreement] = Fidelity
+    score: Callable[[], Fidelity] = Fidelity
     note: str = ""
     longest: str = ""
 
@@ -101,9 +91,11 @@ class Frozen:
             SettingError: Columns are named, and its lines are not sentences.
         """
         columns.require(1)
-        if columns.names and not self.reads_sentences:
+        if self.reads_sentences:
+            return read_sentences(path, columns)
+        if columns.names:
             raise SettingError(f"the lines of {self.name} are no sentences in columns; omit --text-column.")
-        return read_sentences(path, columns) if self.reads_sentences else self.lines(path)
+        return self.lines(path)
 
     @property
     def reads_sentences(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reading labeled texts: tables with a label and a text in each row."""
+"""Labeled texts: tables with a label and a text in each row."""
 
 from __future__ import annotations
 
@@ -34,24 +34,14 @@ class LabeledText:
 
 
 class Texts(list[str]):
-    """The texts of a file, without blank ones.
-
-    Attributes:
-        blank: How many those are.
-    """
+    """The texts of a file, and the number of blank ones that were left out."""
 
     blank: int = 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which files of a folder hold which split, by their names without suffix.
-
-    Attributes:
-        train: The training file, or the only one.
-        dev: The dev file; None where dev is cut from the training file.
-        test: The test file; None where test is cut from the training file.
-    """
+    """Which files of a folder hold which split, by their names without suffix; the others are cut from training."""
 
     train: str
     dev: str | None = None
@@ -170,7 +160,7 @@ def read_texts(path: Path, columns: Columns = USUAL, longest: int = LONGEST_LINE
         counts = [len(set(column)) for column in zip(*(fields for _, fields in table.rows), strict=True)]
         column = counts.index(max(counts))
     else:
-        column = _find_column(table, columns.texts[0] if columns.texts else None, TEXT_NAMES, "text")
+        column = _find_column(table, columns.text, TEXT_NAMES, "text")
     every = [fields[column].strip() for _, fields in table.rows]
     texts = Texts(text if table.width == 1 and "\n" not in text else " ".join(text.split()) for text in every if text)
     if not texts:
@@ -224,14 +214,13 @@ def find_columns(table: Table, columns: Columns) -> tuple[int, int] | None:
         return None
     for name in columns.names:
         table.find(name)
-    text = columns.texts[0] if columns.texts else None
-    return _find_column(table, columns.label, LABEL_NAMES, "label"), _find_column(table, text, TEXT_NAMES, "text")
+    return _find_column(table, columns.label, LABEL_NAMES, "label"), _find_column(
+        table, columns.text, TEXT_NAMES, "text"
+    )
 
 
 def _find_column(table: Table, given: str | None, usual: Collection[str], kind: str) -> int:
-    if given is not None:
-        return table.find(given)
-    found = table.find_any(usual)
+    found = table.find_any(usual) if given is None else table.find(given)
     if found is None:
         raise DataError(
             f"{table.path}: none of its columns {table.names} is known to hold {kind}s; name it: --{kind}-column."
@@ -240,8 +229,8 @@ def _find_column(table: Table, given: str | None, usual: Collection[str], kind: 
 
 
 def _read_lines(table: Table, columns: tuple[int, int]) -> list[LabeledText]:
-    rows = ((fields[columns[0]].strip(), " ".join(fields[columns[1]].split()), number) for number, fields in table.rows)
-    found = [LabeledText(*row) for row in rows]
+    label, text = columns
+    found = [LabeledText(row[label].strip(), " ".join(row[text].split()), number) for number, row in table.rows]
     empty = next((one.line for one in found if one.text and not one.label), None)
     if empty is not None:
         raise DataError(f"{table.path}, line {empty}: the label is empty; fill it in or drop the line.")

@@ -36,12 +36,8 @@ def require_whole(
 ) -> None:
     """Refuse a backbone with missing, mismatched or non-finite parameters, and a model whose gates were passed over.
 
-    Args:
-        folder: Where it was loaded from.
-        model: The model.
-        said: The loading info that `from_pretrained(output_loading_info=True)` returned with it.
-        backbone: Prefix of the names of the backbone's parameters.
-        unread: Prefixes of names of parameters that are not checked.
+    `said` is the loading info that `from_pretrained(output_loading_info=True)` returned with the model, `backbone` the
+    prefix of the names of the backbone's parameters, and `unread` prefixes of names that are not checked.
 
     Raises:
         DataError: As above; the message names the first parameter.
@@ -52,41 +48,27 @@ def require_whole(
             f"{folder} holds {lost!r}, which transformers does not load: its model would be another than the one that "
             "was trained; go on from a model without gates, talking heads or differential attention."
         )
+
+    def is_computed(name: str) -> bool:
+        # Marian keeps no sinusoidal positions, and makes them itself
+        return "Sinusoidal" in type(model.get_submodule(name.rpartition(".")[0])).__name__
+
+    def is_finite(parameter: Tensor) -> bool:
+        # isfinite does not support one-byte floats
+        return bool((parameter.float() if parameter.dtype.itemsize == 1 else parameter).isfinite().all())
+
     asked = type(model).__name__
     remedy = f"the folder holds another model, a part of this one, or other names; save a whole {asked} there."
     for key, fault in (("missing_keys", "has no"), ("mismatched_keys", "has another shape of")):
         # of a shape that differs transformers tells both
         names = sorted(one if isinstance(one, str) else one[0] for one in said[key])
         read = (name for name in names if name.startswith(backbone) and not name.startswith(unread))
-        found = next((name for name in read if UNREAD not in name and not _is_computed(model, name)), None)
+        found = next((name for name in read if UNREAD not in name and not is_computed(name)), None)
         if found is not None:
             raise DataError(f"{folder} {fault} {found!r}, which {asked} has: {remedy}")
-    wrong = next((name for name, parameter in model.named_parameters() if not _is_finite(parameter)), None)
+    wrong = next((name for name, parameter in model.named_parameters() if not is_finite(parameter)), None)
     if wrong is not None:
         raise DataError(f"{folder}: {wrong!r} holds numbers that are not finite; save a model with finite ones.")
-
-
-def _is_computed(model: Any, name: str) -> bool:
-    """Whether a parameter follows from its place: Marian keeps no sinusoidal positions, and makes them itself."""
-    return "Sinusoidal" in type(model.get_submodule(name.rpartition(".")[0])).__name__
-
-
-def _is_finite(parameter: Tensor) -> bool:
-    # isfinite does not support one-byte floats
-    return bool((parameter.float() if parameter.dtype.itemsize == 1 else parameter).isfinite().all())
-
-
-def require_vocabulary(folder: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer without words: transformers makes up an empty one where a folder has none.
-
-    Raises:
-        DataError: As above.
-    """
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise DataError(
-            f"{folder} holds no tokenizer with a vocabulary; save it with the model, "
-            f"tokenizer.save_pretrained({str(folder)!r})."
-        )
 
 
 @contextmanager
@@ -127,7 +109,12 @@ def open_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, Tokenizer):
         require_bounded(folder, backend)
-    require_vocabulary(folder, tokenizer)
+    # transformers makes up an empty one where a folder has none
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise DataError(
+            f"{folder} holds no tokenizer with a vocabulary; save it with the model, "
+            f"tokenizer.save_pretrained({str(folder)!r})."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer

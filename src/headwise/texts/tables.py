@@ -29,15 +29,15 @@ Lines = Callable[[], Iterator[tuple[int, str]]]
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a table that hold texts and labels, by the names in its header.
-
-    Attributes:
-        texts: Columns of the texts, two of them for pairs; empty for those with usual names.
-        label: Column of the labels; None for one with a usual name.
-    """
+    """The columns of a table that hold texts, two for pairs, and labels; where not named, columns with usual names."""
 
     texts: tuple[str, ...] = ()
     label: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The first column of texts that is named."""
+        return self.texts[0] if self.texts else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,13 +68,7 @@ USUAL = Columns()
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a file.
-
-    Attributes:
-        path: The file.
-        header: The names of its columns; None where the first row is not known to name them.
-        rows: The line number and the fields of each other row.
-    """
+    """The rows of a file: line numbers and fields; no header where the first row is not known to name columns."""
 
     path: Path
     header: tuple[str, ...] | None

@@ -12,7 +12,7 @@ import base64
 import re
 import string
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,13 +42,7 @@ ODD = "\ufdfa\u00bd\u4e2d\u00e9\u0130"
 
 @dataclass
 class Weights:
-    """The most characters that each character becomes in the steps that are left.
-
-    Attributes:
-        others: Of characters that are not in `known`.
-        known: By character.
-        added: Characters that are added to a text.
-    """
+    """The most characters that each character becomes in the steps that are left, and the number added to a text."""
 
     others: float = 1.0
     known: dict[str, float] = field(default_factory=dict)
@@ -85,11 +79,7 @@ class Weights:
 
 
 def require_small_numbers(folder: Path) -> None:
-    """Refuse files beside a tokenizer with a number that transformers counts to, such as that of extra ids.
-
-    Raises:
-        DataError: One is larger than 100,000.
-    """
+    """Raise `DataError` for a number beside a tokenizer that transformers counts to, such as one of extra ids."""
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if not is_file(folder / name):
             continue
@@ -105,26 +95,17 @@ def require_small_numbers(folder: Path) -> None:
 
 
 def require_bounded(place: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that makes a short text long, takes seconds for it, or panics.
-
-    Args:
-        place: Where it is from, for the message.
-        tokenizer: The tokenizer.
-
-    Raises:
-        DataError: As above; the message names the part that does.
-    """
+    """Raise `DataError` for a tokenizer that makes a short text long, takes seconds for it, or panics."""
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > MOST_IDS:
         raise _fault(place, f"its largest id is {largest:,}, of at most {MOST_IDS:,}")
-    part = _describe_part
-    steps = list(_flatten(part(tokenizer.normalizer), "normalizers"))
-    for name, found in (("normalizer", steps), ("decoder", list(_flatten(part(tokenizer.decoder), "decoders")))):
+    steps = _list_steps(tokenizer.normalizer, "normalizers")
+    for name, found in (("normalizer", steps), ("decoder", _list_steps(tokenizer.decoder, "decoders"))):
         weights = weigh(found)
         if not (weights.most <= MOST_GROWTH and weights.added <= MOST_ADDED):
             raise _fault(place, f"its {name} makes {weights.most:.3g} characters of one, and adds {weights.added:.3g}")
     repeated, added = 1, 0
-    for step in _flatten(part(tokenizer.post_processor), "processors"):
+    for step in _list_steps(tokenizer.post_processor, "processors"):
         tokens = {name: len(one["ids"]) for name, one in (step.get("special_tokens") or {}).items()}
         pieces = [step.get("single") or (), step.get("pair") or ()]
         parts = [[one["Sequence"]["id"] for one in some if "Sequence" in one] for some in pieces]
@@ -161,7 +142,10 @@ def weigh(steps: list[Mapping[str, Any]]) -> Weights:
             case {"type": "Prepend", "prepend": str(new)}:
                 weights.added += weights.of(new)
             case {"type": "Precompiled", "precompiled_charsmap": str(table)}:
-                weights.multiply(_find_longest(table))
+                # the table of SentencePiece: a trie, and texts that end with zero
+                content = base64.b64decode(table)
+                texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
+                weights.multiply(max(1, *(len(text.decode(errors="ignore")) for text in texts)))
             case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
                 weights.multiply_beyond_ascii(FORMS)
             case {"type": "Lowercase"}:
@@ -180,18 +164,16 @@ def _fault(place: Path, found: str) -> DataError:
     return DataError(f"{place} holds a tokenizer that could fill the memory: {found}; {REMEDY}")
 
 
-def _describe_part(part: Any) -> Any:
-    """Return what a part of a tokenizer is made of, as JSON data."""
-    return {} if part is None else parse_json(part.__getstate__())
-
-
-def _flatten(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a part, also of a sequence of sequences."""
-    if part.get("type") == "Sequence":
-        for one in part[inner]:
-            yield from _flatten(one, inner)
-    elif part:
-        yield part
+def _list_steps(part: Any, inner: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a part of a tokenizer, also of a sequence of sequences."""
+    left, found = [] if part is None else [parse_json(part.__getstate__())], []
+    while left:
+        step = left.pop(0)
+        if step.get("type") == "Sequence":
+            left = [*step[inner], *left]
+        else:
+            found.append(step)
+    return found
 
 
 def _may_be_empty(pattern: str) -> bool:
@@ -199,13 +181,6 @@ def _may_be_empty(pattern: str) -> bool:
         return bool(EMPTY.search(pattern)) or re.search(pattern, "") is not None
     except (re.error, RecursionError, OverflowError):
         return True
-
-
-def _find_longest(table: str) -> int:
-    """Return the length of the longest text in a table of SentencePiece: a trie, and texts that end with zero."""
-    content = base64.b64decode(table)
-    texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
-    return max(1, *(len(text.decode(errors="ignore")) for text in texts))
 
 
 def _try(place: Path, tokenizer: Tokenizer, steps: list[Mapping[str, Any]], added: float) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from headwise.atomic import require_folder_unchanged
 from headwise.errors import DataError, HeadwiseError, LayoutError
 from headwise.heads.find import find_heads
-from headwise.heads.heads import Heads
 from headwise.input_files import is_file, refuse_panics
 from headwise.stock_folders import CONFIG, open_within
 from headwise.stock_folders import REMEDY as AGAIN
@@ -32,15 +30,7 @@ PADDING = 2
 def read_transformer(
     name: str, model: Any, tokenizer: Any, folder: Path, files: tuple[Path, ...], note: str = ""
 ) -> Frozen:
-    """Return a model and its tokenizer, frozen.
-
-    Args:
-        name: Name of the model.
-        model: The model, in evaluation mode; it returns states and no logits.
-        tokenizer: The tokenizer.
-        folder: Where they are from.
-        files: Everything the model follows from.
-        note: What a reader should know of what was left out.
+    """Return a model in evaluation mode, which returns states and no logits, with its tokenizer, frozen.
 
     Raises:
         DataError: The tokenizer or the model does not say how long a text may be.
@@ -48,7 +38,17 @@ def read_transformer(
     """
     # some models count positions from the left, including padding
     tokenizer.padding_side = "right"
-    longest = _find_longest(model, tokenizer, folder)
+    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
+    most = tokenizer.model_max_length
+    if isinstance(most, bool) or not isinstance(most, int | float) or not 1 <= most < math.inf:
+        raise DataError(f"{folder / TOKENIZER}: model_max_length is {most!r}; expected a number of tokens, at least 1.")
+    if positions <= PADDING:
+        raise DataError(f"{folder / CONFIG}: max_position_embeddings is {positions!r}; expected at least 3; {AGAIN}")
+    longest = min(LONGEST, int(positions) - PADDING, int(most))
+    try:
+        heads = find_heads(model)
+    except LayoutError as error:
+        raise LayoutError(f"{folder}: {error}") from error
     device = str(next(model.parameters()).device)
     embeddings = model.get_input_embeddings()
     limits = {
@@ -75,7 +75,7 @@ def read_transformer(
     return Frozen(
         name,
         model,
-        _find_heads(model, folder),
+        heads,
         encode,
         lambda batch: run(batch).last_hidden_state,
         lambda batch: run(batch, output_hidden_states=True).hidden_states,
@@ -83,24 +83,6 @@ def read_transformer(
         note=note,
         longest=f"{longest} tokens",
     )
-
-
-def _find_longest(model: Any, tokenizer: Any, folder: Path) -> int:
-    """Return how many tokens of a sentence the model takes."""
-    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
-    most = tokenizer.model_max_length
-    if isinstance(most, bool) or not isinstance(most, int | float) or not 1 <= most < math.inf:
-        raise DataError(f"{folder / TOKENIZER}: model_max_length is {most!r}; expected a number of tokens, at least 1.")
-    if positions <= PADDING:
-        raise DataError(f"{folder / CONFIG}: max_position_embeddings is {positions!r}; expected at least 3; {AGAIN}")
-    return min(LONGEST, int(positions) - PADDING, int(most))
-
-
-def _find_heads(model: Any, folder: Path) -> Heads:
-    try:
-        return find_heads(model)
-    except LayoutError as error:
-        raise LayoutError(f"{folder}: {error}") from error
 
 
 def _require_known(folder: Path, inputs: Mapping[str, Tensor], limits: Mapping[str, int | None], longest: int) -> None:
@@ -144,10 +126,7 @@ IGNORED = {".md", ".h5", ".msgpack", ".onnx", ".ot"}
 def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False) -> Frozen:
     """Return the model of a folder of Hugging Face; of an encoder-decoder, the encoder.
 
-    Args:
-        folder: The folder.
-        name: Name of the model; by default that of the folder, or of its parent for "model".
-        trust_remote_code: Whether code that the folder names may run.
+    It is named after the folder, or after its parent if that is called "model".
 
     Raises:
         DataError: The folder holds no model or no tokenizer that transformers can load.
@@ -166,11 +145,9 @@ def open_folder(folder: Path, name: str = "", *, trust_remote_code: bool = False
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     found = (path for path in folder.iterdir() if path.is_file() and path.name[0] != "." and path.suffix not in IGNORED)
     files = tuple(sorted(found))
-    return read_transformer(name or _find_name(folder.resolve()), model, tokenizer, folder, files, note)
-
-
-def _find_name(folder: Path) -> str:
-    return folder.parent.name if folder.name == MODEL and folder.parent.name else folder.name
+    place = folder.resolve()
+    own = place.parent.name if place.name == MODEL and place.parent.name else place.name
+    return read_transformer(name or own, model, tokenizer, folder, files, note)
 
 
 def _has_encoder(model: Any) -> bool:
@@ -182,17 +159,12 @@ def _has_encoder(model: Any) -> bool:
 def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     from transformers import AutoModel
 
-    read_tokenizer = partial(open_tokenizer, folder, trust_remote_code=trust_remote_code)
+    options: Any = {"local_files_only": True, "trust_remote_code": trust_remote_code, "output_loading_info": True}
     try:
         with quietly(), open_within(folder, trusted=trust_remote_code):
-            model, information = AutoModel.from_pretrained(
-                str(folder),
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
+            model, information = AutoModel.from_pretrained(str(folder), **options)
         require_whole(folder, model, information, unread=("decoder.",) if _has_encoder(model) else ())
-        return model, read_tokenizer()
+        return model, open_tokenizer(folder, trust_remote_code=trust_remote_code)
     except HeadwiseError:
         raise
     except Exception as error:

@@ -119,7 +119,7 @@ def test_the_command_end_to_end_and_its_refusals(
     assert ended.value.code == 0
     assert "rare: 33 %" in capsys.readouterr().out
     page = (tmp_path / "runs" / "roles" / "the-cat-sat" / "roles.html").read_text(encoding="utf-8")
-    assert "headwise roles &#x27;the cat sat&#x27; --pipeline toy --corpus corpus.txt" in page
+    assert "headwise roles &#39;the cat sat&#39; --pipeline toy --corpus corpus.txt" in page
     assert "IDF(2 documents, 3 words)" in page
 
     assert "the sentence is empty" in refused(capsys, " ", "--pipeline", "toy")

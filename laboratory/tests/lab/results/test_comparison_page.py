@@ -90,7 +90,7 @@ def test_hostile_names_settings_and_commands_stay_text(tmp_path):
     make_page(table, draw_figures(table), command=f"headwise compare logic --arms '{HOSTILE}'").write(path)
     html = path.read_text(encoding="utf-8")
     assert "<script" not in html
-    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") >= 6
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;&#34;&#39;&amp;") >= 6
     tags = set(re.findall(r"<(\w+)", html))
     assert tags <= {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "div", "table", "caption"),
