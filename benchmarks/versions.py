@@ -112,14 +112,13 @@ def compare(commit: str, rounds: int) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         extract(commit, Path(folder))
         before, now = Version(Path(folder)), Version(ROOT)
-        runs: dict[str, Callable[[], object]] = {}
+        runs: dict[str, dict[str, Callable[[], object]]] = {}
         for label, version in {"before": before, "now": now, "now again": now}.items():
             with version:
-                works = collect()
-            runs |= {f"{name}|{label}": partial(version.run, work) for name, work in works.items()}
+                for name, work in collect().items():
+                    runs.setdefault(name, {})[label] = partial(version.run, work)
         rows = []
-        for name in works:
-            own = {label: runs[f"{name}|{label}"] for label in ("before", "now", "now again")}
+        for name, own in runs.items():
             _, seconds = interleaved_clocks(CPU, own, rounds, name)
             milliseconds = {label: 1e3 * statistics.median(values) for label, values in seconds.items()}
             ratios = {label: ratio(seconds, label, "before") for label in ("now", "now again")}
