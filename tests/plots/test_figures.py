@@ -61,6 +61,9 @@ def test_the_curve_of_entropies_is_their_cumulative_share_to_the_uniform_end():
     assert places[-1] == pytest.approx(math.log(5))
     assert shares[-1] == 1.0
     assert "Age" in axes.get_xlabel()
+    (line, _end) = entropy_cdf({"MA": [torch.tensor([0.0, 1.0])]}, classes=5).axes[0].lines
+    # an entropy counts at its own place
+    assert line.get_ydata()[0] == 0.5
 
 
 def test_figures_leave_the_users_settings_and_are_the_same_each_time():
