@@ -280,7 +280,7 @@ class EMKernel:
         return em_forward(full_precision(votes), beta_a, beta_mu, self.schedule, self.floor)[0]
 
     def gradient(self, votes: Tensor, grad: Tensor, into: Tensor, *betas: Tensor) -> tuple[Tensor, ...]:
-        """Write the gradient of the votes into `into` and return those of the betas given."""
+        """Write the gradient of the votes into `into`; return the gradients of the betas that are given."""
         beta_a, beta_mu = betas or (None, None)
         votes, grad = full_precision(votes), full_precision(grad)
         parts = em_gradient(votes, beta_a, beta_mu, grad, self.schedule, self.floor)

@@ -34,8 +34,8 @@ from headwise_lab.tune import BestDraw
 MAJORITY = "majority"
 LEVEL = 0.05
 MARKED = (
-    "; in parentheses what is not told to be better than the majority baseline, or than guessing a label where that "
-    "is more (one-sided at 0.05 over seeds and sentences, Holm-adjusted over all scores of the grid)"
+    "; scores in parentheses are not significantly above chance: the majority class, or 1/labels if higher (one-sided "
+    "at 0.05 over seeds and sentences, Holm-adjusted over all scores of the grid)"
 )
 
 

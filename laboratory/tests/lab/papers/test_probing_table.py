@@ -105,7 +105,7 @@ def test_the_table_is_run_judged_and_shown_by_category(folder, tmp_path):
     verdicts = [claim["verdict"] for claim in record["claims"]]
     assert len(verdicts) == 7
     assert all("no verdict" in verdict for verdict in verdicts)
-    assert "in parentheses what is not told to be better than the majority baseline" in grid["title"]
+    assert "scores in parentheses are not significantly above chance" in grid["title"]
     page = (tmp_path / "paper" / "RESULTS.md").read_text()
     assert "mean (TrDep, BShif)" in page
     assert "compare the order of the arms within a task or a mean, and no number with one of the paper's" in page
