@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import spacy
+
 import headwise as hw
 from fuzz.made_files import Reader, lines, mutate_packed, packed, write_json
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_json_lines, mutate_text
 from headwise.input_files import name_in_errors
-from headwise.roles.spacy import Parse, ParseCache
+from headwise.roles.spacy import Parser
 from headwise.texts.batching import read_sentences
 from headwise_lab.data.documents import find_files, read_pieces
 from headwise_lab.data.subwords import read_subwords
@@ -27,9 +29,6 @@ from lab.tasks.glue.glue_toy import toy_words
 from lab.tasks.logic.logic_toy import TOY
 from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl
 from lab.tasks.translation.translation_toy import write_toy_corpus
-
-PARSE = Parse((0, 4), (3, 8), (1, 1), ("det", "ROOT"))
-
 
 # ---- pre-training ----
 
@@ -111,10 +110,13 @@ def rarities(place: Path) -> Reader:
 
 
 def parses(place: Path) -> Reader:
-    cache = ParseCache(place, b"pipeline")
-    cache.add({b"0123456789abcdef": PARSE, b"fedcba9876543210": PARSE})
-    (path,) = cache.folder.iterdir()
-    return path, lambda: ParseCache(place, b"pipeline"), mutate_bytes
+    nlp = spacy.blank("en")
+    parser = nlp.add_pipe("parser")
+    parser.add_label("dep")
+    nlp.initialize()
+    Parser(nlp, place, progress=False)(["A sentence.", "Another one."])
+    (path,) = place.rglob("*.spacy")
+    return path, lambda: Parser(nlp, place, progress=False), mutate_bytes
 
 
 def text(place: Path) -> Reader:

@@ -72,7 +72,10 @@ def grid(**tables: Any) -> dict[str, tuple[str, ...]]:
     evidence = {part: one.evidence for part, one in tables.items()}
     found = build_grouped_grid("A table", PUBLISHED, GROUPS, tables, evidence, lambda _part, arm: arm)
     assert found.header == ("task", "majority", "plain, paper", "plain, here", "em, here")
-    assert "scores in parentheses are not significantly above chance: the majority class, or 1/labels if higher" in found.title
+    assert (
+        "scores in parentheses are not significantly above chance: the majority class, or 1/labels if higher"
+        in found.title
+    )
     assert "Holm-adjusted over all scores of the grid" in found.title
     return {row[0]: tuple(row[1:]) for row in found.text}
 
