@@ -294,4 +294,20 @@ def describe_missing(comparison: Comparison, missing: tuple[Arm, ...]) -> str:
     )
 
 
-COMMANDS = (compare, show)
+@printing_record
+def arms() -> None:
+    """List the named arms: what each does, and the arm that it is judged against."""
+    from rich.table import Table
+
+    from headwise_lab.experiment.arm import describe_arms, named_arms
+
+    about, table = describe_arms(), Table("arm", "what it does", "judged against", box=None, pad_edge=False)
+    for name, arm in named_arms().items():
+        table.add_row(name, about[name], arm.control or "")
+    console = standard_console()
+    console.print(table)
+    console.print("\n`+` combines arms, `:` changes their settings: svgd:alpha=0.5,layers=0/1+output.", style="dim")
+    print_record({name: {"about": about[name], "control": arm.control} for name, arm in named_arms().items()})
+
+
+COMMANDS = (compare, arms, show)

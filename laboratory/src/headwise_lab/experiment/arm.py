@@ -303,64 +303,95 @@ def named_arms() -> Mapping[str, Arm]:
     DropHead begins and ends at the rate of the constant one. SPOS and SGLD have no published temperature; the one here
     makes the noise about as large as the driving term at the start of training.
     """
-    methods: dict[str, Method] = {
-        "scaled": Repel(SVGD(alpha=0.0, smoothing=False)),
-        "smooth": Repel(SVGD(alpha=0.0)),
-        "svgd": Repel(SVGD(alpha=0.01)),
-        "svgd-relative": Repel(SVGD(alpha=Relative(0.1))),
-        "svgd-target": Repel(SVGD(alpha=Target(3.0))),
-        "svgd-normalized": Repel(SVGD(alpha=0.01, kernel=NormalizedRBF())),
-        "svgd-function": Repel(FunctionSVGD()),
-        "svgd-span": Repel(SpanSVGD()),
-        "spos": Repel(SPOS(alpha=0.01, inverse_temperature=1e9)),
-        "sgld": Repel(SGLD(inverse_temperature=1e9, step_size=0.1)),
-        "drophead": DropHeads(0.1),
-        "drophead-scheduled": DropHeads(0.1, start=0.1),
-        "subspace": Penalize(Subspace(), weight=1.0),
-        "position": Penalize(Position(), weight=1.0),
-        "output": Penalize(Output(), weight=1.0),
-        "frobenius": Penalize(Frobenius(), weight=1.0),
-        "subspace-relative": Penalize(Subspace()),
-        "position-relative": Penalize(Position()),
-        "output-relative": Penalize(Output()),
-        "squared-cosine": Penalize(SquaredCosine()),
-        "cka": Penalize(CKA()),
-        "hsic": Penalize(HSIC()),
-        "correlation": Penalize(CrossCorrelation()),
-        "determinant": Penalize(LogDeterminant()),
-        "span": Penalize(SpanOverlap()),
-        "map": Penalize(MapCosine()),
-        "cka-target": Penalize(CKA(), weight=Target(3.0)),
-        "cka-together": Penalize(CKA(), kind_weights=(-1.0, -1.0, -1.0)),
-        "cosine-penalty": Repel(CosinePenalty(alpha=0.01)),
-        "cosine-repulsion": Repel(CosineRepulsion(alpha=0.01)),
-        "trunk": Aggregate(Trunk()),
-        "simple": Aggregate(SimpleRouting()),
-        "em": Aggregate(EMRouting()),
-        "talking": MixHeads(),
-        "gated": GateHeads(SigmoidGate()),
-        "gated-constant": GateHeads(SigmoidGate(token=False)),
-        "gated-elements": GateHeads(SigmoidGate("element")),
-        "gated-elements-constant": GateHeads(SigmoidGate("element", token=False)),
-        "mixture": GateHeads(MixtureOfHeads(1, 2)),
-        "mixture-random": GateHeads(MixtureOfHeads(1, 2, routing="random")),
-        "mixture-all": GateHeads(MixtureOfHeads(1, None)),
-        "differential": PairHeads(second=True),
-        "paired": PairHeads(second=False),
-        "wider": Widen(),
-        "muon": Orthogonalize(per_head=False),
-        "muon-heads": Orthogonalize(per_head=True),
-        "queries-longer": LengthenQueries(drawn=4.0),
-        "queries-faster": LengthenQueries(rate=10.0),
-        "guided": Guided(),
-        "random-mask": Guided(random=ROLES),
-        "shuffled-parse": Guided(shuffled=PARSED),
-        "bilstm": OtherModel("bilstm"),
-        "cnn": OtherModel("cnn"),
-        "no-graph": OtherModel("no-graph"),
-    }
-    arms = {name: Arm(name, (method,), control=find_control((method,))) for name, method in methods.items()}
+    arms = {name: Arm(name, (method,), control=find_control((method,))) for name, (method, _) in _list_named().items()}
     return MappingProxyType({"plain": Arm("plain", control=None)} | arms)
+
+
+def describe_arms() -> Mapping[str, str]:
+    """Return what each named arm does, in words.
+
+    >>> describe_arms()["em"]
+    'EM routing instead of W_O'
+    """
+    return {"plain": "the model as it is", **{name: about for name, (_, about) in _list_named().items()}}
+
+
+@cache
+def _list_named() -> dict[str, tuple[Method, str]]:
+    return {
+        "scaled": (
+            Repel(SVGD(alpha=0.0, smoothing=False)),
+            "the heads' gradients times eps/M, and nothing else of SVGD",
+        ),
+        "smooth": (Repel(SVGD(alpha=0.0)), "SVGD without repulsion: each head gets a share of the others' gradients"),
+        "svgd": (Repel(SVGD(alpha=0.01)), "SVGD: smoothing and repulsion"),
+        "svgd-relative": (
+            Repel(SVGD(alpha=Relative(0.1))),
+            "SVGD, its repulsion always a tenth as long as the driving term",
+        ),
+        "svgd-target": (Repel(SVGD(alpha=Target(3.0))), "SVGD until there are three effective heads"),
+        "svgd-normalized": (Repel(SVGD(alpha=0.01, kernel=NormalizedRBF())), "SVGD with the kernel on directions"),
+        "svgd-function": (Repel(FunctionSVGD()), "SVGD on what heads compute"),
+        "svgd-span": (Repel(SpanSVGD()), "SVGD on the subspaces of heads, which it only turns"),
+        "spos": (Repel(SPOS(alpha=0.01, inverse_temperature=1e9)), "SVGD with Langevin noise"),
+        "sgld": (Repel(SGLD(inverse_temperature=1e9, step_size=0.1)), "Langevin noise without a kernel"),
+        "drophead": (DropHeads(0.1), "whole heads dropped at random while training"),
+        "drophead-scheduled": (DropHeads(0.1, start=0.1), "the same at a rate that falls and rises"),
+        "subspace": (Penalize(Subspace(), weight=1.0), "penalty on the cosine between heads' values"),
+        "position": (Penalize(Position(), weight=1.0), "penalty on heads that attend to the same positions"),
+        "output": (Penalize(Output(), weight=1.0), "penalty on the cosine between heads' outputs"),
+        "frobenius": (Penalize(Frobenius(), weight=1.0), "penalty on attention rows that overlap"),
+        "subspace-relative": (Penalize(Subspace()), "subspace, a tenth as long as the loss's gradient on the heads"),
+        "position-relative": (Penalize(Position()), "position, a tenth as long as that gradient"),
+        "output-relative": (Penalize(Output()), "output, a tenth as long as that gradient"),
+        "squared-cosine": (Penalize(SquaredCosine()), "penalty on the squared cosine between outputs"),
+        "cka": (Penalize(CKA()), "penalty on CKA between outputs"),
+        "hsic": (Penalize(HSIC()), "penalty on the dependence between outputs (HSIC)"),
+        "correlation": (Penalize(CrossCorrelation()), "penalty on the cross-correlation of outputs"),
+        "determinant": (Penalize(LogDeterminant()), "penalty on outputs that span little (log determinant)"),
+        "span": (Penalize(SpanOverlap()), "penalty on the overlap of heads' subspaces of parameters"),
+        "map": (Penalize(MapCosine()), "penalty on the cosine between heads' maps"),
+        "cka-target": (Penalize(CKA(), weight=Target(3.0)), "CKA until there are three effective heads"),
+        "cka-together": (
+            Penalize(CKA(), kind_weights=(-1.0, -1.0, -1.0)),
+            "CKA with its sign turned: heads are made alike",
+        ),
+        "cosine-penalty": (Repel(CosinePenalty(alpha=0.01)), "the cosine between heads' parameters as a penalty"),
+        "cosine-repulsion": (Repel(CosineRepulsion(alpha=0.01)), "the same as a repulsion without smoothing"),
+        "trunk": (Aggregate(Trunk()), "the votes of routing, averaged: its parameters without agreement"),
+        "simple": (Aggregate(SimpleRouting()), "simple routing instead of W_O"),
+        "em": (Aggregate(EMRouting()), "EM routing instead of W_O"),
+        "talking": (MixHeads(), "matrices that mix heads before and after the softmax"),
+        "gated": (GateHeads(SigmoidGate()), "a gate on each head that each token chooses"),
+        "gated-constant": (GateHeads(SigmoidGate(token=False)), "gates on heads that no token changes"),
+        "gated-elements": (
+            GateHeads(SigmoidGate("element")),
+            "a gate on each feature of a head that each token chooses",
+        ),
+        "gated-elements-constant": (
+            GateHeads(SigmoidGate("element", token=False)),
+            "gates on features that no token changes",
+        ),
+        "mixture": (GateHeads(MixtureOfHeads(1, 2)), "one shared head, and two others that each token chooses"),
+        "mixture-random": (
+            GateHeads(MixtureOfHeads(1, 2, routing="random")),
+            "one shared head, and two others at random",
+        ),
+        "mixture-all": (GateHeads(MixtureOfHeads(1, None)), "the gates of a mixture on all heads"),
+        "differential": (PairHeads(second=True), "half the heads, each with a second map subtracted"),
+        "paired": (PairHeads(second=False), "half the heads, twice as wide, with one map"),
+        "wider": (Widen(), "wider feed-forward layers: the parameters of gates elsewhere"),
+        "muon": (Orthogonalize(per_head=False), "Muon on whole projections of heads"),
+        "muon-heads": (Orthogonalize(per_head=True), "Muon on the matrix of each head"),
+        "queries-longer": (LengthenQueries(drawn=4.0), "queries that start four times as long"),
+        "queries-faster": (LengthenQueries(rate=10.0), "queries trained at ten times the rate"),
+        "guided": (Guided(), "heads with the five roles"),
+        "random-mask": (Guided(random=ROLES), "random masks as sparse as those of the roles"),
+        "shuffled-parse": (Guided(shuffled=PARSED), "roles from the parse of another sentence"),
+        "bilstm": (OtherModel("bilstm"), "a BiLSTM instead of the task's model"),
+        "cnn": (OtherModel("cnn"), "a multi-scale CNN instead of the task's model"),
+        "no-graph": (OtherModel("no-graph"), "the task's model with every node of the graph zeroed"),
+    }
 
 
 def combine(arms: Iterable[Arm]) -> Arm:

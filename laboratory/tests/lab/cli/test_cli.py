@@ -14,6 +14,7 @@ import pytest
 
 import headwise
 from headwise.cli import main
+from headwise_lab.experiment.arm import named_arms
 from headwise_lab.experiment.run_folder import Failure
 from headwise_lab.jobs import pool
 from headwise_lab.papers.declarations import REPRODUCTIONS
@@ -45,6 +46,17 @@ def test_a_comparison_runs_and_its_default_folder_names_task_and_scale(capsys):
     assert "no verdict (1 seed)" in shown
     assert Path("runs/logic-demo/results.json").exists()
     assert Path("runs/logic-demo/smooth/seed-0/result.json").exists()
+
+
+def test_every_named_arm_is_listed_with_what_it_does_and_its_control(capsys):
+    assert call("arms", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert list(listed) == list(named_arms())
+    assert listed["em"] == {"about": "EM routing instead of W_O", "control": "trunk"}
+    assert call("arms") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line[:1].isalpha()} >= named_arms().keys()
 
 
 def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
