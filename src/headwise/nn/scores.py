@@ -199,7 +199,7 @@ def add_listener(owner: Any, listener: Observer | Bias, *then: Callable[[], obje
 class TorchScores:
     """The scores of a torch attention module; it must be headwise's own class before anything listens."""
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     gives: tuple[str, ...] = ("values",)
     written: bool = False
 

@@ -125,13 +125,7 @@ def draw_ablations(
 ) -> None:
     """Draw one panel for each pair of names on an empty figure: the first filled, the second as an outline."""
     pooled = {name: [value for model in models for value in model] for name, models in costs.items()}
-    ordered = sorted(value for values in pooled.values() for value in values)
-    if not all(map(math.isfinite, ordered)):
-        raise SettingError("the cost of a head is not finite; expected scores of finished runs.")
-    # bars of equal width that cover 0 and the lowest 95 % of the values, with an edge at 0
-    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
-    width = (high - low) / BARS or 1.0
-    edges = [width * step for step in range(math.floor(low / width), max(math.ceil(high / width), 1) + 1)]
+    edges = _find_edges([value for values in pooled.values() for value in values])
     rows = math.ceil(len(panels) / 2)
     grid = figure.subplots(rows, min(2, len(panels)), sharex=True, sharey=True, squeeze=False)
     for axes, (name, outline) in zip(grid.flat, panels, strict=False):
@@ -144,6 +138,16 @@ def draw_ablations(
         axes.set_visible(False)
     figure.supxlabel(axis, fontsize=10)
     figure.supylabel("heads of a model", fontsize=10)
+
+
+def _find_edges(values: Sequence[float]) -> list[float]:
+    """Return bar edges of equal width that cover 0 and the lowest 95 % of the values, with an edge at 0."""
+    if not all(map(math.isfinite, values)):
+        raise SettingError("the cost of a head is not finite; expected scores of finished runs.")
+    ordered = sorted(values)
+    low, high = min(0.0, ordered[0]), max(0.0, ordered[int(0.95 * (len(ordered) - 1))])
+    width = (high - low) / BARS or 1.0
+    return [width * step for step in range(math.floor(low / width), max(math.ceil(high / width), 1) + 1)]
 
 
 def head_embedding(
