@@ -107,7 +107,7 @@ def route(module: torch.nn.Module, heads: torch.Tensor) -> None:
     module(heads).sum().backward()
 
 
-def compare(commit: str, rounds: int) -> list[dict[str, object]]:
+def compare(commit: str, rounds: int, only: str) -> list[dict[str, object]]:
     """Return the milliseconds of each work in both versions, and the median over rounds of their ratio."""
     with tempfile.TemporaryDirectory() as folder:
         extract(commit, Path(folder))
@@ -119,6 +119,8 @@ def compare(commit: str, rounds: int) -> list[dict[str, object]]:
                     runs.setdefault(name, {})[label] = partial(version.run, work)
         rows = []
         for name, own in runs.items():
+            if only not in name:
+                continue
             _, seconds = interleaved_clocks(CPU, own, rounds, name)
             milliseconds = {label: 1e3 * statistics.median(values) for label, values in seconds.items()}
             ratios = {label: ratio(seconds, label, "before") for label in ("now", "now again")}
@@ -133,12 +135,13 @@ def compare(commit: str, rounds: int) -> list[dict[str, object]]:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", required=True, help="the commit of the earlier version")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=45)
+    parser.add_argument("--only", default="", help="time only works whose name holds this text")
     parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     arguments = parser.parse_args(given)
     warnings.simplefilter("ignore", DeprecationWarning)
     record = new_record("versions", CPU) | {"before": arguments.before, "wanted at most": WANTED}
-    write(record | {"rows": compare(arguments.before, arguments.rounds)}, CPU, arguments.out)
+    write(record | {"rows": compare(arguments.before, arguments.rounds, arguments.only)}, CPU, arguments.out)
 
 
 if __name__ == "__main__":
