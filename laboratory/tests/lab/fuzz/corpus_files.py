@@ -111,12 +111,12 @@ def rarities(place: Path) -> Reader:
 
 def parses(place: Path) -> Reader:
     nlp = spacy.blank("en")
-    parser = nlp.add_pipe("parser")
-    parser.add_label("dep")
+    nlp.add_pipe("parser").add_label("dep")
     nlp.initialize()
-    Parser(nlp, place, progress=False)(["A sentence.", "Another one."])
+    parse = Parser(nlp, place, progress=False)
+    parse(["A sentence.", "Another one."])
     (path,) = place.rglob("*.spacy")
-    return path, lambda: Parser(nlp, place, progress=False), mutate_bytes
+    return path, lambda: parse._read(path), mutate_bytes
 
 
 def text(place: Path) -> Reader:
