@@ -181,7 +181,7 @@ def reproduce(
     from headwise_lab.papers.pages import record_claims
     from headwise_lab.papers.recomputed import extend_seeds, find_record, list_runs, recompute, restore_runs
 
-    REPRODUCTIONS.update({} if tables is None else read_file(tables))
+    REPRODUCTIONS.update({} if tables is None else read_file(tables, taken=REPRODUCTIONS))
     if list_all or identifier is None:
         lists.show_list(out, scale, standard_console())
         return

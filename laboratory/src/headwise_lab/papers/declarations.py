@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from headwise.errors import SettingError
+from headwise.errors import SettingError, require_choice
 from headwise.input_files import read_whole
 from headwise_lab.papers.claims import Claim, Contrast, Least, Numbers, Shown, StepTimes, compare_arms, follow_doses
 from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size, Sizes
@@ -33,6 +33,15 @@ SIZES = FOLDER / "sizes.toml"
 # in the order in which they are listed
 FILES = ("repulsive", "diversify", "guided", "diversity")
 ALL = "all"
+# A file may name these alone: it is data, which others may have written.
+FUNCTIONS = (
+    *(f"repulsive.figures:{name}" for name in ("AttentionMaps", "OutputPages", "draw_entropies", "draw_reliabilities")),
+    *(f"repulsive.figures:{name}" for name in ("draw_strengths", "draw_training_curves")),
+    *(f"repulsive.glue:{name}" for name in ("make_claims", "build_glue_grid")),
+    *("guided.roles:draw_role_worth", "diversity.doses:draw_heads", "diversity.doses:draw_doses"),
+    *("diversity.shrinking:draw_shrinking", "diversity.shrinking:tabulate_shrinking"),
+)
+FunctionField = Literal["drawn", "drawn_together", "overview", "made", "summed", "pages"]
 
 
 class _Entry(BaseModel):
@@ -47,15 +56,6 @@ class _Entry(BaseModel):
             key: [value] if fields.get(key, "").startswith("list[") and isinstance(value, str | dict) else value
             for key, value in given.items()
         }
-
-
-class _Size(_Entry):
-    scale: str
-    times: int = 1
-    heads: int | None = None
-    corpus: str | None = None
-    folds: int | None = None
-    sets: list[str] = []
 
 
 class _Part(_Entry):
@@ -80,6 +80,12 @@ class _Comparison(_Entry):
     bins: tuple[int, int] | None = None
     beyond: tuple[int, int] | None = None
     less: _Comparison | None = None
+
+    @model_validator(mode="after")
+    def _compares(self) -> _Comparison:
+        if bool(self.doses) == (self.arms.count(" > ") == 1):
+            raise ValueError('expected arms = "ARM ... > ARM ...", or doses = "ARM ARM ..."')
+        return self
 
 
 class _Shown(_Entry):
@@ -109,6 +115,20 @@ class _Published(_Entry):
     rows: list[list[str]]
     cells: dict[str, list[str | list[str]]] = {}
 
+    @model_validator(mode="after")
+    def _fit(self) -> _Published:
+        width = len(self.columns)
+        if any(len(row) not in ((2,) if self.cells else (2 + width, 3 + width)) for row in self.rows):
+            raise ValueError(
+                f"expected rows of name, arm, {width} cells and perhaps a part; where there are cells, of two"
+            )
+        for part, cells in self.cells.items():
+            if len(cells) != len(self.rows) or any(
+                len([one] if isinstance(one, str) else one) != width for one in cells
+            ):
+                raise ValueError(f"expected {width} cells for each row in {part}")
+        return self
+
 
 class _Reproduction(_Entry):
     title: str
@@ -125,34 +145,44 @@ class _Reproduction(_Entry):
     after: str = ""
     folder: str = ""
     partial: bool = False
-    functions: dict[str, str | dict[str, Any]] = {}
+    functions: dict[FunctionField, str | dict[str, Any]] = {}
 
 
-def parse_file(text: str, sizes: Mapping[str, Any], name: str = "the text") -> dict[str, Reproduction]:
+_WORDS, _LISTS = TypeAdapter(dict[str, str]), TypeAdapter(dict[str, list[dict[str, str]]])
+_TABLES, _ROWS = TypeAdapter(dict[str, Any]), TypeAdapter(list[dict[str, Any]])
+
+
+def parse_file(
+    text: str, sizes: Mapping[str, Any], name: str = "the text", taken: Collection[str] = ()
+) -> dict[str, Reproduction]:
     """Return the reproductions that a TOML file declares, by id.
 
     Args:
         text: The file.
         sizes: Sizes by name, as in `sizes.toml`.
         name: What errors call the file.
+        taken: Ids that it may not have.
 
     Raises:
-        SettingError: It is not TOML, a key is missing, unknown or of another type, or an entry names sizes, a list or a
-            reproduction that is not there.
+        SettingError: It is not TOML, an id is taken, a key is missing, unknown or of another type, or an entry names
+            sizes, a list, a part, a function or a reproduction that is not there.
     """
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"{name} is not TOML: {error}.") from None
-    words, lists = raw.pop("words", {}), raw.pop("lists", {})
+    given = {"words": raw.pop("words", {}), "lists": raw.pop("lists", {})}
     found = {}
     for identifier in raw:
+        if identifier in taken or not re.fullmatch(r"[\w.-]+/[\w.-]+", identifier):
+            raise SettingError(f"{name} has the table {identifier!r}; expected an id of its own, as mine/table-1.")
         try:
-            entry = _inherit(raw, identifier)
+            entry = _inherit(raw, identifier, ())
             shared = {key: entry.pop(key) for key in ("arms", "sizes", "scales") if key in entry}
-            entry["parts"] = [{**shared, **part} for part in entry.get("parts", [{}])]
-            own = {**words, **entry.pop("words", {})}
-            entry = _expand(entry, own, {**lists, **entry.pop("lists", {})})
+            entry["parts"] = [{**shared, **part} for part in _ROWS.validate_python(entry.get("parts", [{}]))]
+            words = _WORDS.validate_python({**given["words"], **entry.pop("words", {})})
+            lists = _LISTS.validate_python({**given["lists"], **entry.pop("lists", {})})
+            entry = _expand(entry, words, lists)
             found[identifier] = _Builder(identifier, _Reproduction.model_validate(entry), sizes).build()
         except ValidationError as error:
             first = error.errors()[0]
@@ -161,13 +191,17 @@ def parse_file(text: str, sizes: Mapping[str, Any], name: str = "the text") -> d
             raise SettingError(f"{name}, {identifier}, {place}: {said}.") from None
         except KeyError as error:
             raise SettingError(f"{name}, {identifier}: {error} is not defined.") from None
+        except SettingError as error:
+            raise SettingError(f"{name}, {identifier}: {error}") from None
     return found
 
 
-def _inherit(raw: Mapping[str, Any], identifier: str) -> dict[str, Any]:
-    entry = dict(raw[identifier])
+def _inherit(raw: Mapping[str, Any], identifier: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+    entry = dict(_TABLES.validate_python(raw[identifier]))
     parent = entry.pop("like", None)
-    return entry if parent is None else {**_inherit(raw, parent), **entry}
+    if parent in (identifier, *heirs):
+        raise SettingError(f"{identifier} is like {parent}, which is like it; give one of them keys of its own.")
+    return entry if parent is None else {**_inherit(raw, parent, (identifier, *heirs)), **entry}
 
 
 def _expand(value: Any, words: Mapping[str, str], lists: Mapping[str, Any]) -> Any:
@@ -194,7 +228,13 @@ def _expand(value: Any, words: Mapping[str, str], lists: Mapping[str, Any]) -> A
 def _list_rows(value: Any, lists: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the rows that an entry is repeated for; one without words where it is not repeated."""
     each = value.get("each") if isinstance(value, dict) else None
-    return [{}] if each is None else lists[each] if isinstance(each, str) else each
+    return (
+        [{}]
+        if each is None
+        else lists[each]
+        if isinstance(each, str)
+        else _LISTS.validate_python({"each": each})["each"]
+    )
 
 
 class _Builder:
@@ -208,6 +248,9 @@ class _Builder:
         entry = self.entry
         functions = {field: _resolve(function) for field, function in entry.functions.items()}
         claims = tuple(self._claim(claim) for claim in entry.claims)
+        known = [part.name for part in entry.parts]
+        for part in (part for claim in claims for one in (*claim.contrasts, *claim.shown) for part in one.parts):
+            require_choice("part", part, known)
         given = entry.model_dump(include={"title", "source", "task", "extra", "analysis", "after", "folder", "partial"})
         return Reproduction(
             id=self.identifier,
@@ -225,12 +268,10 @@ class _Builder:
         words = {"corpus": part.corpus} if part.corpus else {}
         found = {}
         for scale, raw in self.sizes[part.sizes].items():
-            size = _Size.model_validate(_expand(raw, words, {}))
-            if part.scales and scale not in part.scales:
-                continue
-            own = {name: value for name in ("heads", "folds") if (value := getattr(part, name)) is not None}
-            values = {**size.model_dump(), **own}
-            found[scale] = Size(**{**values, "sets": (*size.sets, *part.sets)})
+            if not part.scales or scale in part.scales:
+                own = {name: value for name in ("heads", "folds") if (value := getattr(part, name)) is not None}
+                size = {**_expand(raw, words, {}), **own}
+                found[scale] = Size(**{**size, "sets": (*size.get("sets", ()), *part.sets)})
         return found
 
     def _name_parts(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -300,17 +341,23 @@ def _publish(given: _Published) -> Published:
 
 
 def _resolve(function: str | Mapping[str, Any]) -> Any:
-    """Return a function of this package by its place, or what its `call` returns for the other keys."""
+    """Return one of `FUNCTIONS`, or what the one named by `call` returns for the other keys."""
+    given = {"call": function} if isinstance(function, str) else dict(function)
+    name = given.pop("call")
+    require_choice("function", name, FUNCTIONS)
+    found = resolve_name(f"headwise_lab.papers.{name}")
     if isinstance(function, str):
-        return resolve_name(f"headwise_lab.papers.{function}")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in function.items()}
-    return resolve_name(f"headwise_lab.papers.{given.pop('call')}")(**given)
+        return found
+    try:
+        return found(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    except TypeError as error:
+        raise SettingError(f"function {name} cannot be called ({error}).") from None
 
 
-def read_file(path: Path) -> dict[str, Reproduction]:
+def read_file(path: Path, taken: Collection[str] = ()) -> dict[str, Reproduction]:
     """Return the reproductions that a TOML file declares; see `parse_file`. Raises DataError: It cannot be read."""
     sizes = tomllib.loads(SIZES.read_text(encoding="utf-8"))
-    return parse_file(read_whole(path).decode("utf-8", errors="replace"), sizes, path.name)
+    return parse_file(read_whole(path).decode("utf-8", errors="replace"), sizes, path.name, taken)
 
 
 # Every table and figure of the papers that can be run, and our own, by its id.

@@ -54,7 +54,9 @@ shows = [
 ["mine/table-2"]
 like = "mine/table-1"
 title = "Another"
-parts = [{ name = "three", sizes = "SICK", arms = "plain", folds = 10, sets = ["heads=2"] }]
+sizes = "SICK"
+scales = []
+parts = [{ name = "one", folds = 10, sets = ["heads=2"] }, { name = "two" }]
 """
 
 
@@ -82,6 +84,9 @@ def test_a_table_is_added_by_its_text_alone():
     assert second.parts[0].sizes["cpu"] == Size("cpu", corpus="sick", folds=10, sets=("epochs=12", "heads=2"))
 
 
+EXTRA, PAGES = 'extra = "nothing"', "repulsive.figures:OutputPages"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -92,9 +97,31 @@ def test_a_table_is_added_by_its_text_alone():
         ("states = ", "state = ", r"claims\.0\.states: Field required"),
         ("digits = 3", 'digits = "three"', r"shows\.1\.digits: .*integer.*three"),
         ("folds = 10", "fold = 10", r"parts\.0\.fold: Extra inputs"),
+        ('"em:kinds=self > plain"', '"em:kinds=self plain"', "expected arms = .* or doses = "),
+        ('"em:kinds=self > plain"', '"a > b > c"', "expected arms = .* or doses = "),
+        ('in = "all"\nshows', 'in = "three"\nshows', "part is 'three'; expected one of one, two"),
+        ('rows = [["Plain", "plain"]]', 'rows = [["Plain"]]', "published: .*expected rows of name, arm"),
+        ('one = [["1.0", "2.0"]]', 'one = [["1.0"]]', "expected 2 cells for each row in one"),
+        ('like = "mine/table-1"', 'like = "mine/table-2"', "is like mine/table-2, which is like it"),
+        ('sets = [{ set = "one"', 'sets = ["one", { set = "one"', r"sets\.0: .*dictionary"),
+        ('longest = "em', 'longest = 3 # "em', "longest: .*string"),
+        (
+            "parts = [{ each",
+            'functions = { drawn = "data:os.system" }\nparts = [{ each',
+            "function is 'data:os.system'",
+        ),
+        (
+            "parts = [{ each",
+            'functions = { drawn = { call = "repulsive.figures:OutputPages", x = 1 } }\nparts = [{ each',
+            "cannot be called",
+        ),
+        ("parts = [{ each", 'functions = { drown = "diversity.doses:draw_heads" }\nparts = [{ each', "functions.drown"),
+        ('["mine/table-2"]', '["table-2"]', "has the table 'table-2'; expected an id of its own"),
+        ('["mine/table-2"]', '["old/table-1"]', "has the table 'old/table-1'; expected an id of its own"),
+        ("[words]", "words = 1\n[word]", "words|word"),
     ],
 )
 def test_what_is_misspelled_is_refused_with_its_place(old: str, new: str, said: str):
     assert old in TABLE
     with pytest.raises(SettingError, match=said):
-        parse_file(TABLE.replace(old, new), KNOWN, "mine.toml")
+        parse_file(TABLE.replace(old, new), KNOWN, "mine.toml", taken=["old/table-1"])
