@@ -85,8 +85,8 @@ def test_reproduce_lists_shows_its_runs_and_runs_them(capsys):
 
 
 def test_a_table_of_the_users_own_is_listed_and_planned_by_its_file_alone(capsys, monkeypatch):
-    # what the command adds is taken away again
-    monkeypatch.setitem(REPRODUCTIONS, "mine/table-1", REPRODUCTIONS["repulsive/table-2"])
+    # what the command adds is in a copy
+    monkeypatch.setattr("headwise_lab.papers.declarations.REPRODUCTIONS", dict(REPRODUCTIONS))
     monkeypatch.setattr(TranslationTask, "scales", {**TRANSLATION_SCALES, "demo": SMALLEST})
     write_toy_corpus(Path("pairs"))
     page = (Path(__file__).parents[4] / "docs" / "reproducing.md").read_text(encoding="utf-8")
@@ -94,6 +94,7 @@ def test_a_table_of_the_users_own_is_listed_and_planned_by_its_file_alone(capsys
     asked = ("reproduce", "mine/table-1", "--tables", "mine.toml", "--scale", "demo", "--data", "pairs", "--dry-run")
     assert call(*asked) == 0
     assert "svgd:layers=1" in capsys.readouterr().out
+    assert "mine/table-1" not in REPRODUCTIONS
     Path("mine.toml").write_text("x = [", encoding="utf-8")
     assert call(*asked) != 0
     assert "mine.toml is not TOML" in capsys.readouterr().err
