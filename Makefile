@@ -1,7 +1,8 @@
 # Needs make and Python 3.11 or newer; everything else is installed into .venv.
 #
 #   make demo        install, then compare a repulsion and a penalty with their controls on a small task
-#   make test        install with the development tools, then run the tests
+#   make test        install with the development tools, then run the quick tests
+#   make test-all    run those and the tests marked full
 #   make test-slow   run the tests that take minutes
 #   make test-lowest  install the lowest versions that pyproject.toml declares into build/lowest, and use them
 #   make lint        run ruff and pyright
@@ -39,7 +40,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help bench-versions demo translation-gpu test test-slow test-lowest lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help bench-versions demo translation-gpu test test-all test-slow test-lowest lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,9 @@ translation-gpu:
 
 test: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
