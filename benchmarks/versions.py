@@ -23,6 +23,8 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from timing import console, interleaved_clocks, new_record, ratio, write
 
@@ -91,6 +93,7 @@ def collect() -> dict[str, Callable[[], object]]:
         works[f"{name} routing, {TOKENS} tokens"] = partial(route, module, torch.randn(TOKENS, 512))
     for name, attach in floors.METHODS.items():
         works[f"{floors.DEEP} narrow layers, {name}"] = floors.Narrow(floors.DEEP, attach).step
+    works["LoRA in 6 layers of width 512, svgd"] = make_adapted(hw, floors.RULE)
     batch = [torch.randint(overhead.VOCABULARY, SHAPE, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     plain = overhead.no_penalty
     for name, variant in {
@@ -101,6 +104,25 @@ def collect() -> dict[str, Callable[[], object]]:
     }.items():
         works[f"Transformer-base, {name}"] = partial(variant.step, *batch)
     return works
+
+
+def make_adapted(hw: Any, rule: object) -> Callable[[], object]:
+    """Return a training step of LoRA adapters of rank 8 under a rule."""
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8
+    )
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules=targets, init_lora_weights=False))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    hw.repel(hw.find_heads(model), rule, optimizer=optimizer)
+    tokens = torch.randint(1000, SHAPE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    return step
 
 
 def route(module: torch.nn.Module, heads: torch.Tensor) -> None:

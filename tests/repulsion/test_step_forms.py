@@ -51,13 +51,13 @@ def act(model: nn.Module, rule: Rule, *, strength: float = 0.5, joint: bool = Fa
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the groups that were mixed by columns."""
     names: list[str] = []
-    apply = step.apply_by_columns
+    apply = step.apply_in_place
 
-    def noted(rule, batch, *rest):
-        names.extend(group.name for group, _ in batch)
-        return apply(rule, batch, *rest)
+    def noted(rule, batch, *rest, apart):
+        names.extend(group.name for group, _, _ in batch if apart)
+        return apply(rule, batch, *rest, apart=apart)
 
-    monkeypatch.setattr(step, "apply_by_columns", noted)
+    monkeypatch.setattr(step, "apply_in_place", noted)
     return names
 
 

@@ -194,7 +194,7 @@ def carry(
         for force, target in carrier.list_targets(own - factor * push_own, common):
             forces.append(force)
             targets.append(target)
-    finite = write_finite(forces, targets, norm.isfinite() & (factor * push).isfinite())
+    finite = write_finite(forces, targets, norm + factor * push).isfinite()
     return ForceNorms.of([group], norm, factor * push, found.size, finite, found.geometry, scale)
 
 

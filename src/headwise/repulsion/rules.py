@@ -115,30 +115,36 @@ def stack_strengths(strength: Strength, names: Sequence[str], like: Tensor) -> f
     return factors[0] if len(set(factors)) == 1 else torch.tensor(factors, dtype=like.dtype, device=like.device)
 
 
-def stays_finite(finite: Tensor, force: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether forces [*, ...], which are `finite` [*] in at least single precision, are so in the dtype of a gradient.
+def mark_overflow(total: Tensor, force: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers [*] as they are, or infinite where the dtype of a gradient cannot hold a force [*, ...].
 
-    >>> stays_finite(torch.tensor([True, True]), torch.tensor([[1.0], [-7e4]]), torch.float16)
-    tensor([ True, False])
+    The force is in at least single precision, and a number is finite if the force is.
+
+    >>> mark_overflow(torch.tensor([1.0, 2.0]), torch.tensor([[1.0], [-7e4]]), torch.float16)
+    tensor([1., inf])
     """
     # other dtypes hold all numbers whose norm is finite in single precision
     if dtype != torch.float16:
-        return finite
-    largest = torch.linalg.vector_norm(force.flatten(finite.dim()), math.inf, dim=-1)
-    return finite & (largest <= torch.finfo(dtype).max)
+        return total
+    largest = torch.linalg.vector_norm(force.flatten(total.dim()), math.inf, dim=-1)
+    return torch.where(largest <= torch.finfo(dtype).max, total, math.inf)
 
 
-def write_finite(forces: Sequence[Tensor], gradients: Sequence[Tensor], finite: Tensor) -> Tensor:
-    """Write forces into gradients and return True, if all are finite.
+def write_finite(forces: Sequence[Tensor], gradients: Sequence[Tensor], total: Tensor) -> Tensor:
+    """Write forces into gradients if all are finite, as the number `total` says; returns it, infinite if not.
 
-    Otherwise, or where their norms are not finite, as `finite` says, the gradients stay as they are, for the loop or a
-    GradScaler to notice.
+    Otherwise the gradients stay as they are, for the loop or a GradScaler to notice.
     """
     for force, gradient in zip(forces, gradients, strict=True):
-        finite = stays_finite(finite, force, gradient.dtype)
+        total = mark_overflow(total, force, gradient.dtype)
+    # a number in the CPU's own memory can be read at once, and a copy costs less than a choice
+    known = math.isfinite(total.view(1).tolist()[0]) if total.device.type == "cpu" else None
     for force, gradient in zip(forces, gradients, strict=True):
-        torch.where(finite, force.to(gradient.dtype), gradient, out=gradient)
-    return finite
+        if known:
+            gradient.copy_(force)
+        elif known is None:
+            torch.where(total.isfinite(), force.to(gradient.dtype), gradient, out=gradient)
+    return total
 
 
 def scale_prior(mixing: Mixing, scale: Tensor | None) -> Tensor | None:
@@ -168,10 +174,12 @@ def add_repulsion(
 
 
 def add_mixed(buffer: Tensor, coefficients: Tensor, view: Tensor, *, beta: int = 1) -> None:
-    """Set buffer to beta * buffer + sum_j coefficients_ij view_j; view [M, a, b] need not be contiguous."""
+    """Set buffer to beta * buffer + sum_j coefficients_ij view_j; view [M, D] or [M, a, b] need not be contiguous."""
     wide = view.to(buffer.dtype)
     coefficients = coefficients.to(buffer.dtype)
-    if wide.stride(1) == wide.shape[2] * wide.stride(2) and wide.stride(2) == 1:
+    if wide.dim() == 2:
+        buffer.addmm_(coefficients, wide, beta=beta)
+    elif wide.stride(1) == wide.shape[2] * wide.stride(2) and wide.stride(2) == 1:
         flat = wide.as_strided((wide.shape[0], wide.shape[1] * wide.shape[2]), (wide.stride(0), 1))
         buffer.flatten(1).addmm_(coefficients, flat, beta=beta)
     else:

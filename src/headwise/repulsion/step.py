@@ -1,13 +1,11 @@
 """One step of a rule on the particle groups of a model, where parameters are whole and where they are sharded.
 
 Every step is the same pipeline: Gram matrices of the particles, the rule's coefficients (`evaluate`), and gradients
-that are mixed with them and written in place. Gradients are written in one of three forms, the first two on a CPU,
-without a copy of a weight:
+that are mixed with them and written, in one of two forms:
 
-* By columns, in single precision: groups of float32 whose particles are far apart, as in most models. Their distances
-  lose no digits in an unshifted Gram matrix, which itself tells. Columns stay in a core's cache: particles are read
-  twice, gradients read and written once.
-* On views, with Gram matrices in float64: groups whose particles are close, other dtypes, and sharded parameters.
+* In place, on a CPU and where parameters are sharded. Groups of float32 whose particles are far apart, as in most
+  models, lose no digits in an unshifted Gram matrix, which itself tells; they are mixed in columns that stay in a
+  core's cache. The others are mixed whole, from differences, with Gram matrices in float64.
 * Stacked, on an accelerator, where a launch costs more than the arithmetic on one layer's heads, and for small groups
   on a CPU: groups of one shape are copied into one stack, mixed by batched products, and copied back.
 
@@ -18,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,11 +47,11 @@ from headwise.repulsion.rules import (
     add_mixed,
     add_repulsion,
     find_strength,
+    mark_overflow,
     repulsion_factor,
     repulsion_norms,
     scale_prior,
     stack_strengths,
-    stays_finite,
     write_finite,
 )
 
@@ -65,12 +64,9 @@ APART = 2.0**-4
 # Numbers of the columns multiplied at a time for a Gram matrix, and mixed at a time: what a core's cache holds.
 GRAM_PART, MIXED_PART = 2**16, 2**18
 
-# The particles of each slice of a group, and their gradients, as rows [M, D].
-Rows = list[tuple[Tensor, Tensor]]
-
 
 class Member(NamedTuple):
-    """A group in a step: its particles and their gradients, as views [M, a, b] of each slice."""
+    """A group in a step: its particles and their gradients, as views [M, a, b] of each slice, or rows [M, D]."""
 
     group: ParticleGroup
     own: list[Tensor]
@@ -178,22 +174,23 @@ def _apply_local(
         if len(few) > 1:
             records += apply_stacked(rule, few, strength, scale)
             batch = [member for member in every if member.size > MOST_CALLED]
-        apart, grams = find_apart(rule, batch)
-        taken = [(member.group, rows) for member, rows in zip(batch, apart, strict=True) if rows is not None]
-        if grams is not None:
-            records.append(apply_by_columns(rule, taken, grams, strength, scale))
-        left.append([member for member, rows in zip(batch, apart, strict=True) if rows is None])
+        taken, near, sums = find_apart(rule, batch)
+        if sums is not None:
+            records.append(apply_in_place(rule, taken, sums, strength, scale, apart=True))
+        left.append(near)
     left = [batch for batch in left if batch]
-    sums = add_over_processes(process_groups, [_add_grams(rule, batch, bool(process_groups)) for batch in left])
-    return records + [apply_on_views(rule, batch, own, strength, scale) for batch, own in zip(left, sums, strict=True)]
+    every = add_over_processes(process_groups, [_add_grams(rule, batch, bool(process_groups)) for batch in left])
+    return records + [
+        apply_in_place(rule, batch, sums, strength, scale, apart=False) for batch, sums in zip(left, every, strict=True)
+    ]
 
 
-def find_apart(rule: Rule, batch: Sequence[Member]) -> tuple[list[Rows | None], Tensor | None]:
-    """Return the rows of each group that is mixed by columns, else None, and their Gram matrices, float64 [G, M, M]."""
-    every = [None if rule.needs_inner else _flatten(member) for member in batch]
-    grams = [_gram_of_columns([own for own, _ in rows]) for rows in every if rows is not None]
+def find_apart(rule: Rule, batch: Sequence[Member]) -> tuple[list[Member], list[Member], GramSums | None]:
+    """Return the groups that are mixed by columns, as rows; the others; and what a step needs of the first."""
+    rows = [None if rule.needs_inner else _flatten(member) for member in batch]
+    grams = [_gram_of_columns(member.own) for member in rows if member is not None]
     if not grams:
-        return every, None
+        return [], list(batch), None
     stack = torch.stack(grams)
     norms = stack.diagonal(dim1=-2, dim2=-1)
     scale = norms.unsqueeze(-1) + norms.unsqueeze(-2)
@@ -202,107 +199,39 @@ def find_apart(rule: Rule, batch: Sequence[Member]) -> tuple[list[Rows | None], 
     apart.diagonal(dim1=-2, dim2=-1).fill_(True)
     told = (apart.flatten(1).all(-1) & norms.isfinite().all(-1)).tolist()
     answers = iter(told)
-    taken = [None if rows is None or not next(answers) else rows for rows in every]
-    kept = [gram for gram, own in zip(grams, told, strict=True) if own]
-    return taken, torch.stack(kept) if kept else None
+    taken, left = [], []
+    for member, flat in zip(batch, rows, strict=True):
+        if flat is not None and next(answers):
+            taken.append(flat)
+        else:
+            left.append(member)
+    if not taken:
+        return [], left, None
+    stack = torch.stack([gram for gram, own in zip(grams, told, strict=True) if own])
+    return taken, left, GramSums(stack, squares=stack.diagonal(dim1=-2, dim2=-1))
 
 
-def _flatten(member: Member) -> Rows | None:
-    """Return the particles and gradients of each slice as rows, or None where they are no such views."""
-    pairs = []
-    for views in zip(member.own, member.gradients, strict=True):
-        if any(v.dtype != torch.float32 or v.stride(2) != 1 or v.stride(1) != v.shape[2] for v in views):
-            return None
-        own, gradient = (view.as_strided((len(view), view[0].numel()), (view.stride(0), 1)) for view in views)
-        pairs.append((own, gradient))
-    return pairs
+def _flatten(member: Member) -> Member | None:
+    """Return a group with its particles and gradients as rows [M, D], or None where they are no such views."""
+    if any(
+        view.dtype != torch.float32 or view.stride(2) != 1 or view.stride(1) != view.shape[2]
+        for view in (*member.own, *member.gradients)
+    ):
+        return None
+    rows = [[_view_as_rows(view) for view in views] for views in (member.own, member.gradients)]
+    return Member(member.group, *rows)
+
+
+def _view_as_rows(view: Tensor) -> Tensor:
+    size = view[0].numel()
+    return view.as_strided((len(view), size), (view.stride(0), 1))
 
 
 def _gram_of_columns(every: Sequence[Tensor]) -> Tensor:
-    """Return the Gram matrix of particles in several parts: products in float32, their sums in float64."""
-    size = len(every[0])
-    products = [columns @ columns.T for theta in every for columns in theta.split(max(1, GRAM_PART // size), dim=1)]
+    """Return the Gram matrix of rows [M, D] in several parts: products in float32, their sums in float64."""
+    size = max(1, GRAM_PART // len(every[0]))
+    products = [columns @ columns.T for rows in every for columns in rows.split(size, dim=1)]
     return products[0].double() if len(products) == 1 else torch.stack(products).sum(0, dtype=torch.float64)
-
-
-def apply_by_columns(
-    rule: Rule, batch: Sequence[tuple[ParticleGroup, Rows]], grams: Tensor, strength: Strength, scale: Tensor | None
-) -> ForceNorms:
-    """Replace the gradients of groups that `find_apart` takes in place by the rule's."""
-    distances, mixing, repulsions = evaluate(rule, grams, None)
-    groups = [group for group, _ in batch]
-    names = [group.name for group in groups]
-    dtype = torch.float32
-    drives = mixing.drive.to(dtype).unbind()
-    prior = scale_prior(mixing, scale)
-    priors = [None] * len(batch) if prior is None else prior.to(dtype).unbind()
-    coefficients: list[Tensor | None] = [None] * len(batch)
-    pushes = None
-    if mixing.relative is None:
-        factors = repulsion_factor(mixing, repulsions, repulsions, stack_strengths(strength, names, repulsions), scale)
-        pushes = (factors * repulsions).to(dtype)
-        coefficients = list((-factors[:, None, None] * mixing.repulsion).to(dtype).unbind())
-    buffer = torch.empty(0, dtype=dtype)
-    driving_norms, found = [], []
-    for index, (group, rows) in enumerate(batch):
-        most = max(1, MIXED_PART // group.particles)
-        columns = [part for pair in rows for part in zip(*(whole.split(most, 1) for whole in pair), strict=True)]
-        whole = len(columns) == 1
-        size = max(own.numel() for own, _ in columns)
-        buffer = buffer if buffer.numel() >= size else torch.empty(size, dtype=dtype)
-        # of several columns each is written before the next is computed
-        finite = whole or _stays_finite(drives[index], priors[index], rows, grams[index])
-        own = coefficients[index]
-        push = None if pushes is None else pushes[index]
-        norm = torch.zeros((), dtype=dtype)
-        if finite and own is None:
-            norms = [_drive(buffer, drives[index], priors[index], *part)[1] for part in columns]
-            norm = torch.stack(norms).norm()
-            factor = repulsion_factor(mixing, norm, repulsions[index], find_strength(strength, group.name), scale)
-            own, push = (-factor * mixing.repulsion[index]).to(dtype), (factor * repulsions[index]).to(dtype)
-        if finite:
-            assert own is not None
-            assert push is not None
-            norms = []
-            for theta, gradient in columns:
-                driving, part_norm = _drive(buffer, drives[index], priors[index], theta, gradient)
-                norms.append(part_norm)
-                finite = finite and (not whole or _is_finite(part_norm + push))
-                if finite:
-                    gradient.copy_(driving.addmm_(own, theta))
-            norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
-        else:
-            norm = torch.stack([torch.linalg.vector_norm(gradient) for _, gradient in rows]).norm() * math.inf
-            push = repulsions[index].to(dtype) if push is None else push
-        driving_norms.append(norm)
-        found.append(push)
-    norm, push = torch.stack(driving_norms), torch.stack(found)
-    sizes = grams.diagonal(dim1=-2, dim2=-1).sqrt().mean(-1)
-    return ForceNorms.of(groups, norm, push, sizes, norm.isfinite() & push.isfinite(), distances, scale)
-
-
-def _drive(
-    buffer: Tensor, drive: Tensor, prior: Tensor | None, theta: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return drive @ g + prior @ theta, in the buffer, and its norm."""
-    driving = buffer[: theta.numel()].view(theta.shape)
-    torch.mm(drive, gradient, out=driving)
-    if prior is not None:
-        driving.addmm_(prior, theta)
-    return driving, torch.linalg.vector_norm(driving)
-
-
-def _stays_finite(drive: Tensor, prior: Tensor | None, rows: Rows, gram: Tensor) -> bool:
-    """Whether the driving term is finite for certain: its norm is at most that of these products."""
-    most = torch.stack([torch.linalg.vector_norm(gradient) for _, gradient in rows]).norm() * drive.norm()
-    if prior is not None:
-        most = most + prior.norm() * gram.diagonal().sum().sqrt().float()
-    return _is_finite(most)
-
-
-def _is_finite(number: Tensor) -> bool:
-    """Whether a number in the CPU's own memory is finite."""
-    return math.isfinite(number.view(1).tolist()[0])
 
 
 def _add_grams(rule: Rule, batch: Sequence[Member], divided: bool) -> GramSums:
@@ -322,39 +251,134 @@ def _add_grams(rule: Rule, batch: Sequence[Member], divided: bool) -> GramSums:
     return GramSums(shifted, plain, add(plain_gram, gradients), products, add(squared_norms, own))
 
 
-def apply_on_views(
-    rule: Rule, batch: Sequence[Member], sums: GramSums, strength: Strength, scale: Tensor | None
+def apply_in_place(
+    rule: Rule, batch: Sequence[Member], sums: GramSums, strength: Strength, scale: Tensor | None, *, apart: bool
 ) -> ForceNorms:
-    """Replace the gradients of groups of equally many particles in place by the rule's."""
-    distances, mixing, repulsions = evaluate(rule, sums.shifted, sums.plain)
-    medoids = find_medoids(distances)
-    prior = scale_prior(mixing, scale)
-    norms = sums.driving_norms(mixing.drive, prior)
-    driving_norms, pushes, sound, workspace = [], [], [], _Workspace()
-    for index, (group, views, gradients) in enumerate(batch):
-        driving = [workspace.borrow(slot, gradient) for slot, gradient in enumerate(gradients)]
-        for term, view, gradient in zip(driving, views, gradients, strict=True):
-            add_mixed(term, mixing.drive[index], gradient, beta=0)
-            if prior is not None:
-                add_mixed(term, prior[index], view)
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(term) for term in driving]))
-        norm = norm if norms is None else norms[index].to(norm.dtype)
-        factor = repulsion_factor(mixing, norm, repulsions[index], find_strength(strength, group.name), scale)
-        push = factor * repulsions[index]
-        for term, view in zip(driving, views, strict=True):
-            rows = workspace.borrow(len(gradients), term)
-            add_repulsion(term, -factor * mixing.repulsion[index], view, rows, medoids[index], rule.needs_inner)
-        sound.append(write_finite(driving, gradients, norm.isfinite() & push.isfinite()))
-        driving_norms.append(norm)
-        pushes.append(push)
-    sizes = (
-        torch.stack([mean_norm(views) for _, views, _ in batch])
-        if sums.squares is None
-        else sums.squares.sqrt().mean(-1)
-    )
-    groups = [group for group, _, _ in batch]
-    norm, push, finite = torch.stack(driving_norms), torch.stack(pushes), torch.stack(sound)
-    return ForceNorms.of(groups, norm, push, sizes, finite, distances, scale)
+    """Replace the gradients of groups of equally many particles in place by the rule's.
+
+    Rows that are `apart` are mixed in columns that a core's cache holds, and other views whole, from differences.
+    """
+    distances, mixing, norms = evaluate(rule, sums.shifted, sums.plain)
+    names = [group.name for group, _, _ in batch]
+    drive, prior, repulsion, pushes = mixing.drive, scale_prior(mixing, scale), -mixing.repulsion, norms
+    known = sums.driving_norms(drive, prior)
+    if mixing.relative is None:
+        factors = repulsion_factor(mixing, norms, norms, stack_strengths(strength, names, norms), scale)
+        repulsion, pushes = factors[:, None, None] * repulsion, factors * norms
+    if apart:
+        # one conversion for all groups
+        drive, prior, pushes = drive.float(), None if prior is None else prior.float(), pushes.float()
+        repulsion = repulsion.float() if mixing.relative is None else repulsion
+    medoids = None if apart else find_medoids(distances)
+    buffers, found = _Buffers(), []
+    priors = [None] * len(batch) if prior is None else prior.unbind()
+    every = zip(drive.unbind(), priors, repulsion.unbind(), pushes.unbind(), strict=True)
+    for index, ((group, own, gradients), coefficients) in enumerate(zip(batch, every, strict=True)):
+        factor = None
+        if mixing.relative is not None:
+            alpha = find_strength(strength, group.name)
+            factor = partial(repulsion_factor, mixing, repulsion_norm=norms[index], strength=alpha, scale=scale)
+        one = _Coefficients(*coefficients, factor)
+        parts = list(zip(own, gradients, strict=True))
+        if apart:
+            most = max(1, MIXED_PART // group.particles)
+            parts = [part for pair in parts for part in zip(*(rows.split(most, 1) for rows in pair), strict=True)]
+        if apart and len(parts) > 1:
+            found.append(_mix_columns(one, gradients, parts, sums.shifted[index], buffers))
+        else:
+            origin = None if medoids is None else (medoids[index], rule.needs_inner)
+            found.append(_mix_whole(one, parts, None if known is None else known[index], origin, buffers))
+    driving, pushed, totals = map(torch.stack, zip(*found, strict=True))
+    squares = sums.squares
+    sizes = torch.stack([mean_norm(own) for _, own, _ in batch]) if squares is None else squares.sqrt().mean(-1)
+    return ForceNorms.of([group for group, _, _ in batch], driving, pushed, sizes, totals.isfinite(), distances, scale)
+
+
+class _Coefficients(NamedTuple):
+    """The coefficients [M, M] of one group; `factor` gives that on the repulsion, if the driving term decides it."""
+
+    drive: Tensor
+    prior: Tensor | None
+    repulsion: Tensor
+    push: Tensor
+    factor: Callable[[Tensor], Tensor] | None
+
+    def mix(self, term: Tensor, view: Tensor, gradient: Tensor) -> Tensor:
+        """Write the driving term drive @ g + prior @ theta, and return it."""
+        add_mixed(term, self.drive, gradient, beta=0)
+        if self.prior is not None:
+            add_mixed(term, self.prior, view)
+        return term
+
+    def repel(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return coefficients and norm of the repulsion, by the norm of the driving term."""
+        if self.factor is None:
+            return self.repulsion, self.push
+        factor = self.factor(norm)
+        return factor * self.repulsion, factor * self.push
+
+
+def _mix_whole(
+    own: _Coefficients,
+    parts: Sequence[tuple[Tensor, Tensor]],
+    norm: Tensor | None,
+    origin: tuple[Tensor, bool] | None,
+    buffers: _Buffers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mix views with all their driving terms in memory; returns the norms of driving term and repulsion, and a sum.
+
+    `norm` is that of the driving term where a process has a share of it alone, and `origin` the particle from which
+    differences are taken, and whether coefficients act on it too.
+    """
+    terms = [own.mix(buffers.borrow(slot, gradient), view, gradient) for slot, (view, gradient) in enumerate(parts)]
+    norm = _find_norm(terms) if norm is None else norm.to(terms[0].dtype)
+    coefficients, push = own.repel(norm)
+    for term, (view, _) in zip(terms, parts, strict=True):
+        if origin is None:
+            add_mixed(term, coefficients, view)
+        else:
+            add_repulsion(term, coefficients, view, buffers.borrow(len(parts), term), *origin)
+    return norm, push, write_finite(terms, [gradient for _, gradient in parts], norm + push)
+
+
+def _mix_columns(
+    own: _Coefficients,
+    gradients: Sequence[Tensor],
+    columns: Sequence[tuple[Tensor, Tensor]],
+    gram: Tensor,
+    buffers: _Buffers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mix columns one after another, so that nothing is written unless all are finite for certain."""
+
+    def drive() -> Iterator[Tensor]:
+        return (own.mix(buffers.borrow(0, gradient), rows, gradient) for rows, gradient in columns)
+
+    # the driving term is at most as long as these products
+    most = _find_norm(gradients) * own.drive.norm().float()
+    if own.prior is not None:
+        most = most + own.prior.norm().float() * gram.diagonal().sum().sqrt().float()
+    norm = most if own.factor is None or not _is_finite(most) else _find_norm(drive())
+    coefficients, push = own.repel(norm)
+    if not _is_finite(most + push):
+        return most * math.inf, push, most * math.inf
+    norms = []
+    for term, (rows, gradient) in zip(drive(), columns, strict=True):
+        norms.append(torch.linalg.vector_norm(term))
+        add_mixed(term, coefficients, rows)
+        gradient.copy_(term)
+    norm = torch.stack(norms).norm()
+    return norm, push, norm + push
+
+
+def _find_norm(terms: Iterable[Tensor]) -> Tensor:
+    """Return the norm of several terms together."""
+    norms = [torch.linalg.vector_norm(term) for term in terms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _is_finite(number: Tensor) -> bool:
+    """Whether a number in the CPU's own memory is finite."""
+    return math.isfinite(number.view(1).tolist()[0])
 
 
 def mean_norm(views: Sequence[Tensor]) -> Tensor:
@@ -364,7 +388,7 @@ def mean_norm(views: Sequence[Tensor]) -> Tensor:
     return add_up([norm.square() for norm in norms]).sqrt().mean()
 
 
-class _Workspace:
+class _Buffers:
     """Buffers for driving terms, reused from one group to the next: fresh memory costs more than the arithmetic."""
 
     def __init__(self) -> None:
@@ -418,7 +442,7 @@ def apply_to_stack(rule: Rule, members: Sequence[Member], strength: Strength, sc
     strengths = stack_strengths(strength, [group.name for group in groups], norm)
     factor = repulsion_factor(mixing, norm, repulsions, strengths, scale)
     push = factor * repulsions
-    finite = (norm + push).isfinite()
+    total = norm + push
     coefficients = -factor[:, None, None] * mixing.repulsion
     medoids = find_medoids(distances)[:, None, None]
     for term, stack, before in zip(driving, own, given, strict=True):
@@ -427,7 +451,8 @@ def apply_to_stack(rule: Rule, members: Sequence[Member], strength: Strength, sc
         term.baddbmm_(coefficients.to(term.dtype), stack.to(term.dtype) - origin)
         if rule.needs_inner:
             term.addcmul_(coefficients.sum(-1, keepdim=True).to(term.dtype), origin)
-        finite = stays_finite(finite, term, before.dtype)
+        total = mark_overflow(total, term, before.dtype)
+    finite = total.isfinite()
     for slot, (term, before) in enumerate(zip(driving, given, strict=True)):
         # a gradient that is not finite stays as it is, for the loop or a GradScaler to notice
         after = torch.where(finite[:, None, None], term.to(before.dtype), before)
