@@ -59,7 +59,7 @@ def test_aggregators_are_put_into_the_layers_that_are_named():
         (lambda: hw.Repel(hw.SVGD(), projections="query"), r"projections is 'query'; expected a tuple"),
         (lambda: hw.Repel(hw.SVGD(), projections=("key", "values")), r"projections is 'values'"),
         (lambda: hw.Penalize(hw.SVGD()), r"term is SVGD.*expected .*Output\(\)"),
-        (lambda: hw.Penalize(hw.similarity.Output(), weight=float("nan")), r"penalty_weight is nan"),
+        (lambda: hw.Penalize(hw.similarity.Output(), weight=float("nan")), r"Penalize.weight is nan"),
         (
             lambda: hw.Penalize(hw.similarity.Output(), kind_weights=(1.0, 2.0)),
             r"kind_weights is \(1\.0, 2\.0\); expected one number",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -258,6 +258,22 @@ def _add_squares(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
     return sum(squares, torch.zeros((), device=like.device))
 
 
+def _require_weight(name: str, value: float | Relative | Target) -> None:
+    if not isinstance(value, Relative | Target):
+        require_range(name, value)
+
+
+def _require_kind_weights(name: str, value: tuple[float, ...]) -> None:
+    if len(value) != len(WEIGHTED_KINDS):
+        raise SettingError(f"{name} is {value}; expected one number for each of {WEIGHTED_KINDS}.")
+    for weight in value:
+        require_range(name, weight)
+
+
+Weight = Annotated[float | Relative | Target, _require_weight]
+KindWeights = Annotated[tuple[float, ...], _require_kind_weights]
+
+
 @dataclass(frozen=True)
 class Penalize(Method):
     """A similarity of heads added to the loss: `Disagreement`, as a value.
@@ -283,22 +299,14 @@ class Penalize(Method):
     """
 
     term: Similarity | SiteSimilarity | Sum
-    weight: float | Relative | Target = DEFAULT
-    kind_weights: tuple[float, ...] | None = None
+    weight: Weight = DEFAULT
+    kind_weights: KindWeights | None = None
     grouping: Literal["within", "across"] | None = None
     across: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._list_grouped()
-        if not isinstance(self.weight, Relative | Target):
-            require_range("penalty_weight", self.weight)
-        if self.kind_weights is not None and len(self.kind_weights) != len(WEIGHTED_KINDS):
-            raise SettingError(
-                f"kind_weights is {self.kind_weights}; expected one number for each of {WEIGHTED_KINDS}."
-            )
-        for weight in self.kind_weights or ():
-            require_range("kind_weights", weight)
 
     @property
     def weighted(self) -> tuple[tuple[float, Similarity | SiteSimilarity], ...]:
