@@ -46,6 +46,15 @@ def test_an_optimizer_built_anew_over_the_same_model_is_said_at_its_second_step_
     assert handle.steps == steps_before
 
 
+def test_an_optimizer_built_anew_after_a_step_whose_closure_raised_is_said_too():
+    model, optimizer, _handle = attached()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    rebuilt = AdamW(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=SAME_HEADS):
+        run(model, rebuilt, steps=4)
+
+
 def test_a_model_and_optimizer_that_were_thrown_away_before_their_first_step_are_said_at_the_next_ones_step():
     # as Trainer(model_init=...) does with what trainer.create_optimizer() returned
     model, optimizer, _ = attached()

@@ -334,16 +334,14 @@ class Attachment:
 
         def closure_then_act() -> Any:
             self.clear()
-            try:
-                loss = closure()
-                if loss is None and not has_gradient(optimizer):
-                    # Lightning's closure, where training_step left the batch out: nothing moves
-                    self._watch.stepping = False
-                    return None
-                before(self, None)
-            except BaseException:
-                self._watch.stepping = False
-                raise
+            # nothing steps if the closure raises
+            self._watch.stepping = False
+            loss = closure()
+            if loss is None and not has_gradient(optimizer):
+                # Lightning's closure, where training_step left the batch out: nothing moves
+                return None
+            before(self, None)
+            self._watch.stepping = True
             return loss
 
         self._watch.stepping = True
