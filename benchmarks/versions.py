@@ -93,7 +93,7 @@ def collect() -> dict[str, Callable[[], object]]:
         works[f"{name} routing, {TOKENS} tokens"] = partial(route, module, torch.randn(TOKENS, 512))
     for name, attach in floors.METHODS.items():
         works[f"{floors.DEEP} narrow layers, {name}"] = floors.Narrow(floors.DEEP, attach).step
-    works["LoRA in 6 layers of width 512, svgd"] = make_adapted(hw, floors.RULE)
+    works["LoRA in 6 layers of width 512, svgd"] = make_adapted(hw, floors.METHODS["svgd"])
     batch = [torch.randint(overhead.VOCABULARY, SHAPE, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     plain = overhead.no_penalty
     for name, variant in {
@@ -106,15 +106,15 @@ def collect() -> dict[str, Callable[[], object]]:
     return works
 
 
-def make_adapted(hw: Any, rule: object) -> Callable[[], object]:
-    """Return a training step of LoRA adapters of rank 8 under a rule."""
+def make_adapted(hw: Any, attach: Callable[..., object]) -> Callable[[], object]:
+    """Return a training step of LoRA adapters of rank 8 under a method."""
     config = LlamaConfig(
         vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8
     )
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules=targets, init_lora_weights=False))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    hw.repel(hw.find_heads(model), rule, optimizer=optimizer)
+    attach(hw.find_heads(model), optimizer)
     tokens = torch.randint(1000, SHAPE)
 
     def step() -> None:
