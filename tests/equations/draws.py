@@ -24,6 +24,15 @@ def close(actual: Tensor, wanted: Tensor, *, terms: float = 1024) -> None:
     torch.testing.assert_close(actual, wanted, rtol=0, atol=terms * EPS * scale)
 
 
+def vectors(batch: int, length: int, heads: int, width: int) -> Tensor:
+    scale = torch.rand(batch, length, heads, 1, dtype=torch.float64) * 3 + 0.1
+    return torch.randn(batch, length, heads, width, dtype=torch.float64) * scale
+
+
+def rows(batch: int, length: int, heads: int, width: int) -> Tensor:
+    return (1.7 * torch.randn(batch, heads, length, width, dtype=torch.float64)).softmax(-1)
+
+
 def public_names(module: ModuleType) -> set[str]:
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return {name for name, value in own.items() if getattr(value, "__module__", None) == module.__name__}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import cases
-from equations.draws import public_names
+from equations.draws import public_names, rows, vectors
 from headwise.errors import MaskError, ShapeError
 from headwise.functional import cosine
 from headwise.similarity import terms as disagreement
@@ -28,15 +28,6 @@ class Term(NamedTuple):
     loop: Callable[[Tensor, Tensor], Tensor]
     draw: Callable[[int, int, int, int], Tensor]
     tokens: tuple[int, ...]
-
-
-def vectors(batch: int, length: int, heads: int, width: int) -> Tensor:
-    scale = torch.rand(batch, length, heads, 1, dtype=torch.float64) * 3 + 0.1
-    return torch.randn(batch, length, heads, width, dtype=torch.float64) * scale
-
-
-def rows(batch: int, length: int, heads: int, width: int) -> Tensor:
-    return (1.7 * torch.randn(batch, heads, length, width, dtype=torch.float64)).softmax(-1)
 
 
 def sentences(batch: int, length: int, heads: int, width: int) -> Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import cases
-from equations.draws import public_names
+from equations.draws import public_names, rows, vectors
 from headwise import metrics
 from headwise.errors import MaskError, ShapeError
 from headwise.metrics import heads, moments
@@ -22,15 +22,6 @@ from reference import metrics as loops
 torch.set_num_threads(1)
 
 EXACT = 1e3 * torch.finfo(torch.float64).eps
-
-
-def vectors(batch: int, length: int, heads: int, width: int) -> Tensor:
-    scale = torch.rand(batch, length, heads, 1, dtype=torch.float64) * 3 + 0.1
-    return torch.randn(batch, length, heads, width, dtype=torch.float64) * scale
-
-
-def rows(batch: int, length: int, heads: int, width: int) -> Tensor:
-    return (1.7 * torch.randn(batch, heads, length, width, dtype=torch.float64)).softmax(-1)
 
 
 class Metric(NamedTuple):
