@@ -16,7 +16,7 @@
 #   make bench-importance DATA=FILE  compare first-order importance with removing heads; FILE is dev.tsv of STS-B
 #   make bench-shrinking  time pruned and merged models against the whole one
 #   make bench-merging TEXT=FILE HELD_OUT=FILE  what merging key/value heads costs small decoders, in an hour
-#   make mutants     how many small faults in kernels, rules, routing, terms and statistics the tests find, in half an hour
+#   make mutants     how many small faults in kernels, rules, routing, terms, alignment and statistics the tests find; an hour
 #   make bench-calibration  simulate how often the laboratory's tests err
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second

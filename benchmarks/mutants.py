@@ -20,26 +20,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
-    "src/headwise/kernels.py": "equations/test_kernels equations/test_particles laws/test_particle_laws",
-    "src/headwise/repulsion/rules.py": (
-        "equations/test_particles repulsion/test_step_forms repulsion/test_repulsion_refusals laws/test_particle_laws"
-    ),
-    "src/headwise/routing/algorithms.py": (
-        "equations/test_routing equations/test_votes laws/test_routing_laws equations/test_aggregation"
-    ),
-    "src/headwise/similarity/terms.py": (
-        "equations/test_disagreement laws/test_similarity_laws similarity/test_penalty similarity/test_strength "
-        "similarity/test_position_recomputed similarity/test_invariant_terms"
-    ),
-    "src/headwise/similarity/invariant.py": (
-        "equations/test_similarity similarity/test_invariant_terms similarity/test_penalty similarity/test_strength"
-    ),
-    "src/headwise/shrinking/alignment.py": (
-        "shrinking/test_alignment shrinking/test_merge shrinking/test_key_freedom shrinking/test_shrinking_refusals"
-    ),
-    "laboratory/src/headwise_lab/results/statistics.py": (
-        "lab/results/test_statistics lab/results/test_calibrated_tests lab/results/test_paired_tests"
-    ),
+    "src/headwise/kernels.py": "equations/kernels equations/particles equations/refusals laws/particle_laws",
+    "src/headwise/repulsion/rules.py": "equations/particles equations/refusals repulsion/step_forms "
+    "repulsion/repulsion_refusals laws/particle_laws",
+    "src/headwise/routing/algorithms.py": "equations/routing equations/votes equations/refusals laws/routing_laws "
+    "equations/aggregation",
+    "src/headwise/similarity/terms.py": "equations/disagreement similarity/penalty similarity/position_recomputed "
+    "similarity/invariant_terms similarity/strength laws/similarity_laws",
+    "src/headwise/similarity/invariant.py": "equations/similarity similarity/invariant_terms similarity/penalty "
+    "similarity/strength",
+    "src/headwise/shrinking/alignment.py": "shrinking/alignment shrinking/key_freedom shrinking/merge "
+    "shrinking/shrinking_refusals",
+    "laboratory/src/headwise_lab/results/statistics.py": "lab/results/statistics lab/results/calibrated_tests "
+    "lab/results/paired_tests",
 }
 SWAPPED = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Pow: "*", ast.FloorDiv: "*", ast.Mod: "+",
@@ -135,7 +128,7 @@ def main() -> None:
             if given.only not in path:
                 continue
             folder = "laboratory/tests" if path.startswith("laboratory") else "tests"
-            tests = [f"{folder}/{name}.py" for name in names.split()]
+            tests = [f"{folder}/{'/test_'.join(name.rsplit('/', 1))}.py" for name in names.split()]
             if killed(copy, tests):
                 sys.exit(f"{tests} fail without a change:\n{(copy / 'tests.log').read_text()}")
             source, every = (ROOT / path).read_bytes(), mutants(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from heads.attentions import SeparateAttention
 from heads.wrappers import LoraLinear, wrap
 from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
 from repulsion.by_hand import RULE, loss_of, model_with_gradients, repelled
+
+Refusal = tuple[Callable[[], object], type[Exception], str]
 
 
 def sgd(model: nn.Module, **options) -> SGD:
@@ -54,6 +57,19 @@ def two_optimizers(model: nn.Module) -> list[SGD]:
     return [sgd(model), SGD([model.q_proj.weight, nn.Parameter(torch.zeros(1))], lr=0.1)]
 
 
+def of_four(
+    message: str, rule: Any = RULE, optimizer: Any = None, *, error: type = SettingError, **options: Any
+) -> Refusal:
+    """The repulsion of an attention with four heads."""
+    sizes = {"key_value_heads": options.pop("key_value_heads")} if "key_value_heads" in options else {}
+    return lambda: repel(SeparateAttention(**sizes), rule, optimizer, **options), error, message
+
+
+def of_one(make: Callable[[SeparateAttention], dict[str, Any]], error: type, message: str) -> Refusal:
+    """That of one by optimizers that were made for it."""
+    return lambda: repel(model := SeparateAttention(), **make(model)), error, message
+
+
 NO_VALUES = r"q_proj\.weight is on the meta device and has no values"
 NOT_FINITE = r"^k_proj\.weight holds NaN or infinity in key heads \[1, 2\] of 4; repulsion needs finite heads"
 ONE_HEAD = (
@@ -61,40 +77,41 @@ ONE_HEAD = (
     r"from; choose heads\.projection\('query'\), with 4 heads per layer\.$"
 )
 SPANS, FUNCTIONS = hw.repulsion.SpanSVGD, hw.repulsion.FunctionSVGD
-REFUSALS: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: repel(SeparateAttention(), hw.SVGD), SettingError, "expected a particle rule"),
-    (lambda: repel(m := SeparateAttention(), RULE, sgd(m, maximize=True)), SettingError, "maximize=True"),
-    (lambda: repel(SeparateAttention(), joint="no"), SettingError, "joint is 'no'; expected True or False"),
-    (lambda: repel(SeparateAttention(), every=0), SettingError, "every is 0"),
-    (lambda: repel(SeparateAttention(), every=2.5), SettingError, r"every is 2\.5"),
-    (lambda: repel(SeparateAttention(), when="now"), SettingError, "when is 'now'; expected one of step, man"),
-    (lambda: repel(SeparateAttention(), noise="no"), SettingError, "noise is 'no'; expected one of step, ap"),
-    (lambda: repel(SeparateAttention(), seed=-1), SettingError, "seed is -1"),
-    (lambda: hw.Repel(RULE, grouping="inside"), SettingError, "grouping is 'inside'"),
-    (lambda: hw.Repel(RULE, projections="query"), SettingError, "projections is 'query'"),
-    (lambda: hw.Repel(RULE, projections=("output",)), SettingError, "projections is 'output'"),
-    (lambda: repel(SeparateAttention(), RULE, "adam"), SettingError, "optimizer is str"),
-    (lambda: repel(SeparateAttention(), RULE, []), SettingError, "optimizer is list"),
-    (
-        lambda: repel(m := SeparateAttention(), RULE, Bare(m.parameters())),
-        SettingError,
-        r"Bare does not call torch\.optim\.Optimizer\.__init__",
+REFUSALS: list[Refusal] = [
+    of_four("expected a particle rule", hw.SVGD),
+    of_four("joint is 'no'; expected True or False", joint="no"),
+    of_four("every is 0", every=0),
+    of_four(r"every is 2\.5", every=2.5),
+    of_four("when is 'now'; expected one of step, man", when="now"),
+    of_four("noise is 'no'; expected one of step, ap", noise="no"),
+    of_four("seed is -1", seed=-1),
+    of_four("optimizer is str", RULE, "adam"),
+    of_four("optimizer is list", RULE, []),
+    of_four("SpanSVGD compares the spans of one projection, which cannot be joined", SPANS(), joint=True),
+    of_four("FunctionSVGD compares products .*, which cannot be joined; leave joint out", FUNCTIONS(), joint=True),
+    of_four("make no product; select query and key", FUNCTIONS(), error=LayoutError, projections=("key",)),
+    of_four(r"asks for 5 effective heads, and .* has 4", hw.SVGD(alpha=hw.Target(5.0))),
+    of_four("4 query heads and 2 key/value heads cannot be joined", key_value_heads=2, joint=True),
+    of_four("4 query heads share 2 key/value heads", FUNCTIONS(), key_value_heads=2),
+    *(
+        of_four(ONE_HEAD, rule, error=LayoutError, key_value_heads=1, projections=("key", "value"))
+        for rule in (RULE, hw.SVGD(alpha=0.0), hw.repulsion.CosinePenalty(alpha=0.3))
     ),
-    (
-        lambda: repel(m := SeparateAttention(), RULE, SGD([m.q_proj.weight, m.k_proj.weight], lr=0.1)),
+    of_one(lambda m: {"optimizer": sgd(m, maximize=True)}, SettingError, "maximize=True"),
+    of_one(
+        lambda m: {"optimizer": Bare(m.parameters())}, SettingError, r"Bare does not call torch\.optim\.Optimizer\.__in"
+    ),
+    of_one(
+        lambda m: {"optimizer": two_optimizers(m)}, SettingError, "query: its parameters are held by 2 of the 2 optim"
+    ),
+    of_one(
+        lambda m: {"optimizer": SGD([m.q_proj.weight, m.k_proj.weight], lr=0.1)},
         LayoutError,
         "value: its parameters are not held by the optimizer",
     ),
-    (
-        lambda: repel(m := SeparateAttention(), RULE, two_optimizers(m)),
-        SettingError,
-        "query: its parameters are held by 2 of the 2 optimizers",
-    ),
-    (
-        lambda: repel(SeparateAttention(key_value_heads=2), joint=True),
-        SettingError,
-        "4 query heads and 2 key/value heads cannot be joined",
-    ),
+    (lambda: hw.Repel(RULE, grouping="inside"), SettingError, "grouping is 'inside'"),
+    (lambda: hw.Repel(RULE, projections="query"), SettingError, "projections is 'query'"),
+    (lambda: hw.Repel(RULE, projections=("output",)), SettingError, "projections is 'output'"),
     (
         lambda: repel(changed(lambda m: m.k_proj.weight.requires_grad_(False))),
         LayoutError,
@@ -114,43 +131,10 @@ REFUSALS: list[tuple[Callable[[], object], type[Exception], str]] = [
         LayoutError,
         r"\(query\+key\+value: 1\).*; select an attention with more heads\.$",
     ),
-    *(
-        (
-            lambda rule=rule: repel(SeparateAttention(key_value_heads=1), rule, projections=("key", "value")),
-            LayoutError,
-            ONE_HEAD,
-        )
-        for rule in (RULE, hw.SVGD(alpha=0.0), hw.repulsion.CosinePenalty(alpha=0.3))
-    ),
-    (
-        lambda: repel(SeparateAttention(), SPANS(), joint=True),
-        SettingError,
-        "SpanSVGD compares the spans of one projection, which cannot be joined",
-    ),
-    (
-        lambda: repel(SeparateAttention(), FUNCTIONS(), joint=True),
-        SettingError,
-        "FunctionSVGD compares products of projections, which cannot be joined; leave joint out",
-    ),
-    (
-        lambda: repel(SeparateAttention(), FUNCTIONS(), projections=("key",)),
-        LayoutError,
-        "make no product; select query and key",
-    ),
-    (
-        lambda: repel(SeparateAttention(key_value_heads=2), FUNCTIONS()),
-        SettingError,
-        "4 query heads share 2 key/value heads",
-    ),
     (
         lambda: repel(nn.MultiheadAttention(16, 2, kdim=3, vdim=8), SPANS()),
         SettingError,
         "the heads of key have 8 features of 3 inputs, so that each spans all of",
-    ),
-    (
-        lambda: repel(SeparateAttention(), hw.SVGD(alpha=hw.Target(5.0))),
-        SettingError,
-        r"asks for 5 effective heads, and .* has 4",
     ),
 ]
 
