@@ -42,7 +42,7 @@ SWAPPED = {
 }  # fmt: skip
 
 
-def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Yield what may stand in a node's place: the node and the text."""
     if isinstance(node, ast.BinOp) and type(node.op) in SWAPPED:
         yield node, f"({ast.unparse(node.left)}) {SWAPPED[type(node.op)]} ({ast.unparse(node.right)})"
@@ -80,7 +80,7 @@ def mutants(path: str) -> list[tuple[int, int, str]]:
     found = (change for node in nodes for change in changes(node))
     return sorted(
         {
-            (starts[at.lineno - 1] + at.col_offset, starts[at.end_lineno - 1] + at.end_col_offset, text)
+            (starts[at.lineno - 1] + at.col_offset, starts[(at.end_lineno or 0) - 1] + (at.end_col_offset or 0), text)
             for at, text in found
         }
     )
