@@ -6,6 +6,7 @@
 #   make test-slow   run the tests that take minutes
 #   make test-lowest  install the lowest versions that pyproject.toml declares into build/lowest, and use them
 #   make lint        run ruff and pyright
+#   make docs-check  check the pages: links, their Python, their figures, and what programs write
 #   make translation-gpu DATA=FOLDER  compare eight arms of the translation task on one GPU; FOLDER is from headwise prepare
 #   make bench       time every method against plain torch (on a GPU: ARGS="--device cuda")
 #   make bench-versions BEFORE=COMMIT  time methods against an earlier version, interleaved in one process
@@ -15,6 +16,7 @@
 #   make bench-importance DATA=FILE  compare first-order importance with removing heads; FILE is dev.tsv of STS-B
 #   make bench-shrinking  time pruned and merged models against the whole one
 #   make bench-merging TEXT=FILE HELD_OUT=FILE  what merging key/value heads costs small decoders, in an hour
+#   make mutants     how many small faults in kernels, rules, routing, terms, alignment and statistics the tests find; an hour
 #   make bench-calibration  simulate how often the laboratory's tests err
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second
@@ -40,7 +42,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: bench-shrinking bench-merging help bench-versions demo translation-gpu test test-all test-slow test-lowest lint format bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
+.PHONY: bench-shrinking bench-merging help bench-versions demo translation-gpu test test-all test-slow test-lowest lint format docs-check mutants bench bench-minilm bench-roles bench-measure bench-importance bench-calibration bench-memory bench-lm bench-laboratory bench-demo bench-first-steps bench-graphs api records docs wheel picture clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -75,6 +77,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs-check: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/docs/check_pages.py $(ARGS)
+
+mutants: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python benchmarks/mutants.py $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -14,6 +14,7 @@ import torch
 
 import headwise as hw
 
+pytestmark = pytest.mark.full
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.calibration import calibration_curve
 
-from headwise.errors import SettingError, ShapeError
+from cases import cases
 from headwise.metrics.calibration import Reliability, predictive_entropy, reliability, reliability_of
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -28,7 +28,7 @@ def by_hand(bins: int) -> tuple[float, float]:
     return ece, oe
 
 
-@pytest.mark.parametrize("bins", [1, 7, 15])
+@cases("bins", [1, 7, 15])
 def test_both_errors_are_the_papers_sums(bins: int):
     found = reliability(CONFIDENCE, CORRECT, bins=bins)
     assert (found.ece, found.oe) == pytest.approx(by_hand(bins), abs=1e-12)
@@ -65,24 +65,6 @@ def test_entropy_is_minus_the_sum_of_p_log_p():
     rows = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
     by_hand = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
     assert predictive_entropy(rows).tolist() == pytest.approx([by_hand, 0.0, math.log(3)], abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: reliability(torch.tensor([1.2]), torch.tensor([True])), SettingError, r"between 1\.2 and 1\.2"),
-        (lambda: reliability(torch.tensor([math.nan]), torch.tensor([True])), SettingError, "between nan and nan"),
-        (lambda: reliability(torch.zeros(0), torch.ones(0).bool()), ShapeError, "floats"),
-        (lambda: reliability(torch.tensor([0.5]), torch.ones(1)), ShapeError, r"correct is torch\.float32"),
-        (lambda: predictive_entropy(torch.tensor([[0.5, 0.5], [1.0, 2.0]])), SettingError, "row 1 .* sums to 3"),
-        (lambda: reliability_of(torch.tensor([[0.5, 0.5]]), torch.tensor([0.0])), ShapeError, "labels are"),
-        (lambda: reliability_of(torch.tensor([[0.5, 0.5]]), torch.tensor([0, 1])), ShapeError, "labels are"),
-        (lambda: reliability(CONFIDENCE, CORRECT) + reliability(CONFIDENCE, CORRECT, bins=3), SettingError, "15 and 3"),
-    ],
-)
-def test_what_is_no_probability_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_the_record_is_plain_numbers():

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equations.public import public_names
+from cases import cases
+from equations.draws import public_names, rows, vectors
 from headwise.errors import MaskError, ShapeError
 from headwise.functional import cosine
 from headwise.similarity import terms as disagreement
@@ -27,15 +28,6 @@ class Term(NamedTuple):
     loop: Callable[[Tensor, Tensor], Tensor]
     draw: Callable[[int, int, int, int], Tensor]
     tokens: tuple[int, ...]
-
-
-def vectors(batch: int, length: int, heads: int, width: int) -> Tensor:
-    scale = torch.rand(batch, length, heads, 1, dtype=torch.float64) * 3 + 0.1
-    return torch.randn(batch, length, heads, width, dtype=torch.float64) * scale
-
-
-def rows(batch: int, length: int, heads: int, width: int) -> Tensor:
-    return (1.7 * torch.randn(batch, heads, length, width, dtype=torch.float64)).softmax(-1)
 
 
 def sentences(batch: int, length: int, heads: int, width: int) -> Tensor:
@@ -54,7 +46,7 @@ TERMS = {
     name: Term(getattr(disagreement, name), getattr(disagreement, f"{name}_sum"), getattr(loops, name), *drawn)
     for name, drawn in DRAWN.items()
 }
-each_term = pytest.mark.parametrize("term", TERMS.values(), ids=TERMS.keys())
+each_term = cases("term", TERMS.values())
 
 
 def token_shape(term: Term, tensor: Tensor) -> tuple[int, ...]:
@@ -182,7 +174,7 @@ def test_a_zero_vector_has_no_direction_and_gets_no_gradient() -> None:
     assert (heads.grad[0, 0] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@cases("dtype", [torch.float64, torch.bfloat16])
 def test_a_gradient_taken_in_parts_is_that_of_the_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(3, 7, 4, 5, generator=generator, dtype=torch.float64).to(dtype)
@@ -204,7 +196,7 @@ def test_a_gradient_taken_in_parts_is_that_of_the_whole(dtype: torch.dtype, monk
 
 
 @each_term
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@cases("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_accumulated_in_float32_also_under_autocast(term: Term, dtype: torch.dtype) -> None:
     torch.manual_seed(7)
     half = term.draw(3, 4, 5, 64).to(dtype).requires_grad_()
@@ -241,7 +233,7 @@ UNIFORM = torch.full((1, 8, 3, 64), 1 / 64, dtype=torch.float64)
 DISJOINT = torch.eye(8, 64, dtype=torch.float64).reshape(1, 8, 1, 64)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "given_tensor", "keep", "expected"),
     [
         *((name, TOKENS[:1], None, 0.5) for name in ("output_similarity", "subspace_similarity")),

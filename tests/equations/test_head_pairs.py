@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
+from cases import cases
 from headwise import metrics
-from headwise.errors import MaskError, SettingError, ShapeError
 from headwise.metrics import pairs as head_pairs
 from headwise.metrics.intervals import mean_interval, student_quantile
 from headwise.metrics.pairs import (
@@ -24,7 +24,7 @@ KEEP = torch.rand(3, 7, generator=GENERATOR) < 0.7
 WEIGHTS = (3 * torch.randn(3, 4, 7, 7, generator=GENERATOR, dtype=torch.float64)).softmax(-1)
 
 
-@pytest.mark.parametrize("keep", [None, KEEP])
+@cases("keep", [None, KEEP])
 def test_means_over_pairs_are_the_metrics(keep):
     assert mean_over_pairs(distance_pairs(VECTORS, keep).mean) == pytest.approx(
         float(metrics.head_distance(VECTORS, keep)), abs=1e-12
@@ -52,13 +52,6 @@ def test_each_entry_is_of_its_two_heads():
 def test_batches_add_up():
     parts = distance_pairs(VECTORS[:1], KEEP[:1]) + distance_pairs(VECTORS[1:], KEEP[1:])
     torch.testing.assert_close(parts.mean, distance_pairs(VECTORS, KEEP).mean)
-
-
-def test_one_head_and_no_token_are_refused():
-    with pytest.raises(ShapeError, match="1 head"):
-        mean_over_pairs(torch.ones(1, 1))
-    with pytest.raises(MaskError, match="no valid token"):
-        _ = distance_pairs(VECTORS, torch.zeros(3, 7).bool()).mean
 
 
 def test_the_mean_over_others_leaves_the_head_itself_out():
@@ -100,21 +93,7 @@ def test_a_random_mask_as_sparse_gets_what_is_expected_on_average():
     assert sum(drawn) / len(drawn) == pytest.approx(allowed / 7, abs=0.015)
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ShapeError, match=r"expected \(3 or 1, roles, 7 or 1, 7\)"):
-        role_shares(WEIGHTS, torch.ones(2, 1, 7, 7).bool())
-    with pytest.raises(MaskError, match=r"expected torch\.bool"):
-        role_shares(WEIGHTS, torch.ones(3, 1, 7, 7))
-    roles = torch.ones(3, 2, 7, 7).bool()
-    for keep, message in (
-        (KEEP[0], r"keep has shape \(7,\); expected \(3, 7\)"),
-        (KEEP.double(), r"keep is torch\.float64; expected a bool tensor"),
-    ):
-        with pytest.raises(MaskError, match=message):
-            role_shares(WEIGHTS, roles, keep)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 5, 30])
+@cases("freedom", [1, 2, 3, 5, 30])
 def test_quantiles_are_students(freedom: int):
     assert student_quantile(0.975, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=3e-3)
 
@@ -126,15 +105,10 @@ def test_the_interval_is_students():
     assert (found.low, found.value, found.high) == pytest.approx((low, float(values.mean()), high), rel=1e-5, abs=1e-5)
     alone = mean_interval(values[:1])
     assert alone.low == alone.value == alone.high
-    with pytest.raises(ShapeError, match="one number per item"):
-        mean_interval(values[:0])
-    for level in (1.0, 1 - 1e-16):
-        with pytest.raises(SettingError, match=r"level is (1\.0|0\.9{9,}\d*); expected a number below 1"):
-            mean_interval(values, level=level)
     assert mean_interval(values, level=0.999).low < found.low
 
 
-@pytest.mark.parametrize("keep", [None, KEEP])
+@cases("keep", [None, KEEP])
 def test_tokens_taken_a_few_at_a_time_are_the_same_sums(keep, monkeypatch):
     cosines, (divergences, entropy) = cosine_pairs(VECTORS, keep), attention_pairs(WEIGHTS, keep)
     monkeypatch.setattr(head_pairs, "CHUNK", 4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.nn import average_weights
 from headwise.nn.average_weights import mean_of, mean_weights
 
@@ -57,9 +58,9 @@ def explicit(queries: Tensor, keys: Tensor, mask: Tensor | None, scale: float, c
     return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).mean(1)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("groups", [HEADS, GROUPS, 1])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@cases("causal", [False, True])
+@cases("groups", [HEADS, GROUPS, 1])
+@cases("mask", MASKS.values())
 def test_it_is_the_mean_of_the_weights_with_its_gradients(mask, groups, causal):
     results = []
     for form in (mean_weights, explicit):
@@ -112,28 +113,6 @@ def test_nothing_of_the_size_of_all_weights_is_kept_or_made():
     assert sizes == [queries.numel(), BATCH * 40 * 40]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"keys": torch.zeros(2, 4, 7, 4)}, hw.errors.ShapeError, "with G dividing H"),
-        ({"keys": torch.zeros(2, 3, 7, 5)}, hw.errors.ShapeError, "expected"),
-        ({"keys": torch.zeros(2, 3, 7, 4, dtype=torch.float64)}, hw.errors.ShapeError, "one floating dtype"),
-        ({"mask": torch.zeros(2, 3, 5, 7)}, hw.errors.MaskError, r"broadcasts to \(2, 6, 5, 7\)"),
-        ({"mask": torch.zeros(5, 7, dtype=torch.int64)}, hw.errors.MaskError, "expected bool"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, error, said):
-    given = {"queries": torch.zeros(2, 6, 5, 4), "keys": torch.zeros(2, 3, 7, 4), "mask": None, **change}
-    with pytest.raises(error, match=said):
-        mean_weights(given["queries"], given["keys"], given["mask"])
-
-
-def test_a_second_derivative_is_refused():
-    queries, keys = (drawn(BATCH, HEADS, n, SIZE, seed=n).requires_grad_() for n in (QUERIES, KEYS))
-    with pytest.raises(hw.errors.HeadwiseError, match="differentiable once"):
-        torch.autograd.grad(mean_weights(queries, keys).square().sum(), queries, create_graph=True)
-
-
 def test_the_gradient_of_an_additive_mask_in_half_precision_has_its_dtype():
     queries, keys = (drawn(BATCH, HEADS, n, SIZE, seed=n).bfloat16() for n in (QUERIES, KEYS))
     mask = drawn(HEADS, 1, KEYS, seed=6).bfloat16().requires_grad_()
@@ -142,8 +121,8 @@ def test_the_gradient_of_an_additive_mask_in_half_precision_has_its_dtype():
     assert mask.grad.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 6])
-@pytest.mark.parametrize("held", [0, 1, 2, 4, 5])
+@cases("key_heads", [1, 2, 6])
+@cases("held", [0, 1, 2, 4, 5])
 def test_weights_of_some_heads_at_a_time_give_the_same_mean_and_gradients(
     key_heads: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +140,7 @@ def test_weights_of_some_heads_at_a_time_give_the_same_mean_and_gradients(
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(0, QUERIES), (BATCH, 0)])
+@cases(("batch", "length"), [(0, QUERIES), (BATCH, 0)])
 def test_nothing_has_weights_of_no_numbers(batch: int, length: int):
     queries, keys = torch.randn(batch, HEADS, length, SIZE), torch.randn(batch, GROUPS, KEYS, SIZE)
     assert mean_weights(queries, keys, scale=0.5).shape == (batch, length, KEYS)

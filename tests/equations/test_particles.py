@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import cases
 from equations.draws import EPS, close, draw
 from equations.test_kernels import kappa_and_repulsion
 from headwise.kernels import (
@@ -67,7 +68,7 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "theta", "wanted"), GOLDEN, ids=str)
+@cases(("rule", "theta", "wanted"), GOLDEN)
 def test_rules_give_the_golden_gradients(rule: Rule, theta: list, wanted: list):
     g = matrix([[1, 0], [0, 1], [1, 1]])
     digits = 1e-7 if rule.needs_inner else 1e-8
@@ -119,7 +120,7 @@ def test_the_cosine_rules_equal_the_loops(count: int, seed: int, alpha: float, e
     close(repulsion, reference.cosine_repulsion(theta, g, alpha=alpha, epsilon=epsilon), terms=1e6)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@cases("rule", RULES)
 def test_many_groups_at_once_equal_each_group_alone(rule: Rule):
     theta, g = draw(3, 4, 5), draw(3, 4, 5, seed=1)
     drive, repulsion = blend(rule.mixing(geometry(theta, inner=rule.needs_inner)), theta, g)
@@ -129,7 +130,7 @@ def test_many_groups_at_once_equal_each_group_alone(rule: Rule):
         close(repulsion[i], alone[1])
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@cases("rule", RULES)
 def test_drive_repulsion_and_noise_make_up_the_gradient(rule: Rule):
     noise = draw(4, 5, seed=2) if isinstance(rule, NOISY) else None
     forces = update(rule, draw(4, 5), draw(4, 5, seed=1), noise)
@@ -137,7 +138,7 @@ def test_drive_repulsion_and_noise_make_up_the_gradient(rule: Rule):
     assert forces.noise.any() == (noise is not None)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@cases("rule", RULES)
 def test_mixing_is_written_out_in_plain_matrices(rule: Rule):
     theta, g = draw(4, 5), draw(4, 5, seed=1)
     mixing = rule.mixing(geometry(theta, inner=rule.needs_inner))
@@ -150,8 +151,8 @@ def test_mixing_is_written_out_in_plain_matrices(rule: Rule):
     close(blended[1], repulsion)
 
 
-@pytest.mark.parametrize("ratio", [0.3, 2.5])
-@pytest.mark.parametrize(
+@cases("ratio", [0.3, 2.5])
+@cases(
     "rule",
     [
         lambda alpha: SVGD(alpha, 0.3, prior_precision=0.4),
@@ -160,7 +161,6 @@ def test_mixing_is_written_out_in_plain_matrices(rule: Rule):
         lambda alpha: CosinePenalty(alpha, 0.3),
         lambda alpha: CosineRepulsion(alpha, 0.3),
     ],
-    ids=["svgd", "normalized", "spos", "penalty", "repulsion"],
 )
 def test_a_relative_strength_sets_the_norm_of_the_repulsion_and_keeps_its_direction(rule, ratio: float):
     theta, g = draw(4, 5), draw(4, 5, seed=1)
@@ -171,8 +171,8 @@ def test_a_relative_strength_sets_the_norm_of_the_repulsion_and_keeps_its_direct
     assert torch.cosine_similarity(repulsion.flatten(), absolute.flatten(), dim=0).item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("kernel", [RBF(), IMQ(), Cosine(), NormalizedRBF()], ids=str)
-@pytest.mark.parametrize("alpha", [0.7, Relative(0.6)], ids=str)
+@cases("kernel", [RBF(), IMQ(), Cosine(), NormalizedRBF()])
+@cases("alpha", [0.7, Relative(0.6)])
 def test_equal_particles_get_a_drive_and_no_repulsion_at_all(kernel: Kernel, alpha: float | Relative):
     theta = draw(1, 257).float().repeat(8, 1)
     forces = update(SVGD(alpha, 0.3, kernel), theta, draw(8, 257, seed=1).float())
@@ -181,7 +181,7 @@ def test_equal_particles_get_a_drive_and_no_repulsion_at_all(kernel: Kernel, alp
     assert not forces.repulsion.any()
 
 
-@pytest.mark.parametrize("alpha", [0.7, Relative(0.6)], ids=str)
+@cases("alpha", [0.7, Relative(0.6)])
 def test_a_single_particle_gets_its_own_gradient_times_the_step_size(alpha: float | Relative):
     g = draw(1, 5, seed=1)
     forces = update(SVGD(alpha, 0.3), draw(1, 5), g)
@@ -189,7 +189,7 @@ def test_a_single_particle_gets_its_own_gradient_times_the_step_size(alpha: floa
     assert not forces.repulsion.any()
 
 
-@pytest.mark.parametrize("kernel", [RBF(), IMQ(), Cosine(), NormalizedRBF()], ids=str)
+@cases("kernel", [RBF(), IMQ(), Cosine(), NormalizedRBF()])
 def test_repulsion_between_nearly_equal_particles_keeps_the_digits_of_single_precision(kernel: Kernel):
     theta = (draw(1, 4096) + 1e-4 * draw(8, 4096, seed=1)).float()
     g = draw(8, 4096, seed=2).float()

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError, ShapeError
-from headwise.routing.algorithms import DistinctCapsules, SharedTrunk, em_gradient, em_schedule, simple_gradient
+from cases import cases
+from headwise.routing.algorithms import em_gradient, em_schedule, simple_gradient
 from headwise.routing.modules import (
-    Chunks,
     EMRouting,
     SimpleRouting,
-    Trunk,
     em_routing,
     simple_routing,
     uniform_routing,
@@ -56,9 +53,9 @@ def test_routing_gives_the_golden_numbers():
     assert EMRouting(iterations=2).schedule == (1.0, 3.0)
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("over", ["capsules", "heads"])
+@cases("iterations", [1, 2, 3, 4, 5])
+@cases("size", [1, 4])
+@cases("over", ["capsules", "heads"])
 def test_simple_routing_equals_the_loop(iterations: int, size: int, over):
     votes = random_votes(3, 5, size, seed=iterations)
     routed = simple_routing(votes, SimpleRouting(iterations=iterations, softmax_over=over, floor=1e-5))
@@ -68,9 +65,9 @@ def test_simple_routing_equals_the_loop(iterations: int, size: int, over):
         torch.testing.assert_close(routed.weights[token].tolist(), weights)
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("activation", [True, False])
+@cases("iterations", [1, 2, 3, 4, 5])
+@cases("size", [1, 4])
+@cases("activation", [True, False])
 def test_em_routing_equals_the_loop(iterations: int, size: int, activation: bool):
     votes = random_votes(3, 6, size, seed=iterations)
     setting = EMRouting(iterations=iterations, activation=activation, inverse_temperature=(0.7, 2.3), floor=1e-5)
@@ -104,10 +101,10 @@ def test_both_floors_of_em_routing_are_those_of_the_loop():
     torch.testing.assert_close(routed.capsules[0].tolist(), capsules)
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("activation", [True, False])
-@pytest.mark.parametrize("squeeze", [1.0, 1e-4])
+@cases("iterations", [1, 2, 3, 4, 5])
+@cases("size", [1, 4])
+@cases("activation", [True, False])
+@cases("squeeze", [1.0, 1e-4])
 def test_the_written_gradient_of_em_routing_is_that_of_autograd(iterations, size, activation, squeeze):
     votes = random_votes(3, 6, size, seed=iterations)
     votes[:, :, 0] *= squeeze  # below the floor of the variance when squeezed
@@ -124,10 +121,10 @@ def test_the_written_gradient_of_em_routing_is_that_of_autograd(iterations, size
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("over", ["capsules", "heads"])
-@pytest.mark.parametrize("scale", [1.0, 5.0])
+@cases("iterations", [1, 2, 3, 4, 5])
+@cases("size", [1, 4])
+@cases("over", ["capsules", "heads"])
+@cases("scale", [1.0, 5.0])
 def test_the_written_gradient_of_simple_routing_is_that_of_autograd(iterations, size, over, scale):
     votes = (scale * random_votes(3, 6, size, seed=iterations)).requires_grad_()
     setting = SimpleRouting(iterations=iterations, softmax_over=over, floor=1e-4)
@@ -138,69 +135,9 @@ def test_the_written_gradient_of_simple_routing_is_that_of_autograd(iterations, 
     torch.testing.assert_close(written, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@cases("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_votes_are_routed_in_float32(dtype: torch.dtype):
     votes = random_votes(3, 6, 2, seed=1).to(dtype)
     routed = em_routing(votes, EMRouting(activation=False))
     assert routed.capsules.dtype == torch.float32
     assert torch.equal(routed.capsules, em_routing(votes.float(), EMRouting(activation=False)).capsules)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        *((EMRouting, {"iterations": wrong}) for wrong in (0, 1.5)),
-        (EMRouting, {"capsules": 0}),
-        *((EMRouting, {"floor": wrong}) for wrong in (0.0, 1e-3)),
-        *((EMRouting, {"inverse_temperature": wrong}) for wrong in ((0.0, 3.0), (1.0,), 2.0)),
-        *((EMRouting, {"activation": wrong}) for wrong in ("no", 1, None)),
-        *((SimpleRouting, wrong) for wrong in ({"iterations": 0}, {"capsules": -1}, {"floor": -1e-9})),
-        (SimpleRouting, {"softmax_over": "tokens"}),
-        *((Chunks, {name: 0}) for name in ("tokens", "routed")),
-    ],
-)
-def test_settings_outside_their_range_are_refused(kind: type, wrong: dict):
-    with pytest.raises(SettingError, match=next(iter(wrong))):
-        kind(**wrong)
-
-
-class NoVotes:
-    """One of the two methods of a parameterization."""
-
-    def compute(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("setting", [SimpleRouting, EMRouting, Trunk])
-def test_settings_of_another_type_are_refused(setting: type):
-    for votes in (SharedTrunk, "shared", None, NoVotes()):
-        with pytest.raises(SettingError, match=r"votes is .*; expected for example SharedTrunk\(\)"):
-            setting(votes=votes)
-    for chunks in (8, Chunks, None):
-        with pytest.raises(SettingError, match=r"chunks is .*; expected for example Chunks\(tokens=64\)"):
-            setting(chunks=chunks)
-    setting(votes=DistinctCapsules(), chunks=Chunks(tokens=3))
-
-
-BETA = torch.zeros(6, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("votes", [torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 0), torch.zeros(2, 3, 4, 1).long()])
-def test_votes_of_another_shape_or_dtype_are_refused(votes: Tensor):
-    for route, *setting in ((simple_routing, SimpleRouting()), (em_routing, EMRouting()), (uniform_routing,)):
-        with pytest.raises(ShapeError, match="votes"):
-            route(votes, *setting)
-
-
-@pytest.mark.parametrize(
-    ("activation", "betas", "error", "message"),
-    [
-        (True, (), SettingError, "beta_a"),
-        (False, (BETA, BETA), SettingError, "activation is False"),
-        (True, (BETA,), SettingError, "beta_mu"),
-        (True, (BETA, BETA[:5]), ShapeError, "beta_mu"),
-    ],
-)
-def test_betas_that_do_not_fit_the_setting_are_refused(activation: bool, betas: tuple, error: type, message: str):
-    with pytest.raises(error, match=message):
-        em_routing(random_votes(3, 6, 1, seed=1), EMRouting(activation=activation), *betas)

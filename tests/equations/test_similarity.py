@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import cases
 from headwise.functional.alignment import (
     cross_correlation,
     effective_number,
@@ -63,8 +64,8 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("with_metric", [False, True])
-@pytest.mark.parametrize("tokens", [1, 9, 11, 40])
+@cases("with_metric", [False, True])
+@cases("tokens", [1, 9, 11, 40])
 def test_products_of_tokens_and_of_features_are_the_same_with_their_gradients(tokens, with_metric):
     # with three heads of six features, up to ten tokens are multiplied with one another, and from eleven on features
     generator = torch.Generator().manual_seed(tokens)
@@ -87,7 +88,7 @@ def test_products_of_tokens_and_of_features_are_the_same_with_their_gradients(to
     assert torch.autograd.gradgradcheck(fast, inputs) if tokens == 9 else True
 
 
-@pytest.mark.parametrize(("tokens", "largest"), [(10, 3 * 10 * 10), (11, (3 * 6) ** 2)])
+@cases(("tokens", "largest"), [(10, 3 * 10 * 10), (11, (3 * 6) ** 2)])
 def test_the_smaller_of_both_products_is_formed(tokens, largest):
     sizes = []
 
@@ -129,7 +130,7 @@ def test_golden_numbers():
     assert math.isclose(float(mean(cross_correlation(OUTPUTS, KEEP, matched=True))), 0.21267875, abs_tol=2e-5)
 
 
-@pytest.mark.parametrize("name", TERMS)
+@cases("name", TERMS)
 def test_gradients_to_second_order(name: str):
     torch.manual_seed(3)
     outputs = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
@@ -148,7 +149,7 @@ def test_gradients_of_weights():
     assert torch.autograd.gradcheck(lambda x, w: multiply_features(x, None, w @ w.mT).debiased_cka(), (outputs, out))
 
 
-@pytest.mark.parametrize("name", TERMS)
+@cases("name", TERMS)
 def test_indifference_of_a_gradient(name: str):
     """A function ignores a change exactly when its gradient has no part along it."""
     term, (scale, rotation, offset) = TERMS[name]
@@ -175,8 +176,8 @@ def test_a_span_is_only_turned():
     assert torch.allclose(values.mT @ value, output @ out.mT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+@cases("dtype", [torch.float32, torch.float64])
+@cases("size", [1e-25, 1.0, 1e25])
 def test_a_head_of_lower_rank_spans_less_and_one_of_zeros_nothing(dtype: torch.dtype, size: float):
     torch.manual_seed(8)
     full = torch.randn(40, 16, dtype=dtype)
@@ -208,7 +209,7 @@ def test_unbiased_hsic_of_batches_has_the_mean_of_all():
     assert biased.mean() > multiply_features(x).linear_cka()[0, 1] + 0.1
 
 
-@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
+@cases("offset", [0.0, 100.0, 1e4])
 def test_an_offset_costs_no_digits_in_float32(offset: float):
     torch.manual_seed(9)
     x = torch.randn(200, 4, 8, dtype=torch.float64)
@@ -218,7 +219,7 @@ def test_an_offset_costs_no_digits_in_float32(offset: float):
     assert torch.allclose(multiply_features(shifted).debiased_cka().double(), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@cases("scale", [1e-12, 1e12])
 def test_fourth_powers_neither_vanish_nor_overflow(scale: float):
     torch.manual_seed(10)
     x = torch.randn(50, 3, 4)
@@ -237,9 +238,9 @@ def test_a_constant_head_is_like_no_other():
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens", [7, 333])
-@pytest.mark.parametrize("size", [None, 1e-3, 1e3])
+@cases("dtype", [torch.float32, torch.float64])
+@cases("tokens", [7, 333])
+@cases("size", [None, 1e-3, 1e3])
 def test_rounding_errors_of_constant_heads_are_like_no_other_and_get_no_gradient(dtype, tokens: int, size):
     torch.manual_seed(12)
     x = torch.randn(tokens, 4, 8, dtype=dtype)
@@ -259,7 +260,7 @@ def test_rounding_errors_of_constant_heads_are_like_no_other_and_get_no_gradient
         assert gradient[:, 2:].any()
 
 
-@pytest.mark.parametrize("matched", [False, True])
+@cases("matched", [False, True])
 def test_rounding_errors_of_constant_heads_do_not_correlate(matched: bool):
     torch.manual_seed(13)
     x = torch.randn(50, 4, 8)
@@ -283,7 +284,7 @@ def test_a_small_spread_around_a_large_offset_is_read():
         assert math.isclose(float(found), float(read(shifted.double())[0, 1]), rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", range(4))
+@cases("tokens", range(4))
 def test_fewer_than_four_tokens_say_nothing(tokens: int):
     x = torch.randn(6, 3, 4, requires_grad=True)
     keep = torch.arange(6) < tokens
@@ -306,7 +307,7 @@ def test_effective_number_of_groups_and_dead_heads():
     assert math.isclose(float(log_determinant(torch.ones(8, 8))), (7 * math.log(1e3) - math.log(8)) / 8, abs_tol=2e-3)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30])
+@cases("number", [math.nan, math.inf, 1e30])
 def test_heads_that_diverged_have_a_similarity_of_nan_and_others_keep_theirs(number: float):
     kernel = torch.eye(3).repeat(2, 1, 1)
     kernel[1, 0, 1] = kernel[1, 1, 0] = number
@@ -355,15 +356,15 @@ def draw(sizes: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     return outputs.masked_fill(~keep[..., None, None], torch.nan), keep
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", LOOPS)
+@cases("sizes", SIZES)
+@cases("name", LOOPS)
 def test_a_term_is_that_of_the_loop(name: str, sizes: tuple[int, int, int, int]):
     term, loop, close = LOOPS[name]
     outputs, keep = draw(sizes)
     assert float(term(outputs, keep)) == pytest.approx(loop(outputs, keep), rel=close)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@cases("name", LOOPS)
 def test_its_gradient_is_the_difference_of_loops_and_0_at_padding(name: str):
     term, loop, close = LOOPS[name]
     outputs, keep = draw(SIZES[0])
@@ -381,7 +382,7 @@ def test_its_gradient_is_the_difference_of_loops_and_0_at_padding(name: str):
         assert float(gradient[place]) == pytest.approx(expected, rel=10 * close, abs=max(close, 1e-7))
 
 
-@pytest.mark.parametrize("epsilon", [0.02, 0.5])
+@cases("epsilon", [0.02, 0.5])
 def test_the_determinant_is_that_by_cofactors(epsilon: float):
     outputs, keep = draw(SIZES[1])
     kernel = multiply_features(outputs, keep).linear_cka()

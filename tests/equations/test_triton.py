@@ -13,7 +13,10 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "interpreted"
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux alone")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux alone"),
+]
 
 
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from equations.aggregators import EVERY, D, E, H, random, seeded, vote_settings
+from cases import cases
+from equations.draws import EVERY, D, E, H, random, seeded, vote_settings
 from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk, Votes
 from headwise.routing.modules import EMRouting, Residual, Trunk, build
 
@@ -22,7 +22,7 @@ def test_votes_have_the_shape_of_their_setting_whatever_the_sizes(setting, heads
     assert votes(torch.randn(5, heads * size)).shape == (5, heads, capsules, capsule)
 
 
-@pytest.mark.parametrize("relu", [True, False])
+@cases("relu", [True, False])
 def test_votes_of_the_shared_trunk_follow_their_equation(relu: bool):
     votes = Votes(SharedTrunk(relu=relu), H, E, D, 4).double()
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_votes_of_the_shared_trunk_follow_their_equation(relu: bool):
         torch.testing.assert_close(votes(o[None])[0, h].flatten(), expected)
 
 
-@pytest.mark.parametrize("setting", [PerHead(), DistinctCapsules()])
+@cases("setting", [PerHead(), DistinctCapsules()])
 def test_votes_of_their_own_heads_follow_their_equation(setting):
     votes = Votes(setting, H, E, D, 4).double()
     o = random(1, 8)[0]
@@ -69,7 +69,7 @@ def test_trunk_and_routing_start_from_the_same_votes():
         assert torch.equal(parameter, routed.get_parameter(name))
 
 
-@pytest.mark.parametrize("setting", [*EVERY, Residual(EMRouting())], ids=str)
+@cases("setting", [*EVERY, Residual(EMRouting())])
 def test_reset_parameters_draws_every_weight_as_the_constructor_did(setting):
     projection = nn.Linear(8, 8) if isinstance(setting, Residual) else None
     torch.manual_seed(5)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.calling import EinsumAttention, NanoGPT
 from heads.families import FAMILIES
@@ -198,7 +199,7 @@ def test_the_law_is_of_every_term_there_is():
     assert terms <= METHODS.keys()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_attaching_to_a_torch_model_changes_nothing_it_computes(name: str):
     place = list(LAYOUTS).index(name)
     masks = [mask for mask in build_masks(torch.float32) if LAYOUTS[name].masks(mask)]
@@ -211,7 +212,7 @@ def test_attaching_to_a_torch_model_changes_nothing_it_computes(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_attaching_to_a_torch_model_changes_nothing_in_any_mode_and_dtype(name: str):
     lines = []
     for mask in build_masks(torch.float32):
@@ -297,8 +298,15 @@ def masks_of(family: Family, implementation: str) -> tuple[str, ...]:
     return (*PADDED, *more) if family.maskable else ("none",)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["BERT", "Llama"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        ("BERT", "sdpa"),
+        ("Llama", "eager"),
+        pytest.param("BERT", "eager", marks=pytest.mark.full),
+        pytest.param("Llama", "sdpa", marks=pytest.mark.full),
+    ],
+)
 def test_attaching_to_a_model_of_transformers_changes_nothing_it_computes(name: str, implementation: str):
     family = next(family for family in FAMILIES if family.name == name)
     lines = []

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention, StridedAttention
 from headwise.repulsion.rules import Mixing
 from headwise.testing import check_layout, check_rule, particles_near_collapse
@@ -24,8 +25,8 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("count", [2, 5])
+@cases("rule", RULES)
+@cases("count", [2, 5])
 def test_built_in_rules_pass(rule, count):
     check_rule(rule, count=count)
 
@@ -49,7 +50,7 @@ class Broken:
         return replace(mixing, repulsion=mixing.repulsion + 0.1)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("how", "message"),
     [("not finite", "is not finite"), ("order", "does not permute the driving term"), ("equal", "equal heads repel")],
 )

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.calling import CallingAttention
 from heads.families import BY_NAME, FAMILIES
@@ -147,6 +148,10 @@ ATTACHMENTS = {
     "blocks": Attachment(in_blocks, trains=True),
     "methods together": Attachment(together, read_together, trains=True, parts=True),
 }
+ONE_OF_EACH_KIND = (
+    "gates", "talking heads", "dropped heads", "ablation", "bias", "guide", "aggregators", "everything beside",
+    "Position", "repulsion", "blocks", "methods together",
+)  # fmt: skip
 # Each method as a value, and its own call.
 VALUES = {
     "gates": hw.GateHeads(hw.gating.SigmoidGate()),
@@ -270,8 +275,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "WavLM": of_family("WavLM"),
 }
 
-QUICK = ("torch", "BERT", "DeBERTa-v3", "T5", "GPT-2 with a cache", "written out")
-QUICK_AND_SLOW = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+TIERS = dict.fromkeys(("torch", "BERT", "DeBERTa-v3", "GPT-2 with a cache", "written out"), ()) | {
+    "T5": pytest.mark.full
+}
+QUICK_AND_SLOW = [pytest.param(name, marks=TIERS.get(name, pytest.mark.slow)) for name in MODELS]
 
 
 def run(model: nn.Module, handle: Any, inputs: dict[str, Any]) -> list[Tensor]:
@@ -405,8 +412,8 @@ def overtake(works: list[Callable[[], list[Tensor]]], place: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["written out", "written and called"])
-@pytest.mark.parametrize("what", [what for what, attachment in ATTACHMENTS.items() if not attachment.trains])
+@cases("name", ["written out", "written and called"])
+@cases("what", [what for what, attachment in ATTACHMENTS.items() if not attachment.trains])
 def test_a_first_forward_that_ends_inside_another_leaves_it_alone(what: str, name: str):
     build, draw = MODELS[name]
     inputs, attachment = [draw(1), draw(2)], ATTACHMENTS[what]
@@ -527,12 +534,14 @@ def test_removing_gives_back_each_object_and_the_fast_path(name: str):
     assert not wrong, "\n".join(wrong)[:3000]
 
 
-def test_two_handles_give_everything_back_in_each_order():
+@pytest.mark.parametrize("names", [ONE_OF_EACH_KIND, pytest.param(tuple(ATTACHMENTS), marks=pytest.mark.full)], ids=len)
+def test_two_handles_give_everything_back_in_each_order(names: tuple[str, ...]):
     model, inputs, wrong = encoder(), draw_inputs(1), []
+    attachments = {name: ATTACHMENTS[name] for name in names}
     heads = hw.find_heads(model)
     (expected, fast), before = evaluate(model, inputs), snapshot(model)
-    for first, one in ATTACHMENTS.items():
-        for second, other in ATTACHMENTS.items():
+    for first, one in attachments.items():
+        for second, other in attachments.items():
             for turn in (1, -1):
                 handles: list[Any] = []
                 with suppress(hw.errors.HeadwiseError):
@@ -559,7 +568,7 @@ def act(model: nn.Module, handle: Any, attachment: Attachment) -> None:
             repulsion._attachments[0].optimizer.step()
 
 
-@pytest.mark.parametrize("what", ATTACHMENTS)
+@cases("what", ATTACHMENTS)
 def test_every_handle_is_used_alike(what: str):
     attachment = ATTACHMENTS[what]
 
@@ -600,7 +609,7 @@ def test_every_handle_is_used_alike(what: str):
     handle.check()
 
 
-@pytest.mark.parametrize("what", VALUES)
+@cases("what", VALUES)
 def test_a_method_as_a_value_does_what_its_own_call_does(what: str):
     computed = []
     own = partial(hw.drop_heads, rate=0.3, seed=4) if what == "dropped heads" else ATTACHMENTS[what].attach

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import cases
 from equations.draws import close, draw
 from headwise.kernels import (
     IMQ,
@@ -80,8 +81,8 @@ def test_every_update_is_finite_also_at_collapse(rule: Rule, count: int, seed: i
         assert step(rule, theta, g, xi).isfinite().all()
 
 
-@pytest.mark.parametrize("bandwidth", [Median(), ReleasedMedian(), Fixed(1.3)], ids=str)
-@pytest.mark.parametrize("kernel", [RBF, IMQ])
+@cases("bandwidth", [Median(), ReleasedMedian(), Fixed(1.3)])
+@cases("kernel", [RBF, IMQ])
 def test_shifting_all_heads_leaves_the_repulsion_of_a_kernel_on_distances(kernel, bandwidth):
     theta, g, shift = draw(6, 4), draw(6, 4, seed=1), 3 * draw(1, 4, seed=2)
     rule = SVGD(0.7, 0.3, kernel(bandwidth))
@@ -97,7 +98,7 @@ def test_rows_and_columns_of_a_distance_kernels_repulsion_sum_to_zero(kernel: Ke
     close(repulsion.sum(1), torch.zeros(count, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kernel", [RBF(), IMQ(), Cosine(), NormalizedRBF()], ids=str)
+@cases("kernel", [RBF(), IMQ(), Cosine(), NormalizedRBF()])
 def test_without_repulsion_svgd_is_smoothing_alone(kernel: Kernel):
     theta, g = draw(5, 4), draw(5, 4, seed=1)
     values = kernel.matrices(geometry(theta, inner=kernel.needs_inner)).values
@@ -116,8 +117,8 @@ def test_a_huge_bandwidth_gives_the_mean_gradient_and_a_tiny_one_each_heads_own(
     assert not update(SVGD(0.7, 0.3, RBF(Fixed(1e-6))), theta, g).repulsion.any()
 
 
-@pytest.mark.parametrize("count", [3, 4, 8, 30])
-@pytest.mark.parametrize(("bandwidth", "extra"), [(Median(), 0), (ReleasedMedian(), 1)], ids=["paper", "released"])
+@cases("count", [3, 4, 8, 30])
+@cases(("bandwidth", "extra"), [(Median(), 0), (ReleasedMedian(), 1)])
 def test_at_equal_distances_the_kernel_off_its_diagonal_is_one_over_the_number_of_heads(count: int, bandwidth, extra):
     simplex = 1.7 * torch.eye(count, dtype=torch.float64)
     values = RBF(bandwidth).matrices(geometry(simplex, inner=False)).values
@@ -133,16 +134,14 @@ def test_random_heads_see_each_other_by_about_one_over_their_number():
     assert (off_diagonal * 8 - 1).abs().max() < share
 
 
-@pytest.mark.parametrize("kernel", [RBF(), RBF(ReleasedMedian()), IMQ()], ids=str)
+@cases("kernel", [RBF(), RBF(ReleasedMedian()), IMQ()])
 def test_repulsion_drives_heads_apart(kernel: Kernel):
     theta = draw(6, 4)
     moved = theta - update(SVGD(0.7, 0.01, kernel), theta, torch.zeros_like(theta)).gradient
     assert torch.pdist(moved).mean() > torch.pdist(theta).mean()
 
 
-@pytest.mark.parametrize(
-    "rule", [SVGD(0.7, 0.05, NormalizedRBF()), CosinePenalty(0.7, 0.05)], ids=["normalized", "penalty"]
-)
+@cases("rule", [SVGD(0.7, 0.05, NormalizedRBF()), CosinePenalty(0.7, 0.05)])
 def test_a_tangential_repulsion_turns_heads_apart_and_does_not_lengthen_them(rule: Rule):
     theta = draw(6, 40) + 2
     repulsion = update(rule, theta, torch.zeros_like(theta)).repulsion
@@ -167,7 +166,7 @@ def test_a_radial_repulsion_lengthens_heads_and_turns_none():
     assert (torch.cosine_similarity(whole, theta) < 0.99).all()
 
 
-@pytest.mark.parametrize("kernel", [NormalizedRBF(), Cosine()], ids=str)
+@cases("kernel", [NormalizedRBF(), Cosine()])
 def test_a_kernel_on_directions_does_not_see_the_length_of_a_head(kernel: Kernel):
     theta = draw(5, 4)
     lengths = torch.tensor([0.3, 2.0, 1.0, 7.0, 0.9], dtype=torch.float64)[:, None]
@@ -175,7 +174,7 @@ def test_a_kernel_on_directions_does_not_see_the_length_of_a_head(kernel: Kernel
     close(kernel.matrices(geometry(lengths * theta, inner=True)).values, values)
 
 
-@pytest.mark.parametrize(("count", "variance"), [(8, 0.75), (50, 0.94)])
+@cases(("count", "variance"), [(8, 0.75), (50, 0.94)])
 def test_svgd_recovers_a_gaussian_up_to_the_known_shrinkage(count: int, variance: float):
     theta = torch.linspace(-2, 3, count, dtype=torch.float64)[:, None]
     rule = SVGD(alpha=1.0, step_size=0.9)
@@ -211,7 +210,7 @@ def test_spos_of_one_particle_is_langevin_with_its_own_gradient_added():
     assert final.var().item() == pytest.approx(wanted, rel=4 * math.sqrt(2 / 32000))
 
 
-@pytest.mark.parametrize("beta", [0.5, 4.0])
+@cases("beta", [0.5, 4.0])
 def test_spos_of_many_particles_samples_the_target_whatever_its_temperature(beta: float):
     rule = SPOS(1.0, 0.02, inverse_temperature=beta)
     states = gaussian_precision_run(rule, draw(50, 1), 1.0, 3000, seed=1)

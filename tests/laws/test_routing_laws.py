@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import cases
 from headwise.routing.algorithms import em_gradient, simple_gradient
 from headwise.routing.modules import EMRouting, Routed, SimpleRouting, em_routing, simple_routing
 
@@ -104,21 +104,17 @@ def test_a_single_head_is_its_own_mean():
     torch.testing.assert_close(routed.capsules, votes[:, 0])
 
 
-@pytest.mark.parametrize("setting", [EMRouting(), EMRouting(activation=False), SimpleRouting()], ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-20, 1.0, 1e6, 1e15])
+@cases("setting", [EMRouting(), EMRouting(activation=False), SimpleRouting()])
+@cases("scale", [0.0, 1e-20, 1.0, 1e6, 1e15])
 def test_identical_votes_give_finite_capsules_and_gradients(setting, scale: float):
     votes = scale * torch.ones(2, 4, 6, 2)
     assert routed_by(setting, votes).capsules.isfinite().all()
     assert gradient_by(setting, votes).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [EMRouting(), EMRouting(activation=False), SimpleRouting(), SimpleRouting(softmax_over="heads")],
-    ids=str,
-)
-@pytest.mark.parametrize("scale", [1e3, 1e9, 1e15])
-@pytest.mark.parametrize("size", [1, 4])
+@cases("setting", [EMRouting(), EMRouting(activation=False), SimpleRouting(), SimpleRouting(softmax_over="heads")])
+@cases("scale", [1e3, 1e9, 1e15])
+@cases("size", [1, 4])
 def test_huge_votes_give_finite_capsules_and_gradients(setting, scale: float, size: int):
     votes = scale * random_votes((8, 4, 6, size), 5, torch.float32)
     assert routed_by(setting, votes).capsules.isfinite().all()

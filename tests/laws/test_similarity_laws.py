@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import cases
 from headwise import metrics, similarity
 
 torch.set_num_threads(1)
@@ -58,7 +59,7 @@ def draw_rotation(width: int, seed: int) -> Tensor:
     return torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
 
 
-@pytest.mark.parametrize("name", OF_VECTORS)
+@cases("name", OF_VECTORS)
 @law
 @given(sizes=SIZES, seed=SEEDS)
 def test_permuting_heads_changes_nothing(name: str, sizes: tuple[int, int, int, int], seed: int) -> None:
@@ -68,7 +69,7 @@ def test_permuting_heads_changes_nothing(name: str, sizes: tuple[int, int, int, 
     assert score(outputs[:, :, order], keep).item() == pytest.approx(score(outputs, keep).item(), rel=EXACT, abs=EXACT)
 
 
-@pytest.mark.parametrize("name", OF_WEIGHTS)
+@cases("name", OF_WEIGHTS)
 @law
 @given(sizes=SIZES, seed=SEEDS)
 def test_permuting_heads_or_keys_changes_nothing(name: str, sizes: tuple[int, int, int, int], seed: int) -> None:
@@ -91,7 +92,7 @@ def test_permuting_heads_permutes_the_gradient(sizes: tuple[int, int, int, int],
     torch.testing.assert_close(other, gradient[:, :, order])
 
 
-@pytest.mark.parametrize("name", COSINES)
+@cases("name", COSINES)
 @law
 @given(sizes=SIZES, seed=SEEDS, scale=st.floats(1e-3, 1e3))
 def test_scaling_one_head_leaves_a_cosine(name: str, sizes: tuple[int, int, int, int], seed: int, scale: float) -> None:

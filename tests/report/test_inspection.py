@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import cases
 from headwise.errors import SettingError
 from headwise.metrics.intervals import Interval
 from headwise.report.inspection import Sentence, make_inspection_page
@@ -166,7 +167,7 @@ def test_under_grouped_queries_the_key_value_head_that_a_head_reads_is_marked(br
         assert browser.run(marked) == expected
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+@cases(("width", "dark"), [(1280, False), (1280, True), (390, False)])
 def test_the_page_fits_its_window(browser: Chromium, page: Path, width: int, dark: bool):
     browser.look(width=width, height=1000, dark=dark)
     browser.open(page)

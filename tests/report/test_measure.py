@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
+from cases import cases
 from headwise.errors import DataError, NotFired, SettingError, ShapeError
 from headwise.masks.head_mask import HeadMask
 from headwise.report.tables import make_comparison_rows, make_layer_rows
@@ -251,7 +252,7 @@ def test_one_token_has_no_cka_and_the_note_says_so():
     assert any("CKA was omitted: it needs at least two tokens" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("tokens", [3, 4])
+@cases("tokens", [3, 4])
 def test_too_few_tokens_have_no_effective_heads_and_the_note_says_so(tokens: int):
     model = Stack("plain").eval()
     report = hw.measure(hw.find_heads(model), [torch.randn(1, tokens, 12)])

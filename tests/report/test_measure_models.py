@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import headwise as hw
+from cases import cases
 from headwise_lab.models.text_classifiers import SentenceTransformer, WordVectors
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise_lab.tasks.sentence.model import SelfAttentive
@@ -90,7 +91,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_what_each_head_is_worth_is_what_separate_ablations_say(name):
     model, batches, score, forward = case(name)
     heads = hw.find_heads(model)
@@ -108,7 +109,7 @@ def test_what_each_head_is_worth_is_what_separate_ablations_say(name):
     assert any(abs(drop.value) > 1e-4 for layer in report.layers for drop in layer.drops)
 
 
-@pytest.mark.parametrize("name", ["torch encoder", "classification", "self-attentive"])
+@cases("name", ["torch encoder", "classification", "self-attentive"])
 def test_what_heads_do_is_that_of_each_text_alone(name):
     model, batches, _, forward = case(name)
     heads = hw.find_heads(model)

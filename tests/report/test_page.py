@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
 from headwise.report.html import Page
@@ -101,7 +102,7 @@ def test_a_picture_is_as_wide_as_it_was_drawn():
     assert '<img width="960" alt="ten inches"' in page.render()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("add", "message"),
     [
         (lambda page: page.table(["a", "b"], [["1"]]), "a row has 1 cells; expected 2"),

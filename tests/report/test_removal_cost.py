@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import headwise as hw
+from cases import cases
 from headwise.report.removal_cost import measure_removal, record_forward
 from report.stack import SMALL, Stack, ids, spread, tensors
 
@@ -89,7 +89,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@cases("name", MODELS)
 def test_what_a_head_costs_is_to_the_bit_that_of_whole_forwards(name: str):
     torch.manual_seed(0)
     make, batches = MODELS[name]
@@ -163,7 +163,7 @@ def test_an_output_that_was_changed_in_place_is_never_given_back():
     assert measure_removal(hw.find_heads(model), tensors(), run, spread).replayed
 
 
-@pytest.mark.parametrize("before", ["", "forget"])
+@cases("before", ["", "forget"])
 def test_what_a_layer_keeps_for_a_later_one_is_seen_and_every_forward_computed_whole(before: str):
     torch.manual_seed(0)
     model = Keeping(before).eval()

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
 import headwise as hw
+from cases import cases
 from headwise.repulsion.groups import find_groups
 from reference import disagreement as reference
 from reference import particles
@@ -27,11 +28,12 @@ SIZES = {
 IDS = torch.arange(14).reshape(2, 7)
 
 
-@pytest.fixture(params=["llama", "qwen3"])
-def model(request) -> nn.Module:
+of_both = cases("make", [lambda: LlamaModel(LlamaConfig(**SIZES)), lambda: Qwen3Model(Qwen3Config(**SIZES))])
+
+
+def seeded(make) -> nn.Module:
     torch.manual_seed(3)
-    made = LlamaModel(LlamaConfig(**SIZES)) if request.param == "llama" else Qwen3Model(Qwen3Config(**SIZES))
-    return made.double()
+    return make().double()
 
 
 def backward(model: nn.Module) -> None:
@@ -46,7 +48,9 @@ def repelled(theta: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return particles.svgd(theta, gradient, kappa, particles.repulsion(theta, kappa), **settings)
 
 
-def test_a_key_value_head_serves_the_query_heads_of_its_group(model):
+@of_both
+def test_a_key_value_head_serves_the_query_heads_of_its_group(make):
+    model = seeded(make)
     heads = hw.find_heads(model)
     (value,) = (part for part in heads.sites[0].slices if part.projection == "value")
     outputs = []
@@ -59,9 +63,11 @@ def test_a_key_value_head_serves_the_query_heads_of_its_group(model):
     assert changed == [False] * MEMBERS + [True] * MEMBERS
 
 
-@pytest.mark.parametrize("grouping", ["", "within", "across"])
-@pytest.mark.parametrize("projection", ["query", "key", "value"])
-def test_repulsion_is_between_the_heads_that_were_selected(projection, grouping, model):
+@of_both
+@cases("grouping", ["", "within", "across"])
+@cases("projection", ["query", "key", "value"])
+def test_repulsion_is_between_the_heads_that_were_selected(projection, grouping, make):
+    model = seeded(make)
     backward(model)
     heads = hw.find_heads(model).projection(projection)
     weight = getattr(model.layers[1].self_attn, f"{projection[0]}_proj").weight
@@ -84,7 +90,9 @@ def test_repulsion_is_between_the_heads_that_were_selected(projection, grouping,
     assert not torch.allclose(expected, 0.3 * gradient)
 
 
-def test_each_group_of_query_heads_gets_noise_of_its_own(model):
+@of_both
+def test_each_group_of_query_heads_gets_noise_of_its_own(make):
+    model = seeded(make)
     weight = model.layers[0].self_attn.q_proj.weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     heads = hw.find_heads(model).projection("query").grouped("within")
@@ -98,7 +106,9 @@ def test_each_group_of_query_heads_gets_noise_of_its_own(model):
     assert (noise.flatten(1).std(dim=1) > 0.5 * (2 * 0.3 / 5.0 / 0.25) ** 0.5).all()
 
 
-def test_groups_join_with_their_keys_and_values(model):
+@of_both
+def test_groups_join_with_their_keys_and_values(make):
+    model = seeded(make)
     backward(model)
     attention = model.layers[0].self_attn
     weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
@@ -118,7 +128,9 @@ def test_groups_join_with_their_keys_and_values(model):
             hw.repel(chosen, rule, torch.optim.SGD(model.parameters(), lr=0.0), joint=True)
 
 
-def test_groups_have_names_and_train_under_adapters_and_targets(model):
+@of_both
+def test_groups_have_names_and_train_under_adapters_and_targets(make):
+    model = seeded(make)
     names = [group.name for group in find_groups(hw.find_heads(model).layer(0).grouped("within"))]
     assert names == [f"layers.0.self_attn {one}" for one in ("query 0:3", "query 3:6", "key", "value")]
     adapted = get_peft_model(model.float(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
@@ -135,9 +147,11 @@ def test_groups_have_names_and_train_under_adapters_and_targets(model):
     assert handle.last.finite.all()
 
 
-@pytest.mark.parametrize("grouping", ["within", "across"])
-@pytest.mark.parametrize("name", ["output", "position"])
-def test_a_penalty_compares_what_it_was_given(name, grouping, model):
+@of_both
+@cases("grouping", ["within", "across"])
+@cases("name", ["output", "position"])
+def test_a_penalty_compares_what_it_was_given(name, grouping, make):
+    model = seeded(make)
     heads = hw.find_heads(model).layer(1)
     term, by_hand = {
         "output": (hw.similarity.Output(), reference.output_similarity),
@@ -166,7 +180,9 @@ def test_a_penalty_compares_what_it_was_given(name, grouping, model):
     assert model.layers[1].self_attn.v_proj.weight.grad is not None or name == "position"
 
 
-def test_terms_of_calls_are_averaged_over_groups(model):
+@of_both
+def test_terms_of_calls_are_averaged_over_groups(make):
+    model = seeded(make)
     heads = hw.find_heads(model).layer(0)
     outputs = torch.randn(2, 5, HEADS, SIZE, dtype=torch.float64)
     site = heads.sites[0]
@@ -178,7 +194,9 @@ def test_terms_of_calls_are_averaged_over_groups(model):
     assert float(within / count) == pytest.approx(float(sum(single) / 2), rel=1e-9)
 
 
-def test_what_has_no_groups_is_refused(model):
+@of_both
+def test_what_has_no_groups_is_refused(make):
+    model = seeded(make)
     plain = hw.find_heads(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     with pytest.raises(hw.errors.LayoutError, match="has 2 query heads and as many key/value heads"):
         plain.grouped("within")

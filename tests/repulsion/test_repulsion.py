@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from headwise.heads.heads import Heads
 from headwise.heads.view import COLUMNS, HeadView
@@ -29,8 +30,8 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+@cases("rule", RULES.values())
+@cases("key_value_heads", [4, 2, 1])
 def test_a_step_hands_the_optimizer_what_the_rule_says(rule, key_value_heads):
     model, optimizer, handle = repelled(rule, key_value_heads=key_value_heads)
     expected = expected_gradients(model, rule)
@@ -80,7 +81,7 @@ def test_only_the_selected_projection_changes():
     assert changed == {"v_proj.weight"}
 
 
-@pytest.mark.parametrize("kind", [hw.SVGD, hw.repulsion.SpanSVGD])
+@cases("kind", [hw.SVGD, hw.repulsion.SpanSVGD])
 def test_one_head_beside_several_receives_its_scaled_gradient_and_that_is_told(kind):
     rule = kind(step_size=0.3)
     model, _, handle = repelled(rule, key_value_heads=1)
@@ -108,7 +109,7 @@ def test_rules_that_move_each_head_by_itself_act_on_one():
     assert not handle.last.equal.any()
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["from the start", "after repel"])
+@cases("later", [False, True])
 def test_half_precision_parameters_are_mixed_in_single_precision(later):
     model, optimizer, handle = repelled(dtype=torch.float32 if later else torch.bfloat16)
     model.to(torch.bfloat16)
@@ -190,8 +191,8 @@ def test_a_scale_of_the_gradients_multiplies_all_and_is_left_out_of_the_record()
     torch.testing.assert_close(handle.last.repulsion_norm, other.last.repulsion_norm)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize(("what", "bad"), [("gradient", torch.nan), ("gradient", torch.inf), ("heads", torch.nan)])
+@cases("rule", RULES.values())
+@cases(("what", "bad"), [("gradient", torch.nan), ("gradient", torch.inf), ("heads", torch.nan)])
 def test_what_is_not_finite_is_left_alone_and_reported(rule, what, bad):
     model, optimizer, handle = repelled(rule)
     expected = expected_gradients(model, rule)
@@ -331,7 +332,7 @@ def test_columns_as_heads_are_mixed_without_a_copy():
     torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("far", [None, 0, 1, 2, 3])
+@cases("far", [None, 0, 1, 2, 3])
 def test_near_heads_keep_their_repulsion_in_single_precision(far):
     name = "near" if far is None else f"far {far}"
     model = model_with_gradients()
@@ -355,3 +356,77 @@ def test_tied_parameters_are_acted_on_once():
     handle.apply()
     assert len(handle.groups) == 5
     torch.testing.assert_close(first.q_proj.weight.grad.double(), expected, rtol=2e-5, atol=2e-6)
+
+
+# Noise
+
+
+def noisy(noise="step", lr=0.25, optimizer=torch.optim.SGD, rule=None, seed=3):
+    model = model_with_gradients()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    rule = rule or hw.SGLD(inverse_temperature=5.0, step_size=0.3)
+    made = optimizer(model.parameters(), lr=lr)
+    handle = hw.repel(hw.find_heads(model).projection("query"), rule, made, noise=noise, seed=seed)
+    return model, before["q_proj.weight"], made, handle
+
+
+def test_noise_is_langevin_under_sgd_and_left_as_it_is_under_adam():
+    expected = (2 * 0.3 / 5.0) ** 0.5
+    for optimizer, factor in ((torch.optim.SGD, 0.25**-0.5), (torch.optim.Adam, 1.0)):
+        draws = []
+        model, before, made, _ = noisy(optimizer=optimizer)
+        for _step in range(60):
+            model.q_proj.weight.grad = before.clone()
+            made.step()
+            draws.append(model.q_proj.weight.grad - 0.3 * before)
+        noise = torch.stack(draws)
+        # 60 * 240 normal draws: their standard deviation is known to 1/sqrt(2 * 14400) = 0.6 %
+        assert float(noise.std()) == pytest.approx(expected * factor, rel=0.03)
+        assert abs(float(noise.mean())) < 4 * expected * factor / len(noise.flatten()) ** 0.5
+
+
+def test_each_parameter_of_a_particle_gets_the_noise_of_its_own_rate():
+    rates = {"q_proj.weight": 0.25, "k_proj.weight": 1e-4}
+    model = model_with_gradients(width=60)
+    parts = [{"params": [model.get_parameter(name)], "lr": rate} for name, rate in rates.items()]
+    optimizer = torch.optim.SGD([*parts, {"params": [model.v_proj.weight], "momentum": 0.9, "lr": 0.01}], lr=1.0)
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    hw.repel(hw.find_heads(model), hw.SGLD(inverse_temperature=5.0, step_size=0.3), optimizer, joint=True)
+    optimizer.step()
+    for name, rate in {**rates, "v_proj.weight": 1.0}.items():
+        # the deviation of 1200 draws is known to 2 %
+        noise = model.get_parameter(name).grad - 0.3 * before[name]
+        assert float(noise.std()) == pytest.approx((2 * 0.3 / 5.0 / rate) ** 0.5, rel=0.1), name
+
+
+def test_noise_depends_on_seed_step_and_parameter_alone():
+    first, again, other = noisy(), noisy(), noisy(seed=4)
+    torch.randn(17)
+    for _, _, optimizer, _ in (first, again, other):
+        optimizer.step()
+    assert torch.equal(first[0].q_proj.weight.grad, again[0].q_proj.weight.grad)
+    assert not torch.equal(first[0].q_proj.weight.grad, other[0].q_proj.weight.grad)
+    before = first[0].q_proj.weight.grad.clone()
+    first[0].q_proj.weight.grad = first[1].clone()
+    first[2].step()
+    assert not torch.equal(first[0].q_proj.weight.grad, before)
+
+
+def test_noise_comes_at_the_step_after_clipping_unless_asked_for_with_the_forces():
+    model, before, optimizer, handle = noisy()
+    handle.apply()
+    torch.testing.assert_close(model.q_proj.weight.grad, 0.3 * before)
+    optimizer.step()
+    assert not torch.allclose(model.q_proj.weight.grad, 0.3 * before)
+    model, before, optimizer, handle = noisy(noise="apply")
+    handle.apply()
+    applied = model.q_proj.weight.grad.clone()
+    assert not torch.allclose(applied, 0.3 * before)
+    optimizer.step()
+    assert torch.equal(model.q_proj.weight.grad, applied)
+
+
+def test_a_tensor_rate_of_zero_gives_finite_noise():
+    model, _, optimizer, _ = noisy(lr=torch.tensor(0.0))
+    optimizer.step()
+    assert torch.isfinite(model.q_proj.weight.grad).all()

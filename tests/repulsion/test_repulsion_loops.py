@@ -18,6 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from repulsion.by_hand import RULE, assert_as_by_hand, batch, loss_of, repel_by_hand, run, trained
 
@@ -137,8 +138,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("closure", ["", "given", "keyword"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@cases("closure", ["", "given", "keyword"])
+@cases("name", OPTIMIZERS)
 def test_every_optimizer_steps_on_the_rules_gradients(name, closure):
     if not closure and name in ("LBFGS", "calls the closure"):
         closure = "given"
@@ -253,7 +254,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@cases("name", LOOPS)
 def test_every_loop_is_the_one_by_hand(name):
     assert_as_by_hand(LOOPS[name])
 
@@ -291,7 +292,7 @@ def assert_apply_is_by_hand(train: Callable[[nn.Module, Callable], None], when: 
     torch.testing.assert_close(*results, **tolerance)
 
 
-@pytest.mark.parametrize("when", ["step", "manual"])
+@cases("when", ["step", "manual"])
 def test_clipping_after_apply_sees_the_rules_gradients(when):
     def train(model, attach):
         optimizer = SGD(model.parameters(), lr=RATE)
@@ -307,7 +308,7 @@ def test_clipping_after_apply_sees_the_rules_gradients(when):
     assert_apply_is_by_hand(train, when)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@cases("set_to_none", [True, False])
 def test_apply_in_a_closure_acts_at_each_evaluation(set_to_none):
     def train(model, attach):
         optimizer = LBFGS(model.parameters(), lr=RATE, max_iter=3)
@@ -366,8 +367,8 @@ def test_a_wrapper_that_is_no_optimizer_is_refused_and_its_base_repelled_by_hand
     assert_apply_is_by_hand(train)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
+@cases("unscale", [False, True])
+@cases("fused", [False, True])
 def test_a_grad_scaler_changes_nothing_also_when_it_skips_a_step_that_overflowed(fused, unscale):
     overflowing = 2
 
@@ -403,6 +404,7 @@ def test_a_grad_scaler_changes_nothing_also_when_it_skips_a_step_that_overflowed
 
 # torch's own, when it traces a step
 @pytest.mark.filterwarnings("ignore:Profiler record function", "ignore:`torch.jit")
+@pytest.mark.full
 @pytest.mark.parametrize("with_closure", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_step_is_repelled(with_closure):
     def loop(model, repel, edit):
@@ -429,6 +431,7 @@ def test_a_compiled_step_is_repelled(with_closure):
 
 
 # torch's own, when it traces a step
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Profiler record function", "ignore:`torch.jit")
 def test_a_step_that_was_compiled_before_is_repelled_afterwards():
     def loop(model, repel, edit):
@@ -499,8 +502,8 @@ def lightning_optimizer(optimizer: Optimizer) -> Any:
     return made()
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["in configure_optimizers", "from self.optimizers()"])
-@pytest.mark.parametrize("make", [AdamW, partial(LBFGS, max_iter=3)])
+@cases("wrapped", [False, True])
+@cases("make", [AdamW, partial(LBFGS, max_iter=3)])
 def test_lightnings_closure_is_followed_by_the_rule(make, wrapped):
     def loop(model, repel, edit):
         inner = make(list(model.parameters()), lr=RATE)
@@ -549,8 +552,8 @@ def fails(step) -> None:
         step()
 
 
-@pytest.mark.parametrize("kind", [Flaky, Thin])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@cases("kind", [Flaky, Thin])
+@cases("set_to_none", [True, False])
 def test_new_gradients_after_a_step_that_raised_are_acted_on(kind, set_to_none):
     SGD([nn.Parameter(torch.zeros(1))])
     Flaky([nn.Parameter(torch.zeros(1))])
@@ -632,11 +635,9 @@ def run_with_a_retry(rule, when: str, noise: str, *, failing: bool):
     return handle.steps, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "rule", [RULE, hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)], ids=["svgd", "spos"]
-)
-@pytest.mark.parametrize("when", ["step", "manual"])
-@pytest.mark.parametrize("noise", ["step", "apply"])
+@cases("rule", [RULE, hw.SPOS(alpha=0.4, inverse_temperature=9.0, step_size=0.6)])
+@cases("when", ["step", "manual"])
+@cases("noise", ["step", "apply"])
 def test_the_same_gradients_tried_again_are_not_acted_on_twice_and_have_their_noise_once(rule, when, noise):
     (steps, expected), (retried, found) = (run_with_a_retry(rule, when, noise, failing=f) for f in (False, True))
     assert steps == retried == 2

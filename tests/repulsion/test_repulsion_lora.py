@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.wrappers import wrap
@@ -73,7 +74,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
-@pytest.mark.parametrize("unused", ["query", "key"])
+@cases("unused", ["query", "key"])
 def test_heads_without_a_gradient_are_told_where_all_of_their_kind_lack_one(unused):
     model = adapted(SeparateAttention(), targets=("q_proj",))
     plain = model.base_model.model.k_proj.weight.requires_grad_()
@@ -106,7 +107,7 @@ class OneWay:
         return Mixing(0.3 * lower, 0.2 * lower.mT, 0.1 * (lower - lower.sum(-1).diag_embed()), None)
 
 
-@pytest.mark.parametrize(
+@cases(
     "rule",
     [
         RULE,
@@ -115,10 +116,9 @@ class OneWay:
         hw.SVGD(alpha=0.6, kernel=hw.kernels.RadialRBF()),
         hw.repulsion.CosinePenalty(alpha=0.4),
     ],
-    ids=["svgd", "unsmoothed", "normalized", "radial", "cosine"],
 )
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_bias": True}], ids=["plain", "rslora", "bias"])
-@pytest.mark.parametrize("key_value_heads", [4, 2])
+@cases("settings", [{}, {"use_rslora": True}, {"lora_bias": True}])
+@cases("key_value_heads", [4, 2])
 def test_a_step_carries_the_rule_on_the_effective_weight_to_a_and_b(rule, settings, key_value_heads):
     attention = SeparateAttention(key_value_heads=key_value_heads)
     attention.k_proj.bias = nn.Parameter(torch.zeros(5 * key_value_heads))
@@ -199,7 +199,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_a_step_is_the_one_by_hand(name):
     build, projections, rule, joint, loss, by_hand = CASES[name]
     model = build()
@@ -243,7 +243,7 @@ def test_a_relative_strength_compares_the_forces_on_b():
         torch.testing.assert_close(found[other], weak[other] - factor * push, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@cases("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_training_equals_training_by_hand(kind):
     one = adapted(SeparateAttention())
     other = copy.deepcopy(one)
@@ -340,11 +340,7 @@ def test_autocast_keeps_the_small_numbers_of_a_small_step():
         assert error(found[name], gradient) < 3 * error(plain[name], exact_plain[name]), name
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [hw.repulsion.FunctionSVGD(alpha=0.8, step_size=0.3), hw.repulsion.SpanSVGD(alpha=0.6, step_size=0.4)],
-    ids=["functions", "spans"],
-)
+@cases("rule", [hw.repulsion.FunctionSVGD(alpha=0.8, step_size=0.3), hw.repulsion.SpanSVGD(alpha=0.6, step_size=0.4)])
 def test_functions_and_spans_of_heads_repel_as_those_of_the_effective_weights(rule):
     model = adapted(SeparateAttention(), ("q_proj", "k_proj", "v_proj", "o_proj"))
     heads = hw.find_heads(model)
@@ -376,6 +372,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile itself
 def test_a_compiled_model_trains_as_it_does_uncompiled_and_without_a_break():
     model = adapted(SeparateAttention())
@@ -422,7 +419,7 @@ def test_functions_of_heads_repel_as_they_are_now_whatever_the_optimizer():
     assert_same(gradients(model), gradients(fresh))
 
 
-@pytest.mark.parametrize("written_by", ["optimizer", "loading"])
+@cases("written_by", ["optimizer", "loading"])
 def test_what_was_written_without_a_trace_or_between_two_steps_is_seen(written_by):
     model = adapted(SeparateAttention())
     heads = hw.find_heads(model)
@@ -440,7 +437,7 @@ def test_what_was_written_without_a_trace_or_between_two_steps_is_seen(written_b
     assert_same(gradients(model), expected)
 
 
-@pytest.mark.parametrize("joint", [False, True])
+@cases("joint", [False, True])
 def test_noise_is_that_of_a_and_b_once_each_and_the_same_for_a_seed(joint):
     rates = {"lora_A": 0.25, "lora_B": 4.0}
     rule = hw.SGLD(inverse_temperature=5.0, step_size=0.3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,13 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.wrappers import LoraLinear, wrap
+from headwise.errors import HeadwiseError, LayoutError, SettingError, ShapeError
 from repulsion.by_hand import RULE, loss_of, model_with_gradients, repelled
+
+Refusal = tuple[Callable[[], object], type[Exception], str]
 
 
 def sgd(model: nn.Module, **options) -> SGD:
@@ -51,6 +57,19 @@ def two_optimizers(model: nn.Module) -> list[SGD]:
     return [sgd(model), SGD([model.q_proj.weight, nn.Parameter(torch.zeros(1))], lr=0.1)]
 
 
+def of_four(
+    message: str, rule: Any = RULE, optimizer: Any = None, *, error: type = SettingError, **options: Any
+) -> Refusal:
+    """The repulsion of an attention with four heads."""
+    sizes = {"key_value_heads": options.pop("key_value_heads")} if "key_value_heads" in options else {}
+    return lambda: repel(SeparateAttention(**sizes), rule, optimizer, **options), error, message
+
+
+def of_one(make: Callable[[SeparateAttention], dict[str, Any]], error: type, message: str) -> Refusal:
+    """That of one by optimizers that were made for it."""
+    return lambda: repel(model := SeparateAttention(), **make(model)), error, message
+
+
 NO_VALUES = r"q_proj\.weight is on the meta device and has no values"
 NOT_FINITE = r"^k_proj\.weight holds NaN or infinity in key heads \[1, 2\] of 4; repulsion needs finite heads"
 ONE_HEAD = (
@@ -58,128 +77,71 @@ ONE_HEAD = (
     r"from; choose heads\.projection\('query'\), with 4 heads per layer\.$"
 )
 SPANS, FUNCTIONS = hw.repulsion.SpanSVGD, hw.repulsion.FunctionSVGD
-REFUSALS = {
-    "a class for a rule": (lambda: repel(SeparateAttention(), hw.SVGD), "SettingError", "expected a particle rule"),
-    "maximize": (lambda: repel(m := SeparateAttention(), RULE, sgd(m, maximize=True)), "SettingError", "maximize=True"),
-    "joint": (lambda: repel(SeparateAttention(), joint="no"), "SettingError", "joint is 'no'; expected True or False"),
-    "every 0": (lambda: repel(SeparateAttention(), every=0), "SettingError", "every is 0"),
-    "every 2.5": (lambda: repel(SeparateAttention(), every=2.5), "SettingError", r"every is 2\.5"),
-    "when": (
-        lambda: repel(SeparateAttention(), when="now"),
-        "SettingError",
-        "when is 'now'; expected one of step, man",
+REFUSALS: list[Refusal] = [
+    of_four("expected a particle rule", hw.SVGD),
+    of_four("joint is 'no'; expected True or False", joint="no"),
+    of_four("every is 0", every=0),
+    of_four(r"every is 2\.5", every=2.5),
+    of_four("when is 'now'; expected one of step, man", when="now"),
+    of_four("noise is 'no'; expected one of step, ap", noise="no"),
+    of_four("seed is -1", seed=-1),
+    of_four("optimizer is str", RULE, "adam"),
+    of_four("optimizer is list", RULE, []),
+    of_four("SpanSVGD compares the spans of one projection, which cannot be joined", SPANS(), joint=True),
+    of_four("FunctionSVGD compares products .*, which cannot be joined; leave joint out", FUNCTIONS(), joint=True),
+    of_four("make no product; select query and key", FUNCTIONS(), error=LayoutError, projections=("key",)),
+    of_four(r"asks for 5 effective heads, and .* has 4", hw.SVGD(alpha=hw.Target(5.0))),
+    of_four("4 query heads and 2 key/value heads cannot be joined", key_value_heads=2, joint=True),
+    of_four("4 query heads share 2 key/value heads", FUNCTIONS(), key_value_heads=2),
+    *(
+        of_four(ONE_HEAD, rule, error=LayoutError, key_value_heads=1, projections=("key", "value"))
+        for rule in (RULE, hw.SVGD(alpha=0.0), hw.repulsion.CosinePenalty(alpha=0.3))
     ),
-    "noise": (
-        lambda: repel(SeparateAttention(), noise="no"),
-        "SettingError",
-        "noise is 'no'; expected one of step, ap",
+    of_one(lambda m: {"optimizer": sgd(m, maximize=True)}, SettingError, "maximize=True"),
+    of_one(
+        lambda m: {"optimizer": Bare(m.parameters())}, SettingError, r"Bare does not call torch\.optim\.Optimizer\.__in"
     ),
-    "seed": (lambda: repel(SeparateAttention(), seed=-1), "SettingError", "seed is -1"),
-    "grouping": (lambda: hw.Repel(RULE, grouping="inside"), "SettingError", "grouping is 'inside'"),
-    "projections": (lambda: hw.Repel(RULE, projections="query"), "SettingError", "projections is 'query'"),
-    "projection": (lambda: hw.Repel(RULE, projections=("output",)), "SettingError", "projections is 'output'"),
-    "a name for an optimizer": (lambda: repel(SeparateAttention(), RULE, "adam"), "SettingError", "optimizer is str"),
-    "no optimizer": (lambda: repel(SeparateAttention(), RULE, []), "SettingError", "optimizer is list"),
-    "no hooks": (
-        lambda: repel(m := SeparateAttention(), RULE, Bare(m.parameters())),
-        "SettingError",
-        r"Bare does not call torch\.optim\.Optimizer\.__init__",
+    of_one(
+        lambda m: {"optimizer": two_optimizers(m)}, SettingError, "query: its parameters are held by 2 of the 2 optim"
     ),
-    "held by none": (
-        lambda: repel(m := SeparateAttention(), RULE, SGD([m.q_proj.weight, m.k_proj.weight], lr=0.1)),
-        "LayoutError",
+    of_one(
+        lambda m: {"optimizer": SGD([m.q_proj.weight, m.k_proj.weight], lr=0.1)},
+        LayoutError,
         "value: its parameters are not held by the optimizer",
     ),
-    "held by two": (
-        lambda: repel(m := SeparateAttention(), RULE, two_optimizers(m)),
-        "SettingError",
-        "query: its parameters are held by 2 of the 2 optimizers",
-    ),
-    "joint of unequal": (
-        lambda: repel(SeparateAttention(key_value_heads=2), joint=True),
-        "SettingError",
-        "4 query heads and 2 key/value heads cannot be joined",
-    ),
-    "frozen": (
+    (lambda: hw.Repel(RULE, grouping="inside"), SettingError, "grouping is 'inside'"),
+    (lambda: hw.Repel(RULE, projections="query"), SettingError, "projections is 'query'"),
+    (lambda: hw.Repel(RULE, projections=("output",)), SettingError, "projections is 'output'"),
+    (
         lambda: repel(changed(lambda m: m.k_proj.weight.requires_grad_(False))),
-        "LayoutError",
+        LayoutError,
         r"k_proj\.weight does not require a gradient",
     ),
-    "not finite": (
-        lambda: repel(changed(spoil)),
-        "HeadwiseError",
-        NOT_FINITE,
-    ),
-    "a zero head": (
+    (lambda: repel(changed(spoil)), HeadwiseError, NOT_FINITE),
+    (
         lambda: repel(changed(lambda m: m.v_proj.weight[5:10].zero_()), hw.SVGD(kernel=hw.kernels.NormalizedRBF())),
-        "ShapeError",
+        ShapeError,
         r"value: heads \[1\] of 4 are zero",
     ),
-    "no values": (lambda: repel(SeparateAttention().to("meta")), "LayoutError", NO_VALUES),
-    "jitter without values": (
-        lambda: hw.repulsion.jitter(hw.find_heads(SeparateAttention().to("meta")), 0.1),
-        "LayoutError",
-        NO_VALUES,
-    ),
-    "jitter of nothing": (
-        lambda: hw.repulsion.jitter(hw.find_heads(SeparateAttention()), 0.0),
-        "SettingError",
-        "scale is 0.0",
-    ),
-    "one head, joint": (
+    (lambda: repel(SeparateAttention().to("meta")), LayoutError, NO_VALUES),
+    (lambda: hw.repulsion.jitter(hw.find_heads(SeparateAttention().to("meta")), 0.1), LayoutError, NO_VALUES),
+    (lambda: hw.repulsion.jitter(hw.find_heads(SeparateAttention()), 0.0), SettingError, "scale is 0.0"),
+    (
         lambda: repel(SeparateAttention(num_heads=1, key_value_heads=1), joint=True),
-        "LayoutError",
+        LayoutError,
         r"\(query\+key\+value: 1\).*; select an attention with more heads\.$",
     ),
-    **{
-        f"one head under {name}": (
-            lambda rule=rule: repel(SeparateAttention(key_value_heads=1), rule, projections=("key", "value")),
-            "LayoutError",
-            ONE_HEAD,
-        )
-        for name, rule in {
-            "svgd": RULE,
-            "smoothing": hw.SVGD(alpha=0.0),
-            "cosine": hw.repulsion.CosinePenalty(alpha=0.3),
-        }.items()
-    },
-    "joint spans": (
-        lambda: repel(SeparateAttention(), SPANS(), joint=True),
-        "SettingError",
-        "SpanSVGD compares the spans of one projection, which cannot be joined",
-    ),
-    "joint functions": (
-        lambda: repel(SeparateAttention(), FUNCTIONS(), joint=True),
-        "SettingError",
-        "FunctionSVGD compares products of projections, which cannot be joined; leave joint out",
-    ),
-    "no product": (
-        lambda: repel(SeparateAttention(), FUNCTIONS(), projections=("key",)),
-        "LayoutError",
-        "make no product; select query and key",
-    ),
-    "functions of groups": (
-        lambda: repel(SeparateAttention(key_value_heads=2), FUNCTIONS()),
-        "SettingError",
-        "4 query heads share 2 key/value heads",
-    ),
-    "spans of all": (
+    (
         lambda: repel(nn.MultiheadAttention(16, 2, kdim=3, vdim=8), SPANS()),
-        "SettingError",
+        SettingError,
         "the heads of key have 8 features of 3 inputs, so that each spans all of",
     ),
-    "a target out of reach": (
-        lambda: repel(SeparateAttention(), hw.SVGD(alpha=hw.Target(5.0))),
-        "SettingError",
-        r"asks for 5 effective heads, and .* has 4",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_repelled_is_refused(name: str):
-    call, kind, message = REFUSALS[name]
-    with pytest.raises(getattr(hw.errors, kind), match=message):
+@cases(("call", "error", "message"), REFUSALS)
+def test_what_cannot_be_repelled_is_refused(call: Callable[[], object], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -196,20 +158,20 @@ def test_what_is_refused_as_a_whole_is_accepted_in_part():
 def test_jitter_of_heads_that_are_not_finite_changes_nothing():
     model = changed(spoil)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(hw.errors.HeadwiseError, match=NOT_FINITE):
+    with pytest.raises(HeadwiseError, match=NOT_FINITE):
         hw.repulsion.jitter(hw.find_heads(model), 0.5)
     assert all(torch.equal(before[n].nan_to_num(5.0), p.nan_to_num(5.0)) for n, p in model.state_dict().items())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "a", None, True, torch.tensor(1.0), lambda _: 1.0])
+@cases("value", [float("nan"), float("inf"), -1.0, "a", None, True, torch.tensor(1.0), lambda _: 1.0])
 def test_a_strength_that_is_no_number_from_zero_is_refused_when_assigned(value):
     *_, handle = repelled()
-    with pytest.raises(hw.errors.SettingError, match=r"^strength is .*; expected a finite number in \[0, inf\]\.$"):
+    with pytest.raises(SettingError, match=r"^strength is .*; expected a finite number in \[0, inf\]\.$"):
         handle.strength = value
     assert handle.strength == 1.0
 
 
-@pytest.mark.parametrize(
+@cases(
     ("state", "message"),
     [
         (None, "the state holds a NoneType; expected steps, turns, strength"),
@@ -227,7 +189,7 @@ def test_a_state_of_something_else_changes_nothing(state, message):
     _, optimizer, handle = repelled()
     optimizer.step()
     before = handle.state_dict()
-    with pytest.raises(hw.errors.SettingError, match=message):
+    with pytest.raises(SettingError, match=message):
         handle.load_state_dict(state)
     assert handle.state_dict() == before
 
@@ -236,7 +198,7 @@ def test_a_sparse_gradient_is_refused_before_any_is_changed():
     model, optimizer, _ = repelled()
     model.v_proj.weight.grad = model.v_proj.weight.grad.to_sparse()
     before = model.q_proj.weight.grad.clone()
-    with pytest.raises(hw.errors.LayoutError, match=r"v_proj\.weight has a sparse gradient; repulsion needs a dense"):
+    with pytest.raises(LayoutError, match=r"v_proj\.weight has a sparse gradient; repulsion needs a dense"):
         optimizer.step()
     assert torch.equal(model.q_proj.weight.grad, before)
 
@@ -256,7 +218,7 @@ def overwrite_parameters(model: nn.Module) -> None:
 ANOTHER = r"q_proj\.weight is another tensor than when hw\.repel was called"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("change", "message"),
     [
         (lambda m: wrap(m, "v_proj"), r"v_proj\.weight .* a LoraLinear has taken its place"),
@@ -268,7 +230,6 @@ ANOTHER = r"q_proj\.weight is another tensor than when hw\.repel was called"
         (replace_parameter, ANOTHER),
         (overwrite_parameters, ANOTHER),
     ],
-    ids=["wrapped", "replaced", "parametrized", "assigned", "moved"],
 )
 def test_a_model_changed_after_repel_is_told_by_step_apply_and_check(change, message):
     model, optimizer, handle = repelled(lr=0.1)
@@ -277,7 +238,7 @@ def test_a_model_changed_after_repel_is_told_by_step_apply_and_check(change, mes
     optimizer.zero_grad()
     loss_of(model, 0).backward()
     for act in (optimizer.step, handle.apply, handle.check):
-        with pytest.raises(hw.errors.LayoutError, match=message):
+        with pytest.raises(LayoutError, match=message):
             act()
 
 
@@ -289,7 +250,7 @@ def test_check_tells_of_a_wrapper_whose_base_still_trains():
     optimizer.zero_grad()
     loss_of(model, 0).backward()
     optimizer.step()
-    with pytest.raises(hw.errors.LayoutError, match=r"v_proj\.weight is not where the model calls it anymore"):
+    with pytest.raises(LayoutError, match=r"v_proj\.weight is not where the model calls it anymore"):
         handle.check()
 
 
@@ -308,7 +269,7 @@ def test_the_same_heads_are_not_repelled_twice_until_removed():
     optimizer = sgd(models)
     handles = [repel(model, RULE, optimizer) for model in models]
     for found in (hw.find_heads(models), hw.find_heads(models[0]).projection("key")):
-        with pytest.raises(hw.errors.SettingError, match="repelled by this optimizer already"):
+        with pytest.raises(SettingError, match="repelled by this optimizer already"):
             hw.repel(found, RULE, optimizer)
     for handle in handles:
         handle.remove()

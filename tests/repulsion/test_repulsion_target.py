@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
+from cases import cases
 from headwise.errors import NotFired, SettingError
 from headwise.strength import SATURATED
 
@@ -43,7 +44,7 @@ def attach(model: torch.nn.Module, rule=TARGET, **settings) -> tuple[torch.optim
     return optimizer, hw.repel(hw.find_heads(model), rule, optimizer, **settings)
 
 
-@pytest.mark.parametrize("name", RULES)
+@cases("name", RULES)
 def test_each_attention_is_repelled_at_the_ratio_of_its_controller(name: str):
     model = make()
     optimizer, repulsion = attach(model, RULES[name](hw.Target(3.0, proportional=2.0)), every=2)
@@ -115,7 +116,7 @@ def test_stacks_take_a_strength_for_each_group(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(found[0][1], found[1][1], rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("gone_on", [3, 5, 6])
+@cases("gone_on", [3, 5, 6])
 def test_a_run_goes_on_from_what_was_saved_in_the_same_handle_or_another(gone_on: int):
     def go_on(model, optimizer, repulsion):
         repulsion.load_state_dict(state)
@@ -196,7 +197,7 @@ def test_strength_that_was_never_measured_is_named_and_removal_removes_what_meas
     assert not repulsion.steering.attached
 
 
-@pytest.mark.parametrize("when", ["step", "manual"])
+@cases("when", ["step", "manual"])
 def test_the_first_of_several_optimizers_measures_for_all(when: str):
     alone, together = make(), make()
     optimizer, expected = attach(alone, every=2)

@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from repulsion.by_hand import RULE, repel_by_hand
 
@@ -69,7 +70,7 @@ def assert_repelled(model: nn.Module) -> None:
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("made_by", ["user", "trainer", "trainer after prepare"])
+@cases("made_by", ["user", "trainer", "trainer after prepare"])
 def test_the_trainer_needs_no_callback(tmp_path, made_by):
     model = Regression()
     heads = hw.find_heads(model)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from headwise.repulsion import step
 from headwise.repulsion.groups import find_groups
@@ -75,9 +76,10 @@ def require_close(model: nn.Module, expected: dict[str, Tensor]) -> None:
     assert_gradients(model, expected, rtol=0, atol=2e-6 * largest)
 
 
-@pytest.mark.parametrize("most", [2**18, 2**10])
-@pytest.mark.parametrize("rule", COLUMNS)
+@cases("most", [2**18, 2**10])
+@cases("rule", COLUMNS)
 def test_columns_give_the_gradients_and_norms_of_float64(rule: str, most: int, taken: list, monkeypatch):
+    taken.clear()
     monkeypatch.setattr(step, "MIXED_PART", most)
     model, exact, scaled = make(), make().double(), make()
     expected = expected_gradients(model, RULES[rule], strength=0.5) if rule not in ("spos", "sgld") else None
@@ -110,8 +112,9 @@ def test_the_default_dtype_is_of_no_concern(taken: list):
         assert torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("difference", [1e-2, 1e-4])
+@cases("difference", [1e-2, 1e-4])
 def test_heads_of_which_two_are_close_are_mixed_in_float64(difference: float, taken: list):
+    taken.clear()
     model = make()
     heads = hw.find_heads(model).slices()[0].of(model.in_proj_weight.detach())
     heads[2] = heads[1] + difference * heads[2]
@@ -121,8 +124,9 @@ def test_heads_of_which_two_are_close_are_mixed_in_float64(difference: float, ta
     require_close(model, expected)
 
 
-@pytest.mark.parametrize(("ratio", "wanted"), [(1.3, ["query", "key", "value"]), (0.7, ["key", "value"])])
+@cases(("ratio", "wanted"), [(1.3, ["query", "key", "value"]), (0.7, ["key", "value"])])
 def test_distances_above_the_share_are_apart_and_those_below_are_not(ratio: float, wanted: list, taken: list):
+    taken.clear()
     model = make()
     heads = hw.find_heads(model).slices()[0].of(model.in_proj_weight.detach())
     # two heads c + s x and c + s y: squared distance 2 s^2 of squared norms 2 (1 + s^2)
@@ -131,10 +135,11 @@ def test_distances_above_the_share_are_apart_and_those_below_are_not(ratio: floa
     assert taken == wanted
 
 
-@pytest.mark.parametrize("most", [2**18, 2**10])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("rule", ["svgd", "flat", "relative"])
+@cases("most", [2**18, 2**10])
+@cases("value", [math.nan, math.inf])
+@cases("rule", ["svgd", "flat", "relative"])
 def test_gradients_that_are_not_finite_stay(rule: str, value: float, most: int, taken: list, monkeypatch):
+    taken.clear()
     monkeypatch.setattr(step, "MIXED_PART", most)
     model = make()
     model.in_proj_weight.grad[WIDTH + 3, 77] = value
@@ -226,7 +231,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES)
 def test_a_step_in_stacks_equals_one_on_views(case: str, stacks):
     build, rule, tolerance, options = CASES[case]
     gradients, norms = [], []
@@ -285,7 +290,7 @@ def test_the_launches_of_a_step_do_not_grow_with_the_layers(stacks):
     assert many.total - few.total > 3 * (7 - 2)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@cases("rule", RULES.values())
 def test_a_step_never_waits_for_the_device(stacks, rule):
     for stacking in (True, False):
         stacks(stacking)
@@ -330,9 +335,9 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("name", HALF)
+@cases("joint", [False, True])
+@cases("stacked", [False, True])
+@cases("name", HALF)
 def test_forces_that_half_precision_cannot_hold_are_told_and_leave_the_gradient(stacks, name, stacked, joint):
     stacks(stacked)
     rule, size = HALF[name]

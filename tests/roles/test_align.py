@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 import headwise as hw
+from cases import cases
 from headwise.roles.word_table import AlignedRow, tokens_as_words, words_of_tokens
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer, tokenizer_of
 
@@ -57,7 +58,7 @@ def require_right(row: AlignedRow, tables: list[hw.roles.WordTable], encoding) -
     assert seen == sorted(seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 @settings(max_examples=120)
 @given(text=TEXTS)
 def test_a_token_stands_for_the_words_it_shares_characters_with(kind: str, text: str):
@@ -71,7 +72,7 @@ def test_a_token_stands_for_the_words_it_shares_characters_with(kind: str, text:
         assert (row.places[0][word] >= 0) or not covered & set(range(start, end))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 @settings(max_examples=60)
 @given(pair=st.tuples(TEXTS, TEXTS), most=st.integers(4, 16), left=st.booleans(), length=st.integers(16, 20))
 def test_pairs_truncation_and_padding_on_either_side(
@@ -132,8 +133,8 @@ def test_words_given_to_the_tokenizer_are_aligned_by_their_number():
     assert row.special == (0, row.units - 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
+@cases("kind", KINDS)
+@cases(
     "words", [["the", "old", "man", "."], ["I", "do", "n't"], ["the", "\u200bold"], list("数据数据"), ["数", "film"]]
 )
 def test_words_given_to_the_tokenizer_are_noticed_where_it_is_not_said(kind: str, words: list[str]):
@@ -151,7 +152,7 @@ def test_words_given_to_the_tokenizer_are_noticed_where_it_is_not_said(kind: str
         hw.roles.align([table], encoding, split_into_words=True)
 
 
-@pytest.mark.parametrize("text", ["н", "ну 👽!", "½", "a½ b", "\tfilm", "\n", "⑴.", "½ мир", "🙽 no"])
+@cases("text", ["н", "ну 👽!", "½", "a½ b", "\tfilm", "\n", "⑴.", "½ мир", "🙽 no"])
 def test_a_character_of_several_words_of_the_tokenizer_is_a_text_nevertheless(text: str):
     made = Tokenizer.from_str(tokenizer_of("byte-level BPE").to_str())
     split_bytes = pre_tokenizers.Sequence(

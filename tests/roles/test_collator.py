@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.errors import DataError
 from headwise.roles.guide import find_max_length
 from roles.tokenizers_for_tests import fast_tokenizer
@@ -80,7 +81,7 @@ def test_pairs_of_texts_and_a_parser_of_your_own():
     assert not first[1, 0]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@cases("workers", [0, 1])
 def test_a_trainer_gets_masks_by_one_line(tmp_path: Path, workers: int):
     from transformers import Trainer, TrainingArguments
 
@@ -179,9 +180,7 @@ def test_a_text_longer_than_the_models_positions_is_refused_before_the_model_see
 BART = {"attention_heads": 2, "ffn_dim": 8, "layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "room"), [("BERT", 64), ("RoBERTa", 62), ("BART", 64), ("GPT-2", 64), ("Llama", None), ("T5", None)]
-)
+@cases(("name", "room"), [("BERT", 64), ("RoBERTa", 62), ("BART", 64), ("GPT-2", 64), ("Llama", None), ("T5", None)])
 def test_models_take_as_many_tokens_as_their_tables_of_positions_have_rows(name: str, room: int | None):
     import transformers
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.forwards import generator, prompt
 from heads.transformers_versions import given_cache
 
@@ -46,7 +47,7 @@ def greedy(model: nn.Module, inputs: dict[str, Tensor], guidance: hw.roles.Guida
 
 
 # a static cache has more keys than the mask, which are not filled yet
-@pytest.mark.parametrize(("name", "cache"), [*((name, None) for name in DECODERS), ("Llama", "static")])
+@cases(("name", "cache"), [*((name, None) for name in DECODERS), ("Llama", "static")])
 def test_rows_after_the_prompt_are_regular(name: str, cache: str | None):
     model, inputs = generator(name), prompt(name)
     heads = hw.find_heads(model)
@@ -68,7 +69,7 @@ def test_rows_after_the_prompt_are_regular(name: str, cache: str | None):
     assert set(guidance.calls.values()) == {1}
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@cases("name", DECODERS)
 def test_beams_have_the_mask_of_their_example(name: str):
     model, inputs = generator(name), prompt(name)
     heads = hw.find_heads(model)
@@ -107,8 +108,8 @@ def test_without_a_cache_generating_is_refused_with_the_way_out():
     guidance.remove()
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("name", ["GPT-2", *ENCODER_DECODERS])
+@cases("beams", [1, 2])
+@cases("name", ["GPT-2", *ENCODER_DECODERS])
 def test_a_mask_of_fewer_prompts_is_refused_and_the_next_one_is_taken(name: str, beams: int):
     model, inputs = generator(name), prompt(name)
     settings = {"max_new_tokens": 3, "num_beams": beams, "do_sample": False}
@@ -132,8 +133,8 @@ def test_a_batch_in_evaluation_is_no_beams():
     guidance.remove()
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@cases("beams", [1, 3])
+@cases("name", ENCODER_DECODERS)
 def test_the_masks_of_an_encoder_are_kept_during_beam_search(name: str, beams: int):
     model, inputs = generator(name), prompt(name)
     heads = hw.find_heads(model).kind("self")
@@ -152,7 +153,7 @@ def test_the_masks_of_an_encoder_are_kept_during_beam_search(name: str, beams: i
     assert not torch.allclose(plain, encoded.last_hidden_state)
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5"])
+@cases("name", ["Llama", "T5"])
 def test_generate_takes_the_mask_from_the_batch(name: str):
     model, inputs = generator(name), prompt(name)
     heads = hw.find_heads(model).kind("self")

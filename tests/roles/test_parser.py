@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import headwise as hw
+from cases import cases
 
 spacy = pytest.importorskip("spacy")
 
@@ -76,8 +77,9 @@ def test_words_that_are_given_stay_the_words():
     assert table.heads == (0, 0, 1, 2)
 
 
-@pytest.mark.parametrize("kept", ["memory", "disk"])
+@cases("kept", ["memory", "disk"])
 def test_a_text_is_parsed_once_and_comes_back_equal(tmp_path: Path, given_texts: list[int], kept: str):
+    given_texts.clear()
     cache = tmp_path if kept == "disk" else None
     parse = Parser(pipeline(), cache)
     first = parse(TEXTS)

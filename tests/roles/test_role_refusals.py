@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import headwise as hw
+from cases import cases
 from heads.families import BY_NAME
 from headwise.errors import DataError, LayoutError, MaskError, SettingError
 from headwise.masks.flex import FlexMask
@@ -232,11 +233,7 @@ GUIDED: Cases = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [*FOUND, *ROLES, *FORMS, *TABLES, *MASKS, *COLLATED, *GUIDED],
-    ids=lambda one: one[:70] if isinstance(one, str) else "",
-)
+@cases(("call", "error", "message"), [*FOUND, *ROLES, *FORMS, *TABLES, *MASKS, *COLLATED, *GUIDED])
 def test_what_makes_no_sense_is_refused(
     call: Callable[[], object], error: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

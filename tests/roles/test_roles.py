@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.roles.roles import MAJOR
 from headwise.roles.word_table import Alignment
 from roles.tokenizers_for_tests import KINDS, fast_tokenizer
@@ -143,7 +144,7 @@ def test_a_role_of_your_own_is_a_function_from_words_to_columns_or_pairs():
     assert cells(mask.roles[0, 2]) == [[0, 1, 1, 1]] * 4
 
 
-@pytest.mark.parametrize("array", [np.array, torch.tensor])
+@cases("array", [np.array, torch.tensor])
 def test_a_role_of_your_own_may_find_arrays(array):
     table = hw.roles.WordTable(["a", "b", "c"])
     for found in ([1, 2], [(0, 1), (2, 2)]):
@@ -176,7 +177,7 @@ def by_words(roles: hw.roles.Roles, aligned: Alignment, index: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@cases("kind", KINDS)
 @settings(max_examples=25)
 @given(
     st.lists(st.sampled_from(["film", "I", "do", "n't", "sesquipedalian", ",", "?!", "数"]), min_size=1, max_size=8),

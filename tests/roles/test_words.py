@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
+from cases import cases
 
 TREEBANK = Path(os.environ.get("HEADWISE_DATA", "")) / "ud" / "en_ewt"
 
@@ -85,7 +86,7 @@ def conllu(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@cases("ending", ["\n", "\r\n"])
 def test_conllu_is_read_with_multiword_tokens_empty_nodes_and_spaces(tmp_path: Path, ending: str):
     first, second = hw.roles.read_conllu(conllu(tmp_path, CONLLU.replace("\n", ending)))
     assert first.text == "Don't go, John."
@@ -98,7 +99,7 @@ def test_conllu_is_read_with_multiword_tokens_empty_nodes_and_spaces(tmp_path: P
     assert second.spans == ((0, 2), (0, 2), (3, 7))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("old", "new", "message"),
     [
         ("3\tgo\tgo\tVERB\t_\t_\t0\troot\t_\t", "3\tgo\tgo\tVERB\t0\troot\t_\t", r"conllu:6: 8 columns.*expected 10"),
@@ -177,7 +178,7 @@ def test_idf_is_saved_with_the_model_and_comes_back_equal(tmp_path: Path):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
+@cases(
     "content",
     [
         "",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equations.aggregators import random
+from cases import cases
+from equations.draws import random
 from heads.attentions import SeparateAttention
 from headwise.errors import HeadwiseError, LayoutError, SettingError
 from headwise.heads.find import find_heads
@@ -21,7 +22,7 @@ def encoder(layers: int = 2) -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-@pytest.mark.parametrize("setting", [SimpleRouting(), EMRouting(capsules=4), Trunk(), Residual(EMRouting())], ids=str)
+@cases("setting", [SimpleRouting(), EMRouting(capsules=4), Trunk(), Residual(EMRouting())])
 def test_aggregate_puts_one_aggregator_of_its_own_into_each_site(setting):
     model, x = encoder(), random(3, 5, 8, dtype=torch.float32)
     before = model(x)
@@ -89,8 +90,8 @@ class Quantized(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float64, True), (torch.float32, False)])
-@pytest.mark.parametrize("setting", [EMRouting(capsules=4), Residual(SimpleRouting()), Gate()], ids=str)
+@cases(("dtype", "bias"), [(torch.float64, True), (torch.float32, False)])
+@cases("setting", [EMRouting(capsules=4), Residual(SimpleRouting()), Gate()])
 def test_a_quantized_projection_is_replaced_or_kept(setting, dtype: torch.dtype, bias: bool):
     model = SeparateAttention(8, 2, key_value_heads=2).to(dtype)
     model.o_proj = Quantized(model.o_proj, bias=bias)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
+from cases import cases
 from headwise.errors import LayoutError, SettingError
 
 peft = pytest.importorskip("peft")
@@ -70,8 +71,8 @@ def train(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", SETTINGS)
+@cases("order", ["before", "after"])
+@cases("name", SETTINGS)
 def test_an_aggregator_is_trained_saved_and_loaded_with_the_adapter(name: str, order: str, tmp_path: Path):
     model, _ = build(order, SETTINGS[name])
     changed = train(model)
@@ -101,7 +102,7 @@ def test_an_aggregator_is_trained_saved_and_loaded_with_the_adapter(name: str, o
     torch.testing.assert_close(states(resumed), states(model), rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@cases("name", SETTINGS)
 def test_without_the_adapter_the_model_is_as_it_was(name: str):
     plain = base().eval()
     model, _ = build("after", SETTINGS[name])
@@ -112,7 +113,7 @@ def test_without_the_adapter_the_model_is_as_it_was(name: str):
     assert not torch.allclose(states(model), states(plain), atol=1e-3)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
+@cases("order", ["before", "after"])
 def test_a_merged_model_keeps_the_aggregator(order: str, tmp_path: Path):
     model, _ = build(order, SETTINGS["EM"])
     train(model)

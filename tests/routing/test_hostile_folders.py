@@ -12,6 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
+from cases import cases
 from fuzz.mutate import BYTES, limit_memory, ran_out, read_in_time
 from routing.hostile import CANARY, FOLDERS, RECORD, edit, seal_again, set_value
 
@@ -46,8 +47,9 @@ def assert_refused(folder: Path, error: hw.errors.HeadwiseError) -> None:
     assert not (folder / CANARY).exists()
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_hostile_folder_is_refused_in_a_sentence_that_names_it(name: str, folder: Path):
+@cases("name", FOLDERS)
+def test_a_hostile_folder_is_refused_in_a_sentence_that_names_it(name: str, whole: Path, tmp_path: Path):
+    folder = shutil.copytree(whole, tmp_path / "bert")
     FOLDERS[name](folder)
     before = torch.get_rng_state()
     # a second is long for a model of 8 numbers a token
@@ -90,7 +92,7 @@ def is_same_record(one: bytes, other: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
+@cases(
     ("lost", "message"),
     [
         (["record_digest"], r"headwise\.json was changed"),
@@ -98,7 +100,8 @@ def is_same_record(one: bytes, other: bytes) -> bool:
         (["record_digest", "file_digests"], "holds no digests, so that a change would not be noticed; "),
     ],
 )
-def test_a_record_that_lost_its_digests_is_refused(folder: Path, lost: list[str], message: str):
+def test_a_record_that_lost_its_digests_is_refused(whole: Path, tmp_path: Path, lost: list[str], message: str):
+    folder = shutil.copytree(whole, tmp_path / "bert")
     record = json.loads((folder / RECORD).read_text())
     (folder / RECORD).write_text(json.dumps({name: value for name, value in record.items() if name not in lost}))
     with pytest.raises(hw.errors.DataError, match=message):

@@ -7,6 +7,7 @@ import torch
 from scipy.linalg import orthogonal_procrustes
 from torch import Tensor
 
+from cases import cases
 from headwise.shrinking.alignment import (
     Sharing,
     align_orthogonal,
@@ -105,7 +106,7 @@ def inside(similarity: torch.Tensor, groups: tuple[tuple[int, ...], ...]) -> flo
     return sum(float(similarity[i, j]) for group in groups for i in group for j in group if i != j)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(6, 3), (6, 2), (8, 4), (8, 2)])
+@cases(("heads", "groups"), [(6, 3), (6, 2), (8, 4), (8, 2)])
 def test_groups_are_equal_and_nearly_as_alike_as_the_best_of_all(heads: int, groups: int):
     shares = []
     for seed in range(20):
@@ -141,7 +142,7 @@ def test_one_group_and_as_many_as_heads():
     assert group_by_similarity(torch.rand(4, 4), 4) == ((0,), (1,), (2,), (3,))
 
 
-@pytest.mark.parametrize("ridge", [1e-3, 0.7])
+@cases("ridge", [1e-3, 0.7])
 def test_the_refit_is_least_squares_with_rows_that_hold_to_the_given_weight(ridge: float):
     x, y, start = draw(11, 5), draw(11, 3, seed=1), draw(3, 5, seed=2)
     strength = (ridge * float((x.T @ x).diagonal().mean())) ** 0.5

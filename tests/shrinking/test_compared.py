@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
 from heads.shared import KEYS, MODELS, SHARING, TOKENS, build, gemma4
@@ -97,8 +98,8 @@ def save_and_load(model: Any, pruning: hw.shrinking.Pruning, folder: Path) -> An
     return eval(pruning.loading, {"transformers": transformers, "hw": hw, "folder": folder}).eval()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+@cases("seed", [0, 1])
+@cases("name", [*MODELS, *OTHERS])
 def test_pruned_is_ablated_and_saved_is_loaded(name: str, seed: int, tmp_path: Path):
     heads = build_other(name) if name in OTHERS else hw.find_heads(build(name))
     removed = choose(heads, seed)
@@ -110,7 +111,7 @@ def test_pruned_is_ablated_and_saved_is_loaded(name: str, seed: int, tmp_path: P
     assert apart(found, compute(save_and_load(heads.model, pruning, tmp_path), INPUTS)) == 0.0
 
 
-@pytest.mark.parametrize("name", SHARING)
+@cases("name", SHARING)
 def test_layers_left_out_that_read_what_is_removed_are_not_forgotten(name: str):
     model = build(name)
     out = [site.name for site in hw.find_heads(model) if site.borrows]
@@ -133,7 +134,7 @@ def test_layers_left_out_that_read_what_is_removed_are_not_forgotten(name: str):
     assert apart(before, compute(model, INPUTS)) == 0.0
 
 
-@pytest.mark.parametrize("name", ["Gemma 4", "Gemma 3n"])
+@cases("name", ["Gemma 4", "Gemma 3n"])
 def test_layers_that_share_keys_lose_the_same_groups(name: str):
     heads = hw.find_heads(build(name))
     first, second, third, fourth = (site.name for site in heads)
@@ -254,8 +255,8 @@ class GatedByAll(Gated):
         return self.o_proj(heads * torch.sigmoid(getattr(self, self.name)(heads)))
 
 
-@pytest.mark.parametrize("name", ["g_proj", "gate_proj", "gate", "output_gate", "to_gates", "extra"])
-@pytest.mark.parametrize("features", [4, 20])
+@cases("name", ["g_proj", "gate_proj", "gate", "output_gate", "to_gates", "extra"])
+@cases("features", [4, 20])
 def test_a_gate_of_ones_own_is_cut_with_its_heads(name: str, features: int):
     torch.manual_seed(0)
     model, x = Gated(name, features, bias=name != "gate").double().eval(), torch.randn(2, 6, 20).double()
@@ -282,8 +283,8 @@ def test_a_gate_that_has_no_heads_stays_and_one_of_all_heads_is_refused():
     assert torch.equal(before, model(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["Llama 4", "Gemma 3n", "Laguna, a gate a head", "T5", "BERT", "ModernBERT"])
+@cases("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@cases("name", ["Llama 4", "Gemma 3n", "Laguna, a gate a head", "T5", "BERT", "ModernBERT"])
 def test_rounding_is_told_from_what_was_forgotten_in_every_precision(name: str, dtype: torch.dtype):
     """What a model computes in float32, whatever its weights are, is as precise as float32."""
     family = next((family for family in FAMILIES if family.name == name), None)

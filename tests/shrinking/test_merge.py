@@ -11,6 +11,7 @@ from torch import nn
 from transformers import BartConfig, BartModel
 
 import headwise as hw
+from cases import cases
 from headwise.shrinking.alignment import KeyFreedom
 from headwise.shrinking.merge_heads import record_wanted
 from shrinking.cutting import apart, float64
@@ -194,8 +195,8 @@ def test_a_model_that_cannot_be_merged_is_as_it_was():
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", ["weight", "module", "numbers"])
-@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
+@cases("tied", ["weight", "module", "numbers"])
+@cases("name", ["q_proj", "v_proj", "o_proj"])
 def test_weights_that_an_attention_left_out_has_too_are_refused_and_left_as_they_are(name: str, tied: str):
     model = build("Llama", HEADS)
     first, second = (getattr(layer.self_attn, name) for layer in model.model.layers)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, GatedAttention, SeparateAttention
 from heads.families import FAMILIES
 from heads.own import LensAttention, ParameterAttention, unpack
@@ -35,7 +36,7 @@ def prune_alone(module: nn.Module, gone: list[int], *rows: hw.layouts.Layout, wi
     return apart([zeroed(x)], [model(x)])
 
 
-@pytest.mark.parametrize(
+@cases(
     "module",
     [
         SeparateAttention(),
@@ -45,7 +46,6 @@ def prune_alone(module: nn.Module, gone: list[int], *rows: hw.layouts.Layout, wi
         FusedAttention(interleaved=True),
         GatedAttention(),
     ],
-    ids=lambda module: type(module).__name__,
 )
 def test_heads_of_own_modules_are_removed(module: nn.Module):
     interleaved = getattr(module, "interleaved", False)
@@ -60,8 +60,8 @@ def test_heads_of_own_modules_are_removed(module: nn.Module):
     assert prune_alone(module, [2, 3], *rows) <= 1e-12
 
 
-@pytest.mark.parametrize("axes", ["h d e", "d h e", "d (h e)", "(h e) d", "e h d"])
-@pytest.mark.parametrize("output_axes", ["", "h e d", "(h e) d"])
+@cases("axes", ["h d e", "d h e", "d (h e)", "(h e) d", "e h d"])
+@cases("output_axes", ["", "h e d", "(h e) d"])
 def test_heads_in_parameters_of_any_axes_are_removed(axes: str, output_axes: str):
     class Counted(ParameterAttention):
         """Reads its number of heads at each call, where others have it written into their code."""
@@ -87,8 +87,8 @@ def test_the_shapes_of_transformer_lens_are_cut_with_their_biases():
     assert module.b_V.shape == (3, 3)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}], ids=str)
-@pytest.mark.parametrize("own", [nn.MultiheadAttention, hw.nn.MultiheadAttention])
+@cases("settings", [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}])
+@cases("own", [nn.MultiheadAttention, hw.nn.MultiheadAttention])
 def test_heads_of_torchs_attention_are_removed_in_every_form(own: type, settings: dict):
     torch.manual_seed(2)
     attention = own(12, 4, batch_first=True, **settings).double().eval()
@@ -233,7 +233,7 @@ def worth_of(heads: hw.Heads, seed: int = 0) -> dict[str, torch.Tensor]:
     return {site.name: torch.rand(site.num_heads, generator=generator) for site in heads}
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0.5, 2), (0.7, 3), (0.2, 1), (0.01, 1)])
+@cases(("keep", "left"), [(0.5, 2), (0.7, 3), (0.2, 1), (0.01, 1)])
 def test_the_heads_that_matter_least_go(keep: float, left: int):
     family = named(FAMILIES, "BERT")[0]
     model = family.build()

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
 from heads.family import Family
@@ -99,7 +100,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "arguments", "shown"),
     [
         ("ViT", {"add_pooling_layer": False}, "transformers.ViTModel.from_pretrained(folder, add_pooling_layer=False)"),
@@ -194,7 +195,7 @@ def test_a_model_of_ones_own_is_loaded_into_one_with_all_its_heads_or_with_those
         hw.load(tmp_path)
 
 
-@pytest.mark.parametrize("setting", [SimpleRouting(), Residual(SimpleRouting()), Gate()], ids=str)
+@cases("setting", [SimpleRouting(), Residual(SimpleRouting()), Gate()])
 def test_aggregators_stay_in_the_folder_of_a_model_with_fewer_heads(setting, tmp_path: Path):
     family = named(FAMILIES, "BERT")[0]
     model: Any = family.build()
@@ -213,7 +214,7 @@ def test_aggregators_stay_in_the_folder_of_a_model_with_fewer_heads(setting, tmp
     assert apart(compute(model, inputs), compute(hw.load(tmp_path / "without"), inputs)) == 0.0
 
 
-@pytest.mark.parametrize(
+@cases(
     ("edit", "message"),
     [
         (lambda sizes: sizes.update(nowhere={"num_heads": 2}), "the model has no module 'nowhere'"),

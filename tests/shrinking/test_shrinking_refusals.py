@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.own import ListAttention
@@ -144,7 +145,7 @@ MERGED: list[tuple[Callable[[], hw.Heads], Callable[[hw.Heads], object], type[Ex
 ]
 
 
-@pytest.mark.parametrize(("make", "call", "error", "message"), [*PRUNED, *MERGED])
+@cases(("make", "call", "error", "message"), [*PRUNED, *MERGED])
 def test_what_cannot_be_done_is_refused_and_nothing_changed(make: Any, call: Any, error: type, message: str):
     heads = make()
     before = {name: tensor.clone() for name, tensor in heads.model.state_dict().items()}
@@ -160,7 +161,7 @@ def test_what_cannot_be_done_is_refused_and_nothing_changed(make: Any, call: Any
 ZEROS = torch.zeros(2, 2).double()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("call", "error", "message"),
     [
         (lambda: group_in_order(6, 4), SettingError, "groups is 4, and 6 heads do not make .* expected one of 1, 2, 3"),
@@ -426,7 +427,7 @@ REMEDIES: list[tuple[str, Callable[[], Any], Callable[[Any], object], Callable[[
 ]
 
 
-@pytest.mark.parametrize(("message", "make", "refused", "works"), REMEDIES)
+@cases(("message", "make", "refused", "works"), REMEDIES)
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_refusal_says_to_do_works(message: str, make: Any, refused: Any, works: Any):
     made = make()

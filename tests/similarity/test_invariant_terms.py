@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from cases import cases
 from headwise.errors import SettingError
 from headwise.functional.alignment import multiply_features
 from headwise.heads.taps import Taps, count_effective_heads
@@ -49,7 +50,7 @@ def given(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 7, 12, dtype=torch.float64), padding
 
 
-@pytest.mark.parametrize("term", TERMS, ids=str)
+@cases("term", TERMS)
 def test_a_step_down_the_gradient_lowers_it(term):
     model = make()
     x, padding = given()
@@ -68,7 +69,7 @@ def test_a_step_down_the_gradient_lowers_it(term):
     assert values[1] < values[0]
 
 
-@pytest.mark.parametrize("term", TERMS, ids=str)
+@cases("term", TERMS)
 def test_padding_changes_nothing(term):
     model = make().eval()
     x, padding = given()
@@ -149,7 +150,7 @@ def test_the_effective_number_of_heads_is_counted_in_single_precision_under_auto
         assert torch.equal(count_effective_heads(captures), counted)
 
 
-@pytest.mark.parametrize("of", ["outputs", "contributions"])
+@cases("of", ["outputs", "contributions"])
 def test_a_sketch_of_hsic_has_the_mean_of_the_whole_value(of):
     model = make(layers=1)
     x, padding = given()
@@ -197,10 +198,9 @@ def test_maps_do_not_change_with_the_basis_inside_a_head():
     torch.testing.assert_close(penalty().detach(), before)
 
 
-@pytest.mark.parametrize(
+@cases(
     "term",
     [hw.similarity.CKA(), hw.similarity.HSIC(), hw.similarity.CrossCorrelation(), hw.similarity.LogDeterminant()],
-    ids=str,
 )
 def test_three_tokens_say_nothing_and_are_not_counted(term):
     model = make(layers=1)
@@ -230,7 +230,7 @@ def test_grouped_queries_compare_maps_of_every_query_head():
     assert all(part.weight.grad is not None for part in (attention.v_proj, attention.o_proj, attention.k_proj))
 
 
-@pytest.mark.parametrize("term", [*TERMS, hw.similarity.CKA(sketch=2)], ids=str)
+@cases("term", [*TERMS, hw.similarity.CKA(sketch=2)])
 def test_nothing_of_tokens_by_heads_by_heads_is_made(term):
     """16 heads of 2 numbers and 512 tokens: the largest tensor is the projections of all tokens."""
     model = torch.nn.TransformerEncoderLayer(32, 16, 4, dropout=0.0, batch_first=True)
@@ -249,7 +249,7 @@ def test_nothing_of_tokens_by_heads_by_heads_is_made(term):
     assert max(sizes) <= 512 * 3 * 32 < 512 * 16 * 16
 
 
-@pytest.mark.parametrize(
+@cases(
     ("term", "setting", "value"),
     [
         (hw.similarity.CKA, "of", "weights"),

@@ -6,11 +6,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
+from headwise.similarity import terms
 from reference import disagreement as loops
+from repulsion.lora_by_hand import base_weight, lora_layers, product_of
 
 
 def transformer() -> nn.Transformer:
@@ -46,7 +49,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize(("term", "reads", "loop"), LOOPS, ids=[str(term) for term, *_ in LOOPS])
+@cases(("term", "reads", "loop"), LOOPS)
 def test_the_penalty_is_the_weighted_mean_over_layers_of_each_kind(term, reads, loop):
     model = transformer()
     heads = hw.find_heads(model)
@@ -181,7 +184,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "term", "settings", "error", "message"), REFUSED)
+@cases(("model", "term", "settings", "error", "message"), REFUSED)
 def test_wrong_terms_kinds_and_heads_are_refused(model, term, settings, error, message):
     with pytest.raises(error, match=message):
         hw.Disagreement(hw.find_heads(model), term, **settings)
@@ -206,7 +209,7 @@ def test_a_penalty_of_a_model_that_ran_in_evaluation_alone_says_so():
         run.loss(model(torch.randn(2, 3, 12)).sum())
 
 
-@pytest.mark.parametrize("term", [hw.similarity.Output(), hw.similarity.Position(), hw.similarity.MapCosine()], ids=str)
+@cases("term", [hw.similarity.Output(), hw.similarity.Position(), hw.similarity.MapCosine()])
 def test_a_penalty_for_training_alone_is_0_in_evaluation_and_the_same_in_training(term):
     model, x = SeparateAttention(), torch.randn(3, 5, 12)
     heads = hw.find_heads(model)
@@ -230,3 +233,153 @@ def test_a_penalty_for_training_alone_is_0_in_evaluation_and_the_same_in_trainin
     first, second = penalty(), always()
     assert first.item() == pytest.approx(second.item())
     assert first.requires_grad
+
+
+# Pooled attentions
+
+
+TERMS = {
+    "output": hw.similarity.Output(),
+    "subspace": hw.similarity.Subspace(),
+    "position": hw.similarity.Position(),
+    "recomputed": hw.similarity.Position(recompute=True),
+    "sum": hw.similarity.Output() + 0.5 * hw.similarity.Subspace() + 2 * hw.similarity.Position(),
+}
+
+
+def penalized_pooled(monkeypatch: pytest.MonkeyPatch, most: int, term: object, *, padded: bool, relative: bool) -> list:
+    """Return the penalty and all gradients, with stacks of tensors of at most this many numbers."""
+    monkeypatch.setattr(terms, "MOST_ON_CPU", most)
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 4, 3, 3, 8, dropout=0.0, batch_first=True).double()
+    strength = hw.Relative(0.3) if relative else None
+    penalty = hw.Disagreement(hw.find_heads(model), term, weights={"decoder": 0.5, "cross": 0.25}, strength=strength)
+    source, target = torch.randn(2, 5, 16, dtype=torch.float64), torch.randn(2, 4, 16, dtype=torch.float64)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+    out = model(source, target, src_key_padding_mask=mask, memory_key_padding_mask=mask)
+    loss = out.square().mean()
+    total = penalty.loss(loss) if relative else loss + penalty()
+    total.backward()
+    return [total.detach(), penalty.last, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested_tensor.*:UserWarning")
+@cases("relative", [False, True])
+@cases("padded", [False, True])
+@cases("term", TERMS)
+def test_pooled_and_one_by_one_agree(term: str, padded: bool, relative: bool, monkeypatch: pytest.MonkeyPatch):
+    found = penalized_pooled(monkeypatch, 2**16, TERMS[term], padded=padded, relative=relative)
+    expected = penalized_pooled(monkeypatch, 0, TERMS[term], padded=padded, relative=relative)
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+
+def test_attentions_of_one_shape_are_stacked_and_others_are_not():
+    term, ones = hw.similarity.Output(), torch.ones(2, 3, 4, 5)
+    keep = torch.ones(2, 3, dtype=torch.bool)
+    sums, counts = terms.measure_together(term, [ones, ones], [keep, ~keep])
+    assert sums.tolist() == [pytest.approx(6.0), 0.0]
+    assert counts.tolist() == [6, 0]
+    for tensors, keeps in (
+        ([ones], [None]),
+        ([ones, ones[:1]], [None, None]),
+        ([ones, ones], [keep, None]),
+        ([ones, ones], [None, keep]),
+        ([ones, ones.double()], [None, None]),
+        ([torch.ones(2, 2**13, 4, 5)] * 2, [None, None]),
+    ):
+        assert terms.measure_together(term, tensors, keeps) is None
+    assert terms.measure_together(hw.similarity.CKA(), [ones, ones], [None, None]) is None
+
+
+def test_attaching_walks_through_the_model_as_often_for_many_layers_as_for_few(monkeypatch: pytest.MonkeyPatch):
+    """The modules passed per layer are then a constant."""
+    passed = []
+    walk = nn.Module.named_modules
+
+    def counted(self: nn.Module, *given: object, **named: object):
+        for found in walk(self, *given, **named):
+            passed.append(1)
+            yield found
+
+    def count(layers: int) -> int:
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        heads = hw.find_heads(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
+        passed.clear()
+        hw.Disagreement(heads, hw.similarity.Output())
+        return len(passed)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    few, many = count(4), count(32)
+    assert many < 9 * few
+
+
+# Under LoRA
+
+
+peft = pytest.importorskip("peft")
+
+X = torch.randn(3, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(SeparateAttention(), config).double()
+
+
+def penalize(model: nn.Module, heads: hw.Heads, term) -> Tensor:
+    penalty = hw.Disagreement(heads, term)
+    model(X)
+    return penalty()
+
+
+@cases(
+    "term",
+    [
+        hw.similarity.SpanOverlap(),
+        hw.similarity.SpanOverlap("query"),
+        hw.similarity.SpanOverlap("output"),
+        hw.similarity.MapCosine(),
+        hw.similarity.CKA(of="contributions"),
+    ],
+)
+def test_a_penalty_on_parameters_is_that_of_the_effective_weights(term):
+    model = adapted()
+    heads = hw.find_heads(model)
+    found = penalize(model, heads, term)
+    found.backward()
+
+    plain = SeparateAttention().double()
+    weights: dict[str, Tensor] = {}
+    for name, layer in lora_layers(model).items():
+        weights[f"{name.rpartition('.')[2]}.weight"] = base_weight(layer) + product_of(layer)
+    for name, parameter in model.named_parameters():
+        place = name.replace("base_layer.", "").removeprefix("base_model.model.")
+        if "lora_" not in name and place not in weights:
+            weights[place] = parameter.detach()
+    plain.load_state_dict({name: weight.detach() for name, weight in weights.items()})
+    expected = penalize(plain, hw.find_heads(plain), term)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    assert float(found.detach()) > 0.005
+
+    for name, layer in lora_layers(model).items():
+        force = plain.get_submodule(name.rpartition(".")[2]).weight.grad
+        factors = {key: getattr(layer, key)["default"].weight for key in ("lora_A", "lora_B")}
+        if force is None:
+            assert all(factor.grad is None for factor in factors.values())
+            continue
+        exact = torch.autograd.grad(product_of(layer), list(factors.values()), force)
+        for factor, gradient in zip(factors.values(), exact, strict=True):
+            torch.testing.assert_close(factor.grad, gradient)
+
+
+def test_a_penalty_on_parameters_of_which_none_is_trained_is_refused():
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"])
+    model = peft.get_peft_model(SeparateAttention(), config)
+    penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.SpanOverlap("value"))
+    with pytest.raises(hw.errors.NotFired, match=r"no parameter that SpanOverlap.*target_modules"):
+        penalty()
+    with torch.no_grad():
+        assert penalty() > 0

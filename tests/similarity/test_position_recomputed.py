@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import headwise as hw
+from cases import cases
 
 HEADS, LENGTH = 4, 24
 EXPLICIT, RECOMPUTED = hw.similarity.Position(), hw.similarity.Position(recompute=True)
@@ -82,8 +83,8 @@ def stepped(make, forward, term, biased=False) -> list[Tensor]:
     return [value, output, *grads, *(bias.grad for bias in biases)]
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("make", "forward"), CASES.values(), ids=CASES)
+@cases("biased", [False, True])
+@cases(("make", "forward"), CASES.values())
 def test_it_is_the_explicit_penalty_with_its_gradients(make, forward, biased):
     found, expected = (stepped(make, forward, term, biased) for term in (RECOMPUTED, EXPLICIT))
     assert len(found) == len(expected)
@@ -116,7 +117,7 @@ def largest_kept(make, forward, term) -> int:
     return max(sizes)
 
 
-@pytest.mark.parametrize("case", ["torch, padded", "torch, causal", "bert, padded", "llama, causal"])
+@cases("case", ["torch, padded", "torch, causal", "bert, padded", "llama, causal"])
 def test_nothing_of_the_size_of_all_weights_is_kept_for_the_backward_pass(case):
     everything = 3 * HEADS * LENGTH * LENGTH
     assert largest_kept(*CASES[case], RECOMPUTED) < everything
@@ -170,7 +171,7 @@ def test_heads_divided_by_tensor_parallel_are_refused(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("case", ["torch, padded", "bert, padded", "llama, causal"])
+@cases("case", ["torch, padded", "bert, padded", "llama, causal"])
 def test_gradients_inside_torch_func_are_those_of_a_backward_pass(case: str):
     make, forward = CASES[case]
     model = make().train()

@@ -1,25 +1,67 @@
-"""The pages a reader sees: links lead somewhere, code runs, and what a program writes is what it writes now."""
+"""The pages a reader sees: links, code, figures that are in records, and what a program writes.
+
+`make docs-check` runs these; they are no part of `make test`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import headwise
-from docs.pages import EXECUTED, FENCE, PAGES, ROOT, blocks, generator, name_of, prose
+from cases import cases
 from heads.families import FAMILIES, REACHED
 from heads.refused import REFUSED
 from heads.written import WRITTEN
 from report.chromium import Chromium, find_chromium
 
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "laboratory" / "papers").rglob("*.md")])
+EXECUTED = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
 README = ROOT / "README.md"
+ARMS = ("plain", "scaled", "output-relative", "CKA", "SVGD-span", "CKA-together")
+# digits with a point, such as -0.327, that are no part of a word, a version or a call
+FIGURE = re.compile(r"(?<![\w.(=])[-+]?\d+\.\d+(?![\w.)])")
+
+
+def name_of(page: Path) -> str:
+    """The page's path from the root of the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of one language: line of the first line, and text."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start("body")) + 1, match["body"])
+        for match in FENCE.finditer(text)
+        if match["language"] == language
+    ]
+
+
+def generator(name: str) -> ModuleType:
+    """The module in docs/ that writes a page: its PAGE, and the text of it that its render() makes anew."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks and code spans."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
 def anchors(page: Path) -> set[str]:
@@ -63,7 +105,7 @@ def test_every_make_target_that_is_named_exists_and_every_fence_says_its_languag
     assert not [name_of(page) for page in PAGES if blocks(page, "")]
 
 
-@pytest.mark.parametrize("page", [page for page in EXECUTED if page == README or blocks(page, "python")], ids=name_of)
+@cases("page", [page for page in EXECUTED if page == README or blocks(page, "python")])
 def test_every_python_block_of_a_page_runs_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -137,3 +179,50 @@ addEventListener("load", () => setTimeout(() => worker.postMessage(5), 50));
             if len(heard := browser.run("heard")) == 3:
                 break
         assert sorted(map(str, heard)) == ["10", "6", "none.js was not loaded"]
+
+
+def split_page(name: str) -> list[str]:
+    return re.split(r"^## ", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+
+
+def read_figures(text: str) -> set[str]:
+    return set(FIGURE.findall(re.sub(r"version \d+\.\d+", "", text.replace("\N{MINUS SIGN}", "-"))))
+
+
+def test_every_figure_is_in_a_record_that_its_section_names():
+    titles = {"shrinking.md": "Do diverse heads prune better?", "lm.md": "What was found"}
+    studies = [part for page, title in titles.items() for part in split_page(page) if part.startswith(title)]
+    assert len(studies) == 2
+    missing, seen = [], 0
+    for section in (*split_page("which-method.md"), *studies):
+        text = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
+        links = re.findall(r"\]\(([^)#]+\.md)\)", text)
+        # settings of arms, as in ratio=0.113, may be named in prose
+        known = {
+            one for link in links for one in read_figures((ROOT / "docs" / link).read_text("utf-8").replace("=", " "))
+        }
+        for link in re.findall(r"\]\(([^)#]+\.json)\)", text):
+            record = json.loads((ROOT / "docs" / link).read_text(encoding="utf-8"))
+            known |= {f"{ratio:.2f}" for ratio in record["ratio to plain"].values()}
+        # prose may give a difference without its sign
+        known |= {figure.lstrip("+-") for figure in known}
+        missing += [(section[:40], figure, links) for figure in sorted(read_figures(text) - known)]
+        seen += len(read_figures(section))
+    assert not missing
+    assert seen > 40
+
+
+def test_each_number_of_the_table_of_shrinking_is_the_records():
+    page = (ROOT / "docs" / "shrinking.md").read_text(encoding="utf-8")
+    rows = re.search(r"^\| task \|.*?\n\n", page, re.MULTILINE | re.DOTALL)[0].splitlines()[2:-1]
+    assert len(rows) == 5
+    for place, row in enumerate(rows):
+        title, *shown = row.strip("| ").split(" | ")
+        merged = "merged" in title
+        # what is merged are the heads of the row above
+        (link,) = re.findall(r"\((\S+)\.md\)", rows[place - 1] if merged else title)
+        grids = json.loads((ROOT / "docs" / f"{link}.json").read_text(encoding="utf-8"))["grids"]
+        grid = next(grid for grid in grids if grid["title"].startswith("loss on the test set"))
+        column = grid["header"].index("50% of key/value heads" if merged else "50% of heads")
+        kept = {row[0]: row[column]["value"] for row in grid["rows"]}
+        assert [number.strip("*") for number in shown] == [f"{kept[arm]:.3f}" for arm in ARMS], title
