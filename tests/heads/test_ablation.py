@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import LinearAttention, SeparateAttention
 
 
@@ -24,7 +25,7 @@ def test_an_ablated_head_equals_zeroed_columns_of_the_output_projection():
     assert not torch.allclose(whole, without)
 
 
-@pytest.mark.parametrize(
+@cases(
     "given",
     [([1, 3],), ((3, 1),), (range(1, 4, 2),), ({1, 3},), (torch.tensor([1, 3]),), (1, [3]), (torch.tensor(1), 3)],
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.families import FAMILIES
 from headwise.heads.heads import Heads
 
@@ -79,7 +80,7 @@ def test_values_of_deberta_are_what_its_attention_weighs():
     torch.testing.assert_close(torch.einsum("bhqk,bkhe->bqhe", weights, capture.values), capture.outputs)
 
 
-@pytest.mark.parametrize("projection", ["query", "value"])
+@cases("projection", ["query", "value"])
 def test_a_bias_in_another_order_is_disproved(projection: str):
     model = FastAttention().eval()
     heads = hw.find_heads(model)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.calling import CallingAttention, EinsumAttention, NanoGPT, X, written_out
 from heads.forwards import copies
 from headwise.heads import find
@@ -52,7 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "mask"), CASES)
+@cases(("settings", "mask"), CASES)
 def test_weights_values_and_outputs_are_those_of_a_softmax_written_out(settings: str, mask: str):
     model, given = build(settings), masks()[mask]
     expected = written_out(model, X, given)
@@ -74,8 +75,8 @@ def test_weights_values_and_outputs_are_those_of_a_softmax_written_out(settings:
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize(("settings", "mask"), CASES)
-@pytest.mark.parametrize("read", [False, True])
+@cases(("settings", "mask"), CASES)
+@cases("read", [False, True])
 def test_a_bias_is_added_to_the_scores_of_the_call(settings: str, mask: str, read: bool):
     model, given = build(settings), masks()[mask]
     bias = torch.randn(2, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -125,7 +126,7 @@ def test_one_sequence_without_a_batch_is_read_as_a_batch_of_one():
         torch.testing.assert_close(taps.read()[0].weights, written_out(model, X[:1])["weights"])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@cases("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_is_read_as_it_is_computed(dtype: torch.dtype):
     model = build("grouped")
     expected = written_out(model, X)["weights"]
@@ -137,7 +138,7 @@ def test_low_precision_is_read_as_it_is_computed(dtype: torch.dtype):
     torch.testing.assert_close(capture.weights.double(), expected, rtol=0.0, atol=4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@cases("size", [1, 3])
 def test_roles_guide_the_heads_of_nanogpt(size: int):
     torch.manual_seed(0)
     model = NanoGPT(layers=1, dropout=0.0).double().eval()
@@ -237,7 +238,7 @@ def test_heads_in_parameters_are_read_removed_and_biased_at_the_call():
         hw.aggregate(heads, hw.routing.SimpleRouting(capsules=2))
 
 
-@pytest.mark.parametrize("grouped", ["repeated", "enable_gqa"])
+@cases("grouped", ["repeated", "enable_gqa"])
 def test_values_of_groups_are_read_once_at_the_call(grouped: str):
     class Grouped(nn.Module):
         def __init__(self) -> None:
@@ -292,7 +293,7 @@ class Channels(CallingAttention):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).permute(0, 3, 1, 2).flatten(2))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("attention", "message"),
     [
         (Twice, r"calls scaled_dot_product_attention several times in one forward"),

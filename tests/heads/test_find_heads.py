@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
 from heads.families import FAMILIES
 from headwise.heads.view import COLUMNS, ROWS, HeadView, check_head_views
@@ -200,7 +201,7 @@ def test_self_attention_beside_cross_attention_is_a_decoders():
     assert hw.find_heads(told).sites[0].kind == "cross"
 
 
-@pytest.mark.parametrize(("head_first", "layout"), [(True, "interleaved"), (False, "fused"), (None, "fused")])
+@cases(("head_first", "layout"), [(True, "interleaved"), (False, "fused"), (None, "fused")])
 def test_one_name_of_a_projection_in_two_orders_is_told_by_the_flag_of_its_module(head_first, layout):
     attention = FusedAttention(interleaved=layout == "interleaved")
     if head_first is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 import headwise as hw
+from cases import cases
 from heads.families import FAMILIES
 from heads.wrappers import LoraLinear
 
@@ -161,7 +162,7 @@ def build(kind) -> tuple[nn.Module, hw.Heads]:
     return model, hw.find_heads(model)
 
 
-@pytest.mark.parametrize("kind", [*CALLED, *USED])
+@cases("kind", [*CALLED, *USED])
 def test_heads_are_proved_read_removed_and_pruned_where_a_weight_is_handed_to_a_function(kind):
     model, heads = build(kind)
     plain = model(X)
@@ -183,7 +184,7 @@ def test_heads_are_proved_read_removed_and_pruned_where_a_weight_is_handed_to_a_
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", [*CALLED, *USED])
+@cases("kind", [*CALLED, *USED])
 def test_gradients_are_those_of_the_plain_model_and_a_wrong_reading_is_rejected(kind):
     model, heads = build(kind)
     model(X).square().sum().backward()
@@ -220,7 +221,7 @@ def test_values_that_pass_through_no_module_are_refused_for_what_they_are():
         hw.aggregate(heads, hw.routing.SimpleRouting())
 
 
-@pytest.mark.parametrize("kind", [Handing, Buffered, EitherOutput, Multiplying])
+@cases("kind", [Handing, Buffered, EitherOutput, Multiplying])
 def test_what_takes_the_place_of_w_o_works_in_the_model_and_in_its_copies(kind):
     for attach in (
         lambda heads: hw.gate_heads(heads, hw.gating.SigmoidGate(scale=3.0)),
@@ -244,7 +245,7 @@ def test_a_projection_that_does_more_than_multiply_is_left_alone():
         assert torch.equal(model(X), plain)
 
 
-@pytest.mark.parametrize("kind", CALLED)
+@cases("kind", CALLED)
 def test_each_projection_is_called_once_and_no_bit_changes_in_half_precision(kind):
     model, heads = build(kind)
     model.bfloat16()
@@ -295,7 +296,7 @@ class FunctionalAttention(nn.Module):
         return output.transpose(0, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_what_is_attached_reads_batches_and_changes_no_bit(dtype: torch.dtype):
     model, x = FunctionalAttention().to(dtype), ROWS.to(dtype)
     padding = torch.zeros(2, 6, dtype=torch.bool)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, KeyValueAttention
 from heads.families import FAMILIES
 from headwise.repulsion.rules import update
@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES)
 def test_a_fused_model_steps_exactly_like_its_per_head_twin(case: str):
     torch.manual_seed(0)
     make, name, part, kinds = CASES[case]

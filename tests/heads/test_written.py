@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.written import GROUPS, HEADS, WIDTH, WRITTEN, Core, Written, capture, find
 
@@ -29,7 +30,7 @@ def first(returned: Tensor | tuple[Tensor, ...]) -> Tensor:
     return returned if isinstance(returned, Tensor) else returned[0]
 
 
-@pytest.mark.parametrize("form", READ, ids=str)
+@cases("form", READ)
 def test_what_people_write_is_found_proved_and_read(form: Written):
     # one of two layers: what is printed is for all
     model, inputs = form.build(), form.inputs()
@@ -55,7 +56,7 @@ def test_what_people_write_is_found_proved_and_read(form: Written):
     assert torch.equal(first(model(*inputs)), before)
 
 
-@pytest.mark.parametrize("form", READ, ids=str)
+@cases("form", READ)
 def test_weights_that_are_reached_times_values_are_outputs(form: Written):
     model, inputs = form.build(), form.inputs()
     heads = find(form, model)
@@ -76,7 +77,7 @@ def test_weights_that_are_reached_times_values_are_outputs(form: Written):
     assert torch.allclose(torch.einsum("bhqk,bkhe->bqhe", weights, values), outputs, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", [form for form in WRITTEN if form.refused], ids=str)
+@cases("form", [form for form in WRITTEN if form.refused])
 def test_what_no_row_reads_is_refused_with_the_reason(form: Written):
     with pytest.raises(hw.errors.LayoutError, match=re.escape(form.refused)):
         hw.find_heads(form.build())
@@ -126,7 +127,7 @@ class Channels(nn.Module):
         return self.proj(((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
+@cases("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
 def test_no_row_is_printed_that_takes_the_values_of_channels_for_queries(names: tuple[str, ...]):
     assert "No row was found" in (printed := refuse(Channels(*names).eval()))
     assert "    hw.find_heads(" not in printed
