@@ -15,9 +15,7 @@ from cases import cases
 from heads.forwards import checkpoint_activations
 
 # torch's own, while it traces
-TRACING = [
-    pytest.mark.filterwarnings("ignore:.* should not be instantiated. Methods on autograd functions"),
-]
+TRACING = [pytest.mark.filterwarnings("ignore:.* should not be instantiated. Methods on autograd functions")]
 
 pytestmark = TRACING
 

@@ -20,7 +20,7 @@ IN_RUNS = ("Falcon, 40B and 180B", "CodeGen")
 
 
 @sweep(FAMILIES)
-def test_its_sites_are_found_one_to_one(family: Family):
+def test_its_sites_are_found_one_to_one_and_each_row_of_its_parameters_is_of_one_head(family: Family):
     heads = found(family)
     sites = {s.name: (s.kind, s.stack, s.layer, s.layout, s.num_heads, s.key_value_heads, s.head_size) for s in heads}
     assert sites == {
@@ -31,11 +31,6 @@ def test_its_sites_are_found_one_to_one(family: Family):
     # none where a norm over all heads stands before W_O
     outputs = {site.name: "" if site.output is None else site.output.name for site in heads}
     assert all(outputs[a.names[0]] == a.output for a in family.attentions)
-
-
-@sweep(FAMILIES)
-def test_its_slices_are_rows_of_its_own_parameters_and_each_row_is_of_one_head(family: Family):
-    heads = found(family)
     parameters = dict(heads.model.named_parameters())
     for site in heads:
         assert [head_slice.projection for head_slice in site.slices] == ["query", "key", "value"]
@@ -83,8 +78,9 @@ def test_its_sites_are_called_as_the_table_says_and_values_are_read_where_they_a
 
 
 @sweep(FAMILIES)
-def test_the_heads_of_its_w_o_are_what_it_multiplies_the_features_of_a_head_by(family: Family):
-    for site in [site for site in found(family) if site.output is not None][-1:]:
+def test_its_right_reading_is_proved_and_its_w_o_multiplies_the_features_of_a_head(family: Family):
+    heads = found(family)
+    for site in [site for site in heads if site.output is not None][-1:]:
         module, output = site.output_projection.module, site.output
         x = torch.randn(3, site.num_heads * site.head_size)
         without = x.clone()
@@ -95,11 +91,6 @@ def test_the_heads_of_its_w_o_are_what_it_multiplies_the_features_of_a_head_by(f
             own.zero_()
             torch.testing.assert_close(module(x), expected)
             own.copy_(before)
-
-
-@sweep(FAMILIES)
-def test_its_right_reading_is_proved(family: Family):
-    heads = found(family)
     assert hw.verify(heads, family.inputs()) == hw.heads.Verification(tuple(site.name for site in heads))
 
 
@@ -160,6 +151,7 @@ def test_selections_of_an_encoder_decoder_name_its_attentions():
     names = [s.name for s in heads.where("decoder.*").kind("decoder").layers(0, 1)]
     assert names == [f"decoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)]
     assert len(heads.where("decoder.*")) == 4
+    assert heads.kind("cross").projection("value", "query").projections == ("query", "value")
     places = r"'cross' in decoder\.block, 'decoder' in decoder\.block, 'self' in enc"
     with pytest.raises(hw.errors.LayoutError, match=places):
         heads.layer(0)

@@ -126,10 +126,7 @@ def test_a_query_without_a_key_has_output_zero_and_finite_gradients(name: str):
 
     for weights in (False, True):
         model.zero_grad()
-        with (
-            hw.Taps(heads, outputs=True, weights=weights) as taps,
-            hw.bias_heads(heads, nothing),
-        ):
+        with hw.Taps(heads, outputs=True, weights=weights) as taps, hw.bias_heads(heads, nothing):
             found = results(model, inputs)
             captures = taps.read()
         for capture in captures:

@@ -11,14 +11,17 @@ from torch import nn
 
 import headwise as hw
 from cases import cases
+from heads.families import tiers
 from heads.misreadings import misreadings, reordered
 from heads.shared import MODELS, SHARING, TOKENS, build, join
 from heads.transformers_versions import given_cache
 from headwise.heads.heads import Heads
 
+QUICK = ["Gemma 4", "Gemma 4, keys as values", "Gemma 3n", "own of one group"]
 
-@cases("name", MODELS)
-def test_all_layers_are_found_proved_and_read(name: str):
+
+@tiers("name", QUICK, [name for name in MODELS if name not in QUICK])
+def test_all_layers_are_found_proved_and_read_and_every_wrong_reading_is_disproved(name: str):
     model = build(name)
     heads = hw.find_heads(model)
     assert [site.num_heads for site in heads] == [4] * 4
@@ -40,12 +43,6 @@ def test_all_layers_are_found_proved_and_read(name: str):
                 without = model(TOKENS)
             first, second = (output if torch.is_tensor(output) else output.logits for output in (whole, without))
             assert not torch.allclose(first, second)
-
-
-@cases("name", MODELS)
-def test_every_wrong_reading_is_disproved(name: str):
-    model = build(name)
-    heads = hw.find_heads(model)
     partial = {len(site.slices): site for site in heads if len(site.slices) < 3}
     assert partial
     for site in partial.values():

@@ -9,7 +9,7 @@ from torch import nn
 import headwise as hw
 from cases import cases
 from heads.attentions import SeparateAttention
-from heads.families import FAMILIES
+from heads.families import BY_NAME
 from heads.wrappers import Linear8bit, LoraLinear, wrap
 from headwise.heads.taps import Taps
 
@@ -102,7 +102,7 @@ def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
     ],
 )
 def test_lora_layers_in_families_are_found_and_proved(family, place, names):
-    entry = next(f for f in FAMILIES if f.name == family)
+    entry = BY_NAME[family]
     model = entry.build()
     wrap(model.get_submodule(place), *names)
     heads = hw.find_heads(model)
@@ -136,7 +136,7 @@ def test_quantized_layers_are_found_and_read_but_not_repelled(dynamic):
 
 
 def test_pruned_heads_are_counted_from_the_weights():
-    entry = next(f for f in FAMILIES if f.name == "BERT")
+    entry = BY_NAME["BERT"]
     model = entry.build()
     attention = model.encoder.layer[1].attention
     for name in ("query", "key", "value"):

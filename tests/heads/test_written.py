@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import headwise as hw
 from cases import cases
 from heads.attentions import SeparateAttention
+from heads.families import tiers
 from heads.written import GROUPS, HEADS, WIDTH, WRITTEN, Core, Written, capture, find
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -30,7 +31,7 @@ def first(returned: Tensor | tuple[Tensor, ...]) -> Tensor:
     return returned if isinstance(returned, Tensor) else returned[0]
 
 
-@cases("form", READ)
+@tiers("form", READ[::3], [form for form in READ if form not in READ[::3]])
 def test_what_people_write_is_found_proved_and_read(form: Written):
     # one of two layers: what is printed is for all
     model, inputs = form.build(), form.inputs()
@@ -38,6 +39,7 @@ def test_what_people_write_is_found_proved_and_read(form: Written):
     (site,) = heads
     assert site.num_heads == HEADS
     assert hw.verify(heads, inputs).sites == (site.name,)
+    require_products(form, site, capture(heads, model, inputs), model)
     before = first(model(*inputs))
     if not (site.output_projection is not None or site.gives("outputs") or site.output is None):
         with pytest.raises(hw.errors.LayoutError, match="W_O is the parameter"):
@@ -56,12 +58,8 @@ def test_what_people_write_is_found_proved_and_read(form: Written):
     assert torch.equal(first(model(*inputs)), before)
 
 
-@cases("form", READ)
-def test_weights_that_are_reached_times_values_are_outputs(form: Written):
-    model, inputs = form.build(), form.inputs()
-    heads = find(form, model)
-    (site,) = heads
-    seen = capture(heads, model, inputs)
+def require_products(form: Written, site: hw.heads.Site, seen: hw.heads.Capture | None, model: nn.Module) -> None:
+    """Weights that are reached times values are outputs."""
     if seen is None:
         # written out, or the model would have to be called otherwise
         assert "scaled_dot_product_attention" not in inspect.getsource(type(model).forward) or form.name.endswith(

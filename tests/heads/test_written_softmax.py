@@ -153,8 +153,7 @@ def test_a_recomputed_forward_has_its_bias_and_dropout_again(form):
         gradients.append([parameter.grad for parameter in model.parameters()])
         del returned, loss
         assert "forward" not in vars(model)
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
 
 
 @cases("form", [OfAModule, Causal, TimeFirst])
@@ -275,8 +274,7 @@ def test_a_switch_away_from_the_fused_kernel_leads_to_the_same_weights_and_biase
                 for capture in taps.read():
                     rebuilt = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
                     torch.testing.assert_close(rebuilt, capture.outputs, rtol=1e-12, atol=1e-12)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def test_a_cache_is_read_once_a_forward_without_one_has_shown_where():
