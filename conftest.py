@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from distributed.processes import Processes
+from heads.families import CORE
 from headwise.atomic import STOPS
 from headwise.repulsion import optimizers
 
@@ -26,13 +27,24 @@ settings.register_profile("integration", deadline=None, derandomize=True)
 settings.load_profile("integration" if os.environ.get("CI") else "development")
 
 
-# Of a test of so many families those that span the layouts are quick, and the others slow.
+# Collecting imports thousands of modules that stay: garbage would be looked for in all of them, again and again.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# A file of full tests alone is not even imported by a quick run, unless it is named.
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path.suffix != ".py" or "not full" not in config.option.markexpr:
+        return None
+    named = any(collection_path.name in argument for argument in config.args)
+    return True if not named and "\npytestmark = pytest.mark.full\n" in collection_path.read_text() else None
+
+
+# Of a test of so many families those that span the layouts are quick, and the others full.
 SWEEP = 30
-CORE = {
-    "BERT", "ALBERT", "DeBERTa-v3", "GPT-2", "GPT-NeoX", "Llama", "Qwen3", "Gemma", "DeepSeek-V3", "GPT-OSS", "Bloom",
-    "T5", "BART", "Whisper", "CANINE", "RoFormer", "ViT", "CLIP", "timm Swin", "WavLM", "Perceiver",
-    "torch.nn.Transformer",
-}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for families in swept.values():
         for name in families if len(families) >= SWEEP else ():
             for item in families[name] if name not in CORE else ():
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.full)
 
 
 # An optimizer that a test discards before its first step is not one that the next test replaces.
@@ -69,11 +81,13 @@ def heard_signals() -> Iterator[None]:
 
 # Each training collects garbage, and takes longer over all that is imported by now than over a toy.
 @pytest.fixture(scope="module", autouse=True)
-def frozen_imports() -> Iterator[None]:
+def frozen_imports() -> None:
     gc.collect()
     gc.freeze()
-    yield
-    # what is frozen at the end of the process is told as leaked
+
+
+# what is frozen at the end of the process is told as leaked
+def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
+from cases import cases
 from headwise.errors import NotFired
 from headwise.gating import balance
 
@@ -61,10 +62,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str, Callable[[Any], list[tuple[Any, 
         lambda m: m(X, src_key_padding_mask=~KEEP),
     ),
     # the queries of cross-attention have the padding of the decoder
-    "cross": (
-        *(decoder, "cross", lambda m: [(m.layers[0].multihead_attn, m.layers[0].multihead_attn)]),
-        run_decoder,
-    ),
+    "cross": (*(decoder, "cross", lambda m: [(m.layers[0].multihead_attn, m.layers[0].multihead_attn)]), run_decoder),
     "transformers": (
         *(bert, "self", lambda m: [(layer.attention.self, layer.attention.self.query) for layer in m.encoder.layer]),
         lambda m: m(input_ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 20, attention_mask=KEEP.long()),
@@ -72,7 +70,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str, Callable[[Any], list[tuple[Any, 
 }
 
 
-@pytest.mark.parametrize("name", PADDED)
+@cases("name", PADDED)
 def test_padded_tokens_are_not_counted(name: str):
     build, kind, find, run = PADDED[name]
     model = build()
@@ -166,7 +164,7 @@ def test_a_loop_that_never_reads_the_term_is_told_so():
         model(x)
 
 
-@pytest.mark.parametrize("setting", [hw.gating.SigmoidGate(), hw.gating.MixtureOfHeads(1, 2, balance=0.0)])
+@cases("setting", [hw.gating.SigmoidGate(), hw.gating.MixtureOfHeads(1, 2, balance=0.0)])
 def test_gates_without_a_balance_say_so_and_add_nothing(setting: Any):
     gating, loss = gated(encoder(), setting), torch.zeros(())
     with pytest.raises(hw.errors.SettingError, match="has no balance term; expected a MixtureOfHeads whose balance is"):

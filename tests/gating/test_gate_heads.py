@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, KeyValueAttention, SeparateAttention
-from heads.families import FAMILIES
+from heads.families import FAMILIES, sweep
 from heads.family import Family
 from headwise.gating.attach import NAME
 from laws.attaching import tensors
@@ -108,8 +109,8 @@ def compute_gates(gates: Any, x: Tensor, size: int) -> Tensor:
     return held if held.shape[-1] > HEADS else held.repeat_interleave(size, -1)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@cases("attention", ATTENTIONS)
+@cases("setting", SETTINGS)
 def test_the_heads_of_each_token_are_multiplied_by_gates_that_its_queries_input_chooses(attention: str, setting: str):
     model, run = build(attention)
     heads = hw.find_heads(model)
@@ -143,7 +144,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name != "WavLM"], ids=str)
+@sweep([family for family in FAMILIES if family.name != "WavLM"])
 def test_a_model_of_any_family_is_unchanged_until_its_gates_are_trained_and_after_they_are_removed(family: Family):
     model, batch = family.build(), family.inputs()
     heads = hw.find_heads(model)
@@ -181,7 +182,7 @@ def test_gates_reach_the_fast_path_of_torch():
         assert not torch.allclose(model(x), plain, atol=1e-3)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@cases("setting", SETTINGS)
 def test_an_optimizer_built_afterwards_trains_every_gate(setting: str):
     model = encoder().double()
     x = draw(BATCH, LENGTH, WIDTH)
@@ -249,8 +250,8 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("setting", ["elements", "mixture"])
+@cases("reentrant", [False, True])
+@cases("setting", ["elements", "mixture"])
 def test_activation_checkpoints_compute_the_same_gradients(reentrant: bool, setting: str):
     model = Checkpointed()
     gating = hw.gate_heads(hw.find_heads(model), SETTINGS[setting])
@@ -268,8 +269,7 @@ def test_activation_checkpoints_compute_the_same_gradients(reentrant: bool, sett
         if setting == "mixture" and not reentrant:
             with pytest.raises(hw.errors.NotFired):  # what is computed again is not counted again
                 gating.balance()
-    for one, other in zip(*slopes, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-14)
+    torch.testing.assert_close(*slopes, rtol=0.0, atol=1e-14)
     if setting == "mixture" and reentrant:
         gating.balance()  # of the first
         model(x, mask, reentrant)
@@ -277,7 +277,8 @@ def test_activation_checkpoints_compute_the_same_gradients(reentrant: bool, sett
             gating.balance()
 
 
-@pytest.mark.parametrize(("setting", "training"), [("elements", False), ("mixture", False), ("random mixture", True)])
+@pytest.mark.full
+@cases(("setting", "training"), [("elements", False), ("mixture", False), ("random mixture", True)])
 def test_a_compiled_model_has_its_gates_in_one_graph(setting: str, training: bool):
     torch.compiler.reset()
     model, x = encoder().double().train(training), draw(BATCH, LENGTH, WIDTH)

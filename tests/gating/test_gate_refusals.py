@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import HieraConfig, HieraModel, LlamaConfig, LlamaModel, ProphetNetConfig, ProphetNetModel
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from headwise.errors import LayoutError, NotFired, SettingError, ShapeError
@@ -134,7 +135,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@cases("name", REFUSED)
 def test_what_cannot_be_gated_is_refused_before_anything_is_attached(name: str):
     case = REFUSED[name]
     model = case.build()
@@ -145,7 +146,7 @@ def test_what_cannot_be_gated_is_refused_before_anything_is_attached(name: str):
     assert [name for name, _ in model.named_modules() if name.endswith(NAME)] == before
 
 
-@pytest.mark.parametrize("what", ["headwise.gating.attach.is_sharded", "headwise.heads.heads.computes_part"])
+@cases("what", ["headwise.gating.attach.is_sharded", "headwise.heads.heads.computes_part"])
 def test_weights_divided_over_processes_are_refused(what: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(what, lambda *_weight: True)
     with pytest.raises(LayoutError, match="its heads or its output projection are divided over processes"):
@@ -211,7 +212,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@cases("name", CALLS)
 def test_a_call_that_cannot_be_gated_is_told_so(name: str):
     case = CALLS[name]
     model = case.build()
@@ -246,9 +247,8 @@ def test_gates_made_before_peft_are_trained_saved_and_loaded_as_it_is_told(tmp_p
     torch.testing.assert_close(states(peft.PeftModel.from_pretrained(again, str(tmp_path)).eval()), trained)
 
 
-@pytest.mark.parametrize(
-    "attach",
-    [lambda heads: hw.gate_heads(heads, SIGMOID), lambda heads: hw.aggregate(heads, hw.routing.EMRouting())],
+@cases(
+    "attach", [lambda heads: hw.gate_heads(heads, SIGMOID), lambda heads: hw.aggregate(heads, hw.routing.EMRouting())]
 )
 def test_a_copy_that_kept_what_was_attached_is_told_so_and_the_remedy_works(attach: Callable[[hw.Heads], Any]):
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

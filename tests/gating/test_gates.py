@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.errors import MaskError, SettingError, ShapeError
 from headwise.gating import MixtureGates, SigmoidGates, balance, build_gates, mixture_gates, sigmoid_gates
 from reference.gating import balance_loop, mixture_gates_loop, sigmoid_gates_loop
@@ -34,9 +35,9 @@ def randomize(gates: torch.nn.Module) -> None:
         tensor.data.copy_(draw(*tensor.shape, seed=seed))
 
 
-@pytest.mark.parametrize("token", [True, False])
-@pytest.mark.parametrize(("per", "count"), [("head", HEADS), ("element", HEADS * SIZE)])
-@pytest.mark.parametrize("scale", [2.0, 0.7])
+@cases("token", [True, False])
+@cases(("per", "count"), [("head", HEADS), ("element", HEADS * SIZE)])
+@cases("scale", [2.0, 0.7])
 def test_sigmoid_gates_are_those_of_the_loop(token: bool, per: str, count: int, scale: float):
     gates = build_gates(hw.gating.SigmoidGate(per, token, scale), HEADS, SIZE, WIDTH).double()
     randomize(gates)
@@ -48,7 +49,7 @@ def test_sigmoid_gates_are_those_of_the_loop(token: bool, per: str, count: int, 
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0.0, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@cases("name", MIXTURES)
 def test_mixture_gates_are_those_of_the_loop(name: str):
     setting = MIXTURES[name]
     gates = build_gates(setting, HEADS, SIZE, WIDTH).double()
@@ -75,7 +76,7 @@ def test_of_equal_scores_the_first_heads_are_chosen():
     assert [row.nonzero().flatten().tolist() for row in chosen] == [[0, 1, 2], [0, 1, 40], [30, 31, 32]]
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@cases("padded", [False, True])
 def test_the_balance_is_that_of_the_loop(padded: bool):
     shares = draw(2, TOKENS, HEADS, seed=3).softmax(-1)
     chosen = draw(2, TOKENS, HEADS, seed=4) > 0.3
@@ -99,9 +100,7 @@ def test_padded_tokens_may_hold_anything_and_get_no_gradient():
     assert balance(shares, chosen, torch.zeros(3, dtype=torch.bool)) == 0.0
 
 
-@pytest.mark.parametrize(
-    "setting", [hw.gating.SigmoidGate(), hw.gating.SigmoidGate("element", scale=0.6), *MIXTURES.values()]
-)
+@cases("setting", [hw.gating.SigmoidGate(), hw.gating.SigmoidGate("element", scale=0.6), *MIXTURES.values()])
 def test_gradients_are_those_of_differences(setting: hw.gating.SigmoidGate | hw.gating.MixtureOfHeads):
     gates = build_gates(setting, HEADS, SIZE, WIDTH).double()
     randomize(gates)
@@ -118,7 +117,7 @@ def test_gradients_are_those_of_differences(setting: hw.gating.SigmoidGate | hw.
     assert torch.autograd.gradcheck(compute, (x, *gates.parameters()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@cases("dtype", [torch.bfloat16, torch.float16])
 def test_gates_of_half_precision_are_computed_in_single(dtype: torch.dtype):
     logits = draw(TOKENS, HEADS, seed=9).to(dtype)
     assert torch.equal(sigmoid_gates(logits).weights, sigmoid_gates(logits.float()).weights)
@@ -130,7 +129,7 @@ def test_gates_of_half_precision_are_computed_in_single(dtype: torch.dtype):
 MIXED, SIGMOID = hw.gating.MixtureOfHeads, hw.gating.SigmoidGate
 
 
-@pytest.mark.parametrize(
+@cases(
     ("build", "error", "message"),
     [
         (lambda: SIGMOID("token"), SettingError, "per is 'token'; expected one of head, element"),

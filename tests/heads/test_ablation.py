@@ -9,22 +9,11 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import LinearAttention, SeparateAttention
 
 
-def test_an_ablated_head_equals_zeroed_columns_of_the_output_projection():
-    model = SeparateAttention()
-    x = torch.randn(2, 6, 12)
-    whole = model(x)
-    with hw.ablate(hw.find_heads(model), 1, 3):
-        without = model(x)
-    with torch.no_grad():
-        model.o_proj.weight.view(12, 4, 5)[:, [1, 3]] = 0.0
-    torch.testing.assert_close(without, model(x))
-    assert not torch.allclose(whole, without)
-
-
-@pytest.mark.parametrize(
+@cases(
     "given",
     [([1, 3],), ((3, 1),), (range(1, 4, 2),), ({1, 3},), (torch.tensor([1, 3]),), (1, [3]), (torch.tensor(1), 3)],
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.wrappers import wrap
@@ -54,7 +55,7 @@ def assert_read(heads: hw.Heads) -> None:
         torch.testing.assert_close(found, torch.stack(rows))
 
 
-@pytest.mark.parametrize(
+@cases(
     "attach",
     [lambda heads: hw.Taps(heads, values=True), lambda heads: hw.Disagreement(heads, hw.similarity.Subspace())],
 )
@@ -72,7 +73,7 @@ def test_values_are_not_read_from_the_base_of_an_adapter_that_came_later(attach)
     handle.remove()
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}])
+@cases("settings", [{}, {"use_rslora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}])
 def test_heads_are_those_of_the_effective_weight(settings):
     attention = SeparateAttention(key_value_heads=2)
     attention.k_proj.bias = nn.Parameter(torch.zeros(10))
@@ -84,9 +85,7 @@ def test_heads_are_those_of_the_effective_weight(settings):
     assert not torch.allclose(site.slices[0].read(), site.slices[0].of(site.slices[0].parameter), atol=0.01)
 
 
-@pytest.mark.parametrize(
-    ("family", "target"), [("GPT-2", "c_attn"), ("GPT-NeoX", "query_key_value"), ("Phi-3", "qkv_proj")]
-)
+@cases(("family", "target"), [("GPT-2", "c_attn"), ("GPT-NeoX", "query_key_value"), ("Phi-3", "qkv_proj")])
 def test_fused_layers_and_transposed_ones_are_read_alike(family, target):
     entry = BY_NAME[family]
     model = adapted(entry.build(), target_modules=[target], fan_in_fan_out=family == "GPT-2")
@@ -130,7 +129,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@cases("name", CONFIGS)
 def test_what_is_not_w_plus_b_a_is_refused_by_repulsion_and_noted_by_measure(name):
     config, reason = CONFIGS[name]
     attention = SeparateAttention(head_dim=3)
@@ -248,7 +247,7 @@ def after(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     return lambda: model
 
 
-@pytest.mark.parametrize(
+@cases(
     ("build", "message"),
     [
         (after(lambda m: m.merge_adapter()), r"q_proj\S+ has the adapters 'default' merged into it.*unmerge_adapter"),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads import attentions
 from heads.attentions import (
     BlendedAttention,
@@ -61,9 +62,7 @@ class Crossed(StridedAttention):
         return super().forward(query)
 
 
-@pytest.mark.parametrize(
-    "attention", [StridedAttention, Fused, lambda: Fused("(h d)"), Queries, Crossed, ShuffledAttention]
-)
+@cases("attention", [StridedAttention, Fused, lambda: Fused("(h d)"), Queries, Crossed, ShuffledAttention])
 def test_heads_that_are_not_one_after_another_are_refused_before_anything_is_attached(attention):
     with pytest.raises(
         hw.errors.LayoutError, match=r"misreads .*: changing feature [01] of its first query head changed"
@@ -80,7 +79,7 @@ class ChannelAttention(Fused):
         return self.proj((weights @ v).permute(0, 3, 1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("attention", [SwappedAttention, BlendedAttention, ChannelAttention])
+@cases("attention", [SwappedAttention, BlendedAttention, ChannelAttention])
 def test_queries_that_act_on_other_tokens_are_refused_before_anything_is_attached(attention):
     with pytest.raises(hw.errors.LayoutError, match=r"changing the query of one token changed what [24] tokens get"):
         hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
@@ -122,8 +121,8 @@ TRUE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", TRUE)
+@cases("dtype", [torch.float32, torch.bfloat16])
+@cases("name", TRUE)
 def test_no_true_reading_is_refused(name: str, dtype: torch.dtype):
     assert len(hw.find_heads(TRUE[name]().to(dtype))) > 0
 

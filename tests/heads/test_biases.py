@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from heads.families import FAMILIES
+from cases import cases
+from heads.families import BY_NAME
 from headwise.heads.heads import Heads
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3)).double()
@@ -35,7 +36,7 @@ class FastAttention(nn.Module):
 
 
 def deberta() -> nn.Module:
-    model = next(family for family in FAMILIES if family.name == "DeBERTa").build()
+    model = BY_NAME["DeBERTa"].build()
     with torch.no_grad():
         for layer in model.encoder.layer:
             for bias in (layer.attention.self.q_bias, layer.attention.self.v_bias):
@@ -43,8 +44,10 @@ def deberta() -> nn.Module:
     return model
 
 
-def test_the_biases_of_deberta_belong_to_the_slices_of_its_queries_and_values():
-    (site, _) = hw.find_heads(deberta()).sites
+def test_the_biases_of_deberta_belong_to_the_slices_of_its_queries_and_to_the_values_it_weighs():
+    model = deberta()
+    heads = hw.find_heads(model)
+    (site, _) = heads.sites
     query, key, value = site.slices
     assert (query.bias, key.bias, value.bias) == ("q_bias", None, "v_bias")
     for head_slice in (query, value):
@@ -53,6 +56,10 @@ def test_the_biases_of_deberta_belong_to_the_slices_of_its_queries_and_values():
         torch.testing.assert_close(head_slice.bias_view(bias), bias.view(4, 8))
         torch.testing.assert_close(head_slice.added_bias, bias.view(4, 8))
     assert key.added_bias is None
+    with hw.Taps(heads.layer(0), values=True, outputs=True) as taps:
+        weights = model(**BY_NAME["DeBERTa"].inputs(), output_attentions=True).attentions[0]
+        (capture,) = taps.read()
+    torch.testing.assert_close(torch.einsum("bhqk,bkhe->bqhe", weights, capture.values), capture.outputs)
 
 
 def test_values_are_read_with_the_bias_that_is_added_to_them():
@@ -70,16 +77,7 @@ def test_values_are_read_with_the_bias_that_is_added_to_them():
     assert float(model.v_bias.grad.abs().max()) > 0.0
 
 
-def test_values_of_deberta_are_what_its_attention_weighs():
-    model, family = deberta(), next(family for family in FAMILIES if family.name == "DeBERTa")
-    heads = hw.find_heads(model)
-    with hw.Taps(heads.layer(0), values=True, outputs=True) as taps:
-        weights = model(**family.inputs(), output_attentions=True).attentions[0]
-        (capture,) = taps.read()
-    torch.testing.assert_close(torch.einsum("bhqk,bkhe->bqhe", weights, capture.values), capture.outputs)
-
-
-@pytest.mark.parametrize("projection", ["query", "value"])
+@cases("projection", ["query", "value"])
 def test_a_bias_in_another_order_is_disproved(projection: str):
     model = FastAttention().eval()
     heads = hw.find_heads(model)

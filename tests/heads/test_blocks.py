@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import BY_NAME, FAMILIES
+from cases import cases
+from heads.families import BY_NAME, FAMILIES, sweep
 from heads.family import Family
 from headwise.errors import LayoutError, SettingError
 
@@ -28,7 +29,7 @@ def run(model: torch.nn.Module, step: int) -> torch.Tensor:
     return model(torch.randint(0, 20, (2, 6))).logits[..., :3].square().mean()
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=("torch", "GPT-2", "Llama"))
+@cases("build", BUILDS)
 def test_sgd_on_blocks_is_sgd_on_the_weights(build):
     model = build()
     other = copy.deepcopy(model)
@@ -50,7 +51,7 @@ def test_sgd_on_blocks_is_sgd_on_the_weights(build):
         torch.testing.assert_close(one, two, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@sweep(FAMILIES)
 def test_blocks_of_every_family_are_stepped_as_the_weights_they_are_parts_of(family: Family):
     torch.manual_seed(0)
     model = family.build()
@@ -69,7 +70,7 @@ def test_blocks_of_every_family_are_stepped_as_the_weights_they_are_parts_of(fam
         torch.testing.assert_close(parameter, wanted[name], msg=name)
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=("torch", "GPT-2", "Llama"))
+@cases("build", BUILDS)
 def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
     model = build()
     heads = hw.find_heads(model)
@@ -86,14 +87,13 @@ def test_muon_takes_each_head_as_a_matrix_of_its_own(build):
             single.grad = block.clone()
         muon.step()
         expected.step()
-    for one, two in zip(blocks, alone, strict=True):
-        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(list(blocks), alone)
     held = {id(part.parameter) for site in heads for part in (*site.slices, site.output)}
     for parameter, was in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, was) == (id(parameter) not in held)
 
 
-@pytest.mark.parametrize("build", BUILDS, ids=("torch", "GPT-2", "Llama"))
+@cases("build", BUILDS)
 def test_whole_projections_are_the_control_also_where_they_share_a_parameter(build):
     model = build()
     other = copy.deepcopy(model)
@@ -118,8 +118,7 @@ def test_whole_projections_are_the_control_also_where_they_share_a_parameter(bui
                 one.grad = part.turn(part.of(gradient)).mT.flatten(0, 1).clone()
         muon.step()
         expected.step()
-        for block, one in zip(blocks, alone, strict=True):
-            torch.testing.assert_close(block, one)
+        torch.testing.assert_close(list(blocks), alone)
 
 
 def test_projections_that_do_not_lie_side_by_side_are_refused():
@@ -170,7 +169,7 @@ def _assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
         torch.testing.assert_close(one, two[1], msg=name)
 
 
-@pytest.mark.parametrize("named", [False, True])
+@cases("named", [False, True])
 def test_a_step_with_a_closure_is_that_of_the_weights(named):
     model, other = make(), make()
     _, optimizer = _make_optimizer(model)

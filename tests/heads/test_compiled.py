@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
+from cases import cases
 from heads.forwards import checkpoint_activations
 
 # torch's own, while it traces
-TRACING = [
-    pytest.mark.filterwarnings("ignore:.* should not be instantiated. Methods on autograd functions"),
-]
+TRACING = [pytest.mark.filterwarnings("ignore:.* should not be instantiated. Methods on autograd functions")]
 
 pytestmark = TRACING
 
@@ -119,13 +118,10 @@ def run(model: Any, handle: Any, inputs: dict, seed: int = 0) -> list[Tensor]:
 
 
 def require_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("transformers", method) for method in METHODS] + [("torch", method) for method in COMMON]
-)
+@cases(("name", "method"), [("transformers", method) for method in METHODS] + [("torch", method) for method in COMMON])
 def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
     model = MODELS[name]()
     handle = METHODS[method](hw.find_heads(model))
@@ -140,9 +136,8 @@ def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
         handle.check()
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("transformers", method) for method in COMMON] + [("torch", "penalty"), ("torch", "guide")]
-)
+@pytest.mark.full
+@cases(("name", "method"), [("transformers", method) for method in COMMON] + [("torch", "penalty"), ("torch", "guide")])
 def test_layers_compiled_one_by_one_share_a_graph(name: str, method: str):
     layers = torch._dynamo.config.recompile_limit + 2
     model = MODELS[name](layers)
@@ -157,6 +152,7 @@ def test_layers_compiled_one_by_one_share_a_graph(name: str, method: str):
     assert graphs.count == 1
 
 
+@pytest.mark.full
 def test_a_step_with_its_penalty_is_one_graph():
     for build in MODELS.values():
         model = build()
@@ -175,6 +171,7 @@ def test_a_step_with_its_penalty_is_one_graph():
         assert graphs.count == 1
 
 
+@pytest.mark.full
 def test_a_new_mask_compiles_nothing_and_a_new_length_once():
     model = bert()
     guidance = hw.guide(hw.find_heads(model))
@@ -198,6 +195,7 @@ def test_a_new_mask_compiles_nothing_and_a_new_length_once():
     torch.testing.assert_close(output_of(compiled(**plain)), output_of(model(**plain)))
 
 
+@pytest.mark.full
 def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
     model = bert()
     hw.guide(hw.find_heads(model))
@@ -214,9 +212,8 @@ def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
 
 
 # docs/gotchas.md names these; whatever else breaks a graph is a fault
-@pytest.mark.parametrize(
-    ("method", "breaks"), [("penalty", 1), pytest.param("guide", 1, marks=pytest.mark.slow), ("bias", 0)]
-)
+@pytest.mark.full
+@cases(("method", "breaks"), [("penalty", 1), ("guide", 1), ("bias", 0)])
 def test_only_what_leaves_an_activation_checkpoint_breaks_a_graph(method: str, breaks: int):
     model = bert()
     checkpoint_activations(model, reentrant=False)

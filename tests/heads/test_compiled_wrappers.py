@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.bert.modeling_bert import BertLayer, BertSelfAttention
 
 import headwise as hw
+from cases import cases
 from heads.test_compiled import HEADS, MODELS, TRACING, bert, encoder, inputs_of, mask_of, output_of, require_same
 
 pytestmark = TRACING
@@ -66,6 +67,13 @@ def forgetful() -> None:
     torch._dynamo.config.skip_nnmodule_hook_guards = True
 
 
+def pairs(*first: tuple[str, str]) -> list:
+    """Models and ways, of which all but the first take minutes."""
+    others = [("torch", "the model"), *(("transformers", way) for way in WAYS)]
+    slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in others if pair not in first]
+    return [*(pytest.param(*pair, marks=pytest.mark.full) for pair in first), *slow]
+
+
 class Everything:
     """Every method at once on a model, and three steps of training with them."""
 
@@ -94,15 +102,7 @@ class Everything:
         return [output, loss, capture.outputs, capture.values, capture.weights, *self.heads.model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("transformers", "the model in place"),
-        ("torch", "attention"),
-        pytest.param("torch", "the model", marks=pytest.mark.slow),
-        *(pytest.param("transformers", way, marks=pytest.mark.slow) for way in WAYS if way != "the model in place"),
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), pairs(("transformers", "the model in place"), ("torch", "attention")))
 def test_every_method_acts_on_a_compiled_model_that_ran_before_as_on_the_model_itself(name: str, way: str):
     plain, inner = MODELS[name](), MODELS[name]()
     model = WAYS[way](inner)
@@ -118,14 +118,7 @@ def test_every_method_acts_on_a_compiled_model_that_ran_before_as_on_the_model_i
     found.repulsion.check()
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("transformers", "layers"),
-        ("torch", "layers"),
-        *(pytest.param("transformers", way, marks=pytest.mark.slow) for way in WAYS if way != "layers"),
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), pairs(("transformers", "layers"), ("torch", "layers")))
 def test_what_is_attached_to_one_layer_and_removed_again_acts_and_ends(name: str, way: str):
     plain, inner = MODELS[name](), MODELS[name]()
     inputs = inputs_of(plain)
@@ -152,8 +145,9 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("way", ["compiled, then wrapped", "wrapped, then compiled"])
+@cases("way", ["compiled, then wrapped", "wrapped, then compiled"])
 def test_a_compiled_model_in_distributed_data_parallel_is_unwrapped_too(way: str):
     plain, inner = bert(), bert()
     replicated = DistributedDataParallel(compiled(inner) if way.startswith("compiled") else inner)
@@ -172,7 +166,8 @@ def test_a_compiled_model_in_distributed_data_parallel_is_unwrapped_too(way: str
     require_same(*values)
 
 
-@pytest.mark.parametrize("way", ["the model", "layers", "projections"])
+@pytest.mark.full
+@cases("way", ["the model", "layers", "projections"])
 def test_a_compiled_model_is_saved_and_loaded_under_its_own_names(way: str, tmp_path: Path):
     model = WAYS[way](encoder().eval())
     heads = hw.find_heads(model)
@@ -187,7 +182,8 @@ def test_a_compiled_model_is_saved_and_loaded_under_its_own_names(way: str, tmp_
             torch.testing.assert_close(again(**inputs), expected)
 
 
-@pytest.mark.parametrize("way", ["the model", "the model in place", "layers", "attention"])
+@pytest.mark.full
+@cases("way", ["the model", "the model in place", "layers", "attention"])
 def test_a_compiled_model_is_proved_and_measured_like_the_model_itself(way: str):
     plain = bert().eval()
     model = WAYS[way](bert().eval())

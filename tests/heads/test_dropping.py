@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import headwise as hw
+from cases import cases
 from headwise.errors import NotFired, SettingError
 
 HEADS, SIZE = 4, 2
@@ -48,7 +49,7 @@ def watch(model: nn.Module) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("build", [encoder, gpt2, llama])
+@cases("build", [encoder, gpt2, llama])
 def test_what_w_o_gets_is_that_of_a_loop_over_examples_and_heads(build: Callable[[], nn.Module]):
     model = build().train()
     before = watch(model)
@@ -112,8 +113,7 @@ def test_checkpoints_drop_the_same_heads_again_and_a_generator_of_its_own_is_ref
             model.zero_grad()
             call(torch.randn(8, 6, HEADS * SIZE)).square().mean().backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
     hw.drop_heads(hw.find_heads(model), 0.5, seed=0)
     with pytest.raises(NotFired, match="leave seed out"):
         checkpoint(model, torch.randn(2, 6, HEADS * SIZE), use_reentrant=False)

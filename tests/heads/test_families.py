@@ -10,24 +10,18 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from heads.families import BY_NAME, FAMILIES
+from heads.families import BY_NAME, FAMILIES, found, sweep
 from heads.family import Family
 from heads.misreadings import misreadings, reordered
 from headwise.heads.heads import Heads
 
 # Their misreadings are those of tests/heads/test_shifted_rows.py.
 IN_RUNS = ("Falcon, 40B and 180B", "CodeGen")
-Found = tuple[Family, Heads]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=str)
-def found(request: pytest.FixtureRequest) -> Found:
-    """Each family is built once; no test changes it."""
-    return request.param, hw.find_heads(request.param.build())
-
-
-def test_its_sites_are_found_one_to_one(found: Found):
-    family, heads = found
+@sweep(FAMILIES)
+def test_its_sites_are_found_one_to_one_and_each_row_of_its_parameters_is_of_one_head(family: Family):
+    heads = found(family)
     sites = {s.name: (s.kind, s.stack, s.layer, s.layout, s.num_heads, s.key_value_heads, s.head_size) for s in heads}
     assert sites == {
         name: (a.kind, a.stack, layer, a.layout, a.heads, a.key_value_heads, a.head_size)
@@ -37,10 +31,6 @@ def test_its_sites_are_found_one_to_one(found: Found):
     # none where a norm over all heads stands before W_O
     outputs = {site.name: "" if site.output is None else site.output.name for site in heads}
     assert all(outputs[a.names[0]] == a.output for a in family.attentions)
-
-
-def test_its_slices_are_rows_of_its_own_parameters_and_each_row_is_of_one_head(found: Found):
-    _, heads = found
     parameters = dict(heads.model.named_parameters())
     for site in heads:
         assert [head_slice.projection for head_slice in site.slices] == ["query", "key", "value"]
@@ -55,12 +45,13 @@ def test_its_slices_are_rows_of_its_own_parameters_and_each_row_is_of_one_head(f
             assert site.width == parameters[site.output.name].shape[site.output.axes.inputs]
 
 
+@sweep(FAMILIES)
 def test_its_sites_are_called_as_the_table_says_and_values_are_read_where_they_are_projected(
-    found: Found, monkeypatch: pytest.MonkeyPatch
+    family: Family, monkeypatch: pytest.MonkeyPatch
 ):
     from transformers.modeling_utils import AttentionInterface
 
-    family, heads = found
+    heads = found(family)
     asked, calls, values, handles = [], dict.fromkeys((site.name for site in heads), 0), {}, []
     get = AttentionInterface.get_interface
     monkeypatch.setattr(AttentionInterface, "get_interface", lambda *given: asked.append(given) or get(*given))
@@ -86,8 +77,10 @@ def test_its_sites_are_called_as_the_table_says_and_values_are_read_where_they_a
     assert all(values[s.name] == (s.key_value_heads, s.head_size) for s in heads if s.name in values)
 
 
-def test_the_heads_of_its_w_o_are_what_it_multiplies_the_features_of_a_head_by(found: Found):
-    for site in [site for site in found[1] if site.output is not None][-1:]:
+@sweep(FAMILIES)
+def test_its_right_reading_is_proved_and_its_w_o_multiplies_the_features_of_a_head(family: Family):
+    heads = found(family)
+    for site in [site for site in heads if site.output is not None][-1:]:
         module, output = site.output_projection.module, site.output
         x = torch.randn(3, site.num_heads * site.head_size)
         without = x.clone()
@@ -98,10 +91,6 @@ def test_the_heads_of_its_w_o_are_what_it_multiplies_the_features_of_a_head_by(f
             own.zero_()
             torch.testing.assert_close(module(x), expected)
             own.copy_(before)
-
-
-def test_its_right_reading_is_proved(found: Found):
-    family, heads = found
     assert hw.verify(heads, family.inputs()) == hw.heads.Verification(tuple(site.name for site in heads))
 
 
@@ -118,8 +107,9 @@ def prove(heads: Heads, inputs: dict[str, Tensor]) -> None:
         raise
 
 
-def test_every_wrong_reading_of_every_kind_of_site_is_rejected(found: Found):
-    family, heads = found
+@sweep(FAMILIES)
+def test_every_wrong_reading_of_every_kind_of_site_is_rejected(family: Family):
+    heads = found(family)
     accepted, tried = [], 0
     first = {site.kind: site for site in reversed(heads.sites)}.values() if family.name not in IN_RUNS else ()
     for site in first:
@@ -161,6 +151,7 @@ def test_selections_of_an_encoder_decoder_name_its_attentions():
     names = [s.name for s in heads.where("decoder.*").kind("decoder").layers(0, 1)]
     assert names == [f"decoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)]
     assert len(heads.where("decoder.*")) == 4
+    assert heads.kind("cross").projection("value", "query").projections == ("query", "value")
     places = r"'cross' in decoder\.block, 'decoder' in decoder\.block, 'self' in enc"
     with pytest.raises(hw.errors.LayoutError, match=places):
         heads.layer(0)

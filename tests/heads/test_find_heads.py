@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
-from heads.families import FAMILIES
+from heads.families import BY_NAME
 from headwise.heads.view import COLUMNS, ROWS, HeadView, check_head_views
 
 
@@ -78,13 +79,6 @@ def test_a_view_reads_and_writes_exactly_its_rows(heads, size, gap, start, axis,
     expected = before.clone()
     expected[own if axis == 0 else (slice(None), own)] = -1.0
     assert torch.equal(tensor, expected)
-
-
-def test_selectors_narrow():
-    heads = hw.find_heads(nn.Transformer(8, 2, 2, 2, 16, batch_first=True))
-    assert [site.name for site in heads.kind("self").layer(-1)] == ["encoder.layers.1.self_attn"]
-    assert len(heads.where("decoder.*")) == 4
-    assert heads.kind("cross").layers(0, 1).projection("value", "query").projections == ("query", "value")
 
 
 class Holding(nn.Module):
@@ -169,7 +163,7 @@ def test_w_o_is_found_by_the_order_of_its_names_and_not_by_what_else_has_its_wid
 
 
 def test_w_o_beside_the_attention_is_found_also_where_their_parent_is_the_model():
-    bert = next(family for family in FAMILIES if family.name == "BERT").build()
+    bert = BY_NAME["BERT"].build()
     whole = hw.find_heads(bert).sites[0]
     (part,) = hw.find_heads(bert.encoder.layer[0].attention).sites
     assert (part.name, part.output_projection.module) == ("self", whole.output_projection.module)
@@ -200,7 +194,7 @@ def test_self_attention_beside_cross_attention_is_a_decoders():
     assert hw.find_heads(told).sites[0].kind == "cross"
 
 
-@pytest.mark.parametrize(("head_first", "layout"), [(True, "interleaved"), (False, "fused"), (None, "fused")])
+@cases(("head_first", "layout"), [(True, "interleaved"), (False, "fused"), (None, "fused")])
 def test_one_name_of_a_projection_in_two_orders_is_told_by_the_flag_of_its_module(head_first, layout):
     attention = FusedAttention(interleaved=layout == "interleaved")
     if head_first is not None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 import headwise as hw
-from heads.families import FAMILIES
+from cases import cases
+from heads.families import BY_NAME
 from heads.wrappers import LoraLinear
 
 WIDTH, HEADS = 16, 4
@@ -161,8 +162,8 @@ def build(kind) -> tuple[nn.Module, hw.Heads]:
     return model, hw.find_heads(model)
 
 
-@pytest.mark.parametrize("kind", [*CALLED, *USED])
-def test_heads_are_proved_read_removed_and_pruned_where_a_weight_is_handed_to_a_function(kind):
+@cases("kind", [*CALLED, *USED])
+def test_heads_whose_weights_are_handed_to_a_function_are_proved_read_removed_pruned_and_trained(kind):
     model, heads = build(kind)
     plain = model(X)
     assert hw.verify(heads, (X,)).sites == ("0", "1")
@@ -181,10 +182,6 @@ def test_heads_are_proved_read_removed_and_pruned_where_a_weight_is_handed_to_a_
     torch.testing.assert_close(model(X), without)
     assert model[0].proj.weight.shape == (WIDTH, 3 * WIDTH // HEADS)
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-
-
-@pytest.mark.parametrize("kind", [*CALLED, *USED])
-def test_gradients_are_those_of_the_plain_model_and_a_wrong_reading_is_rejected(kind):
     model, heads = build(kind)
     model(X).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -220,7 +217,7 @@ def test_values_that_pass_through_no_module_are_refused_for_what_they_are():
         hw.aggregate(heads, hw.routing.SimpleRouting())
 
 
-@pytest.mark.parametrize("kind", [Handing, Buffered, EitherOutput, Multiplying])
+@cases("kind", [Handing, Buffered, EitherOutput, Multiplying])
 def test_what_takes_the_place_of_w_o_works_in_the_model_and_in_its_copies(kind):
     for attach in (
         lambda heads: hw.gate_heads(heads, hw.gating.SigmoidGate(scale=3.0)),
@@ -244,7 +241,7 @@ def test_a_projection_that_does_more_than_multiply_is_left_alone():
         assert torch.equal(model(X), plain)
 
 
-@pytest.mark.parametrize("kind", CALLED)
+@cases("kind", CALLED)
 def test_each_projection_is_called_once_and_no_bit_changes_in_half_precision(kind):
     model, heads = build(kind)
     model.bfloat16()
@@ -295,7 +292,7 @@ class FunctionalAttention(nn.Module):
         return output.transpose(0, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_what_is_attached_reads_batches_and_changes_no_bit(dtype: torch.dtype):
     model, x = FunctionalAttention().to(dtype), ROWS.to(dtype)
     padding = torch.zeros(2, 6, dtype=torch.bool)
@@ -353,7 +350,7 @@ def test_a_wrapped_projection_whose_adapter_the_function_never_saw_stays_unseen(
 
 
 def test_nothing_takes_the_place_of_a_w_o_that_is_not_called():
-    model = next(family for family in FAMILIES if family.name == "WavLM").build()
+    model = BY_NAME["WavLM"].build()
     with pytest.raises(
         hw.errors.LayoutError, match=r"encoder\.layers\.0\.attention \(WavLMAttention\) hands the weight of"
     ):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import ln_structured
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
-from heads.families import BY_NAME
+from heads.families import BY_NAME, bed
 from heads.forwards import copies, results, slanted
 from headwise.nn.hooks import Handle
 
@@ -79,11 +80,9 @@ def test_a_projection_called_with_no_tensor_is_refused():
         model(torch.randn(2, 6, 12))
 
 
-@pytest.mark.parametrize("name", ["BERT", "T5", "torch.nn.Transformer"])
+@cases("name", ["BERT", "T5", "torch.nn.Transformer"])
 def test_taps_read_the_biased_weights_whichever_was_attached_first(name: str):
-    family = BY_NAME[name]
-    model, inputs = family.build(), family.inputs(padded=True)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME[name], padded=True)
 
     with hw.Taps(heads, outputs=True, weights=True) as early:
         results(model, inputs)
@@ -97,11 +96,9 @@ def test_taps_read_the_biased_weights_whichever_was_attached_first(name: str):
         assert not torch.allclose(before.weights, first.weights, atol=1e-2)
 
 
-@pytest.mark.parametrize("setting", [hw.routing.Trunk(), hw.routing.Residual(hw.routing.Trunk())], ids=str)
+@cases("setting", [hw.routing.Trunk(), hw.routing.Residual(hw.routing.Trunk())])
 def test_what_was_attached_before_an_aggregator_is_told_and_what_comes_after_it_acts(setting):
-    family = BY_NAME["BERT"]
-    model, inputs = family.build(), family.inputs()
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME["BERT"])
     taps, ablation, bias = (ATTACH[name](heads) for name in ("taps", "ablation", "bias"))
     aggregation = hw.aggregate(heads, setting)
     with pytest.raises(hw.errors.NotFired, match=r"output projection is now a \w+Aggregator, set after hw\.ablate"):
@@ -120,7 +117,7 @@ def test_what_was_attached_before_an_aggregator_is_told_and_what_comes_after_it_
             model(**inputs)
 
 
-@pytest.mark.parametrize("name", ATTACH)
+@cases("name", ATTACH)
 def test_a_copy_of_a_handle_is_attached_to_nothing_and_leaves_the_original_attached(name: str):
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs()
@@ -133,16 +130,14 @@ def test_a_copy_of_a_handle_is_attached_to_nothing_and_leaves_the_original_attac
         twin.remove()
         own = twin.heads.model
         assert own is not model
-        for left, right in zip(plain, results(own, inputs), strict=True):
-            torch.testing.assert_close(left, right)
+        torch.testing.assert_close(plain, results(own, inputs))
         if name in ("bias", "ablation"):
             with pytest.raises(hw.errors.NotFired, match=r"none of the calls of 2|no forward pass went through"):
                 twin.check()
         else:
             with pytest.raises(hw.errors.NotFired, match=NOT_ATTACHED):
                 twin() if name == "penalty" else twin.read()
-    for left, right in zip(changed, results(model, inputs), strict=True):
-        torch.testing.assert_close(left, right)
+    torch.testing.assert_close(changed, results(model, inputs))
     handle.remove()
     assert not handle.attached
 
@@ -175,7 +170,7 @@ def test_a_capture_is_copied_without_its_graph_and_without_the_model():
             assert not left.requires_grad
 
 
-@pytest.mark.parametrize("name", ATTACH)
+@cases("name", ATTACH)
 def test_replicas_of_data_parallel_are_refused(name: str):
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs()
@@ -199,7 +194,7 @@ def pruned(model: nn.Module) -> None:
         attention.num_attention_heads, attention.all_head_size = attention.num_attention_heads - 1, len(kept)
 
 
-@pytest.mark.parametrize("when", ["found", "attached"])
+@cases("when", ["found", "attached"])
 def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_again(when: str):
     family = BY_NAME["BERT"]
     for attach in (

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from heads.families import BY_NAME, REACHED
+from cases import cases
+from heads.families import BY_NAME, REACHED, bed, sweep
 from heads.family import Family
 from heads.forwards import checkpoint_activations, first_key_only, no_bias, results, weighed, without_dropout
 
 
-@pytest.mark.parametrize("family", REACHED, ids=str)
+@sweep(REACHED)
 def test_a_bias_on_a_head_changes_that_head_and_no_other(family: Family):
-    model, inputs = family.build(), family.inputs(padded=family.maskable)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(family, padded=family.maskable)
     with hw.Taps(heads, outputs=True, values=True) as taps:
         results(model, inputs)
         before = taps.read()
@@ -47,7 +47,7 @@ def test_a_bias_on_a_head_changes_that_head_and_no_other(family: Family):
             assert not torch.allclose(new.outputs[:, :, 1], old.outputs[:, :, 1])
 
 
-@pytest.mark.parametrize("family", REACHED, ids=str)
+@sweep(REACHED)
 def test_a_bias_of_zero_changes_nothing_and_weights_with_a_bias_sum_values_to_the_outputs(family: Family):
     model = family.build()
     heads = hw.find_heads(model)
@@ -72,8 +72,7 @@ def test_a_bias_of_zero_changes_nothing_and_weights_with_a_bias_sum_values_to_th
 
 
 def require_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for before, after in zip(expected, found, strict=True):
-        torch.testing.assert_close(after, before, atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(expected, found, atol=2e-6, rtol=1e-4)
 
 
 def test_a_bias_is_what_it_is_added_to_in_the_scores():
@@ -89,7 +88,7 @@ def test_a_bias_is_what_it_is_added_to_in_the_scores():
     assert not torch.allclose(attention(x, x, x)[0], expected)
 
 
-@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+@cases("name", ["BERT", "torch.nn.Transformer"])
 def test_two_biases_add_up(name: str):
     family = BY_NAME[name]
     model, inputs = family.build().double(), family.inputs()
@@ -99,8 +98,7 @@ def test_two_biases_add_up(name: str):
     with hw.bias_heads(heads, first + second):
         expected = results(model, inputs)
     with hw.bias_heads(heads, first), hw.bias_heads(heads, second):
-        for before, after in zip(expected, results(model, inputs), strict=True):
-            torch.testing.assert_close(after, before)
+        torch.testing.assert_close(expected, results(model, inputs))
 
 
 def test_keys_appended_by_the_module_have_no_bias():
@@ -116,11 +114,9 @@ def test_keys_appended_by_the_module_have_no_bias():
     torch.testing.assert_close(weights[:, 1].sum(-1), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "torch.nn.Transformer"])
+@cases("name", ["BERT", "GPT-2", "Llama", "T5", "torch.nn.Transformer"])
 def test_a_query_without_a_key_has_output_zero_and_finite_gradients(name: str):
-    family = BY_NAME[name]
-    model, inputs = family.build(), family.inputs()
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME[name])
     heads = heads.kind("self") if name != "torch.nn.Transformer" else heads.kind("decoder")
 
     def nothing(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
@@ -130,10 +126,7 @@ def test_a_query_without_a_key_has_output_zero_and_finite_gradients(name: str):
 
     for weights in (False, True):
         model.zero_grad()
-        with (
-            hw.Taps(heads, outputs=True, weights=weights) as taps,
-            hw.bias_heads(heads, nothing),
-        ):
+        with hw.Taps(heads, outputs=True, weights=weights) as taps, hw.bias_heads(heads, nothing):
             found = results(model, inputs)
             captures = taps.read()
         for capture in captures:
@@ -145,7 +138,7 @@ def test_a_query_without_a_key_has_output_zero_and_finite_gradients(name: str):
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@cases("implementation", ["sdpa", "eager"])
 def test_a_query_whose_bias_leaves_it_padding_alone_attends_to_nothing(implementation: str):
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs(padded=True)
@@ -196,14 +189,13 @@ def gradients_of_three_forwards(name: str, *, checkpointing: bool) -> list[list[
     return found
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5", "torch.nn.Transformer"])
+@cases("name", ["BERT", "GPT-2", "Llama", "T5", "torch.nn.Transformer"])
 def test_a_recomputed_forward_has_the_bias_it_ran_with(name: str):
     expected = gradients_of_three_forwards(name, checkpointing=False)
     found = gradients_of_three_forwards(name, checkpointing=True)
     for plain, again in zip(expected, found, strict=True):
         assert len(plain) == len(again) > 0
-        for left, right in zip(plain, again, strict=True):
-            torch.testing.assert_close(left, right)
+        torch.testing.assert_close(plain, again)
     assert not torch.allclose(expected[0][5], expected[1][5])
     assert not torch.allclose(expected[1][5], expected[2][5])
 
@@ -224,7 +216,7 @@ def test_a_function_is_asked_once_a_forward_and_not_again_by_its_recomputation()
     assert set(handle.calls.values()) == {1}
 
 
-@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+@cases("name", ["BERT", "torch.nn.Transformer"])
 def test_a_bias_in_a_reentrant_checkpoint_is_refused(name: str):
     family = BY_NAME[name]
     model, inputs = family.build().train(), family.inputs()
@@ -311,7 +303,7 @@ def test_a_bias_of_inference_mode_is_moved_to_the_device_of_the_scores():
     handle.remove()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@cases("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_bias_in_another_dtype_is_added_in_the_models(dtype: torch.dtype):
     model = BY_NAME["Llama"].build().to(dtype)
     inputs = BY_NAME["Llama"].inputs(padded=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from heads.families import BY_NAME
 from heads.forwards import first_key_only, generator, prompt
 
 GENERATORS = ["GPT-2", "Llama", "T5", "BART", "Marian"]
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", GENERATORS)
+@cases("beams", [1, 3])
+@cases("name", GENERATORS)
 def test_generating_with_a_head_bound_to_the_first_key_gives_its_value(name: str, beams: int):
     model, inputs = generator(name), prompt(name)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": beams, "do_sample": False}
@@ -39,7 +39,7 @@ def test_generating_with_a_head_bound_to_the_first_key_gives_its_value(name: str
             torch.testing.assert_close(capture.outputs[:, 0, 1], first)
 
 
-@pytest.mark.parametrize("name", ["Llama", "BART"])
+@cases("name", ["Llama", "BART"])
 def test_a_bias_for_each_example_serves_all_its_beams_and_a_tensor_the_whole_length(name: str):
     model, inputs = generator(name), prompt(name)
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 3, "do_sample": False}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, SeparateAttention
-from heads.families import FAMILIES
+from heads.families import FAMILIES, found, sweep
 from heads.own import LensAttention, ListAttention, ThreeLists
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(8))
@@ -46,7 +47,7 @@ BUILT = {
 }
 
 
-@pytest.mark.parametrize("name", BUILT)
+@cases("name", BUILT)
 def test_empty_places_change_neither_what_is_found_nor_what_is_proved(name: str):
     plain, holed = nn.Sequential(BUILT[name]()).eval(), nn.Sequential(leave_places_empty(BUILT[name]())).eval()
     assert str(hw.find_heads(holed)) == str(hw.find_heads(plain))
@@ -58,9 +59,9 @@ def test_empty_places_change_neither_what_is_found_nor_what_is_proved(name: str)
         torch.testing.assert_close(holed(X), plain(X))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@sweep(FAMILIES)
 def test_empty_places_change_nothing_in_any_family(family):
-    assert str(hw.find_heads(leave_places_empty(family.build()))) == str(hw.find_heads(family.build()))
+    assert str(hw.find_heads(leave_places_empty(family.build()))) == str(found(family))
 
 
 def test_an_empty_place_in_a_list_of_heads_is_no_head():
@@ -109,7 +110,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("name", HELD)
+@cases("name", HELD)
 def test_what_cannot_be_copied_hinders_no_proof_and_stays_as_it_is(name: str):
     model = nn.Sequential(SeparateAttention())
     graph = model[0].q_proj.weight * 2.0

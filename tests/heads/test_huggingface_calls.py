@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.families import BY_NAME
 from heads.forwards import generator, no_bias, prompt, require_same_gradients, results, without_dropout
 from heads.transformers_versions import given_cache
@@ -31,8 +32,8 @@ def steered(model: nn.Module) -> hw.Heads:
     return heads if {site.kind for site in heads.sites} == {"self"} else heads.kind("decoder", "cross")
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5", "Marian"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@cases("name", ["GPT-2", "Llama", "T5", "Marian"])
+@cases("cache", ["dynamic", "static"])
 def test_values_from_a_cache_are_refused_and_without_one_match_their_keys(name: str, cache: str):
     model, inputs = generator(name), prompt(name)
     heads = hw.find_heads(model)
@@ -54,7 +55,7 @@ def test_values_from_a_cache_are_refused_and_without_one_match_their_keys(name: 
             assert capture.key_keep is None or capture.key_keep.shape == capture.values.shape[:2]
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
+@cases("name", ["GPT-2", "Llama", "T5"])
 def test_values_of_a_call_that_only_fills_a_cache_are_read(name: str):
     family = BY_NAME[name]
     model, inputs = family.build().train(), family.inputs(padded=True)
@@ -87,8 +88,8 @@ def test_values_of_a_call_that_fills_a_part_of_a_cache_or_follows_a_prefix_are_r
                 assert all(capture.values.shape[1] == 7 for capture in taps.read())
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
-@pytest.mark.parametrize("way", ["dynamic", "static", "beams", "prompt lookup", "assistant"])
+@cases("name", ["GPT-2", "Llama", "T5"])
+@cases("way", ["dynamic", "static", "beams", "prompt lookup", "assistant"])
 def test_generating_in_every_way_has_the_bias_of_every_position(name: str, way: str):
     model, inputs = swayed(name), prompt(name)
     if way in ("prompt lookup", "assistant"):
@@ -141,8 +142,8 @@ def swayed(name: str, noise: float = 0.0) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
-@pytest.mark.parametrize("beams", [1, 3])
+@cases("name", ["GPT-2", "Llama", "T5"])
+@cases("beams", [1, 3])
 def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_without(name: str, beams: int):
     model, inputs = swayed(name), prompt(name)
     unrouted = model.generate(**inputs, **TOKENS, num_beams=beams)
@@ -154,8 +155,8 @@ def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_
     assert not torch.equal(unrouted, expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["BERT", "Llama", "T5"])
+@cases("reentrant", [False, True])
+@cases("name", ["BERT", "Llama", "T5"])
 def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reentrant: bool):
     def step(model: nn.Module) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -166,9 +167,9 @@ def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reen
     assert any("vote" in key for key in require_same_gradients(name, step, reentrant=reentrant))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
+@cases("implementation", ["sdpa", "eager"])
+@cases("precision", ["bfloat16", "float16", "autocast"])
+@cases("name", ["BERT", "GPT-2", "Llama", "T5"])
 def test_every_method_works_in_half_precision(name: str, precision: str, implementation: str):
     family = BY_NAME[name]
     model, inputs = family.build().train(), family.inputs(padded=True)
@@ -224,7 +225,7 @@ def t5() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("training", [True, False])
+@cases("training", [True, False])
 def test_an_encoder_whose_output_is_used_twice_is_read_once(training: bool):
     model = t5().train(training)
     inputs, labels = prompt("T5"), torch.randint(3, 50, (2, 4))
@@ -295,7 +296,7 @@ def test_two_readers_read_the_same_without_disturbing_each_other():
             first.read()
 
 
-@pytest.mark.parametrize("name", ["BERT", "Llama", "T5"])
+@cases("name", ["BERT", "Llama", "T5"])
 def test_a_penalty_over_accumulated_and_checkpointed_steps_has_the_gradients_of_plain_ones(name: str):
     def step(model: nn.Module) -> None:
         heads, losses = hw.find_heads(model), []
@@ -312,7 +313,7 @@ def test_a_penalty_over_accumulated_and_checkpointed_steps_has_the_gradients_of_
     require_same_gradients(name, step)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("kind", "sizes"),
     [
         ("GPTNeo", {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),

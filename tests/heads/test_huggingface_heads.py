@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from heads.families import BY_NAME, FAMILIES
+from cases import cases
+from heads.families import BY_NAME, FAMILIES, bed, sweep
 from heads.family import Family
 from heads.forwards import checkpoint_activations, results, same, weighed
 
@@ -23,10 +24,9 @@ def output_weight(site: hw.heads.Site) -> torch.Tensor:
     return module.weight if type(module).__name__ == "Conv1D" else module.weight.mT
 
 
-@pytest.mark.parametrize("family", REPLACEABLE, ids=str)
+@sweep(REPLACEABLE)
 def test_an_aggregator_takes_the_place_of_every_output_projection_forward_and_backward(family: Family):
-    model, inputs = family.build(), family.inputs(padded=family.maskable)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(family, padded=family.maskable)
     plain = results(model, inputs)
     # stock modules change class when their output projection is reached
     [site.expose() for site in heads.sites]
@@ -49,10 +49,9 @@ def test_an_aggregator_takes_the_place_of_every_output_projection_forward_and_ba
     assert same(routed, results(twin, inputs))
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name != "WavLM"], ids=str)
+@sweep([f for f in FAMILIES if f.name != "WavLM"])
 def test_a_residual_aggregator_changes_nothing_at_first_and_learns(family: Family):
-    model, inputs = family.build(), family.inputs(padded=family.maskable)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(family, padded=family.maskable)
     [site.expose() for site in heads.sites]
     plain = results(model, inputs)
     hw.aggregate(heads, hw.routing.Residual(hw.routing.Trunk()))
@@ -62,10 +61,9 @@ def test_a_residual_aggregator_changes_nothing_at_first_and_learns(family: Famil
     assert all(bool(site.output_projection.module.gamma.grad != 0) for site in heads.sites)
 
 
-@pytest.mark.parametrize("family", PROJECTED, ids=str)
+@sweep(PROJECTED)
 def test_an_ablated_head_equals_zeroed_rows_of_the_output_projection(family: Family):
-    model, inputs = family.build(), family.inputs(padded=family.maskable)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(family, padded=family.maskable)
     site = heads.sites[-1]
     one = hw.Heads(model, (site,), heads.projections, heads.found)
     site.expose()
@@ -76,15 +74,12 @@ def test_an_ablated_head_equals_zeroed_rows_of_the_output_projection(family: Fam
     assert same(whole, results(model, inputs))
     with torch.no_grad():
         output_weight(site).unflatten(0, (site.num_heads, site.head_size))[1] = 0.0
-    for left, right in zip(without, results(model, inputs), strict=True):
-        torch.testing.assert_close(left, right)
+    torch.testing.assert_close(without, results(model, inputs))
 
 
-@pytest.mark.parametrize("name", ["BitNet", "Kosmos-2"])
+@cases("name", ["BitNet", "Kosmos-2"])
 def test_a_norm_before_w_o_is_gated_and_not_replaced(name: str):
-    family = BY_NAME[name]
-    model, inputs = family.build(), family.inputs()
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME[name])
     with pytest.raises(hw.errors.LayoutError, match=r"its heads pass a \w+Norm before W_O.*hw\.routing\.Residual"):
         hw.aggregate(heads, hw.routing.EMRouting())
     whole = results(model, inputs)
@@ -96,11 +91,9 @@ def test_a_norm_before_w_o_is_gated_and_not_replaced(name: str):
         assert all(bool((own.grad != 0).any()) for own in place.new.parameters() if own is not place.old.weight)
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
+@cases("name", ["BERT", "GPT-2", "Llama", "T5"])
 def test_importance_has_a_drop_for_every_head_and_leaves_the_model_as_it_was(name: str):
-    family = BY_NAME[name]
-    model, inputs = family.build(), family.inputs(padded=True)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME[name], padded=True)
     with torch.no_grad():
         output_weight(heads.sites[0]).unflatten(0, (4, -1))[2] = 0.0
     plain = results(model, inputs)
@@ -112,7 +105,7 @@ def test_importance_has_a_drop_for_every_head_and_leaves_the_model_as_it_was(nam
     assert same(plain, results(model, inputs))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@cases("reentrant", [False, True])
 def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reentrant: bool):
     family = BY_NAME["BERT"]
     model, inputs = family.build().train(), family.inputs()
@@ -128,9 +121,7 @@ def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reent
 
 
 def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
-    family = BY_NAME["GPT-2"]
-    model, inputs = family.build(), family.inputs()
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME["GPT-2"])
     with hw.Taps(heads.layer(0), outputs=True) as taps:
         results(model, inputs)
         (before,) = taps.read()
@@ -142,11 +133,10 @@ def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
     assert bool((after.outputs[:, :, 3] == 0).all())
 
 
-@pytest.mark.parametrize("shape", [(8,), (0, 5, 8), (3, 0, 8), (2, 3, 4, 8)])
-@pytest.mark.parametrize(
+@cases("shape", [(8,), (0, 5, 8), (3, 0, 8), (2, 3, 4, 8)])
+@cases(
     "setting",
     [hw.routing.SimpleRouting(), hw.routing.EMRouting(capsules=4), hw.routing.Trunk(votes=hw.routing.PerHead())],
-    ids=str,
 )
 def test_one_token_and_no_token_are_aggregated(setting, shape: tuple[int, ...]):
     from headwise.routing.modules import build

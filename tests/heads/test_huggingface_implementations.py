@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from heads.families import BY_NAME
+from cases import cases
+from heads.families import BY_NAME, bed
 from heads.family import BERT
 from heads.forwards import copies, no_bias, results, same, slanted
 
@@ -65,9 +66,9 @@ def build_asking(name: str) -> torch.nn.Module | None:
     return model
 
 
-@pytest.mark.parametrize("attached", ATTACHED)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [*ASKING, "GPT-2"])
+@cases("attached", ATTACHED)
+@cases("implementation", ["sdpa", "eager"])
+@cases("name", [*ASKING, "GPT-2"])
 def test_a_model_that_asks_for_its_implementation_takes_the_same_way(name: str, implementation: str, attached: str):
     torch.manual_seed(0)
     model = build_asking(name)
@@ -109,9 +110,7 @@ def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_ar
         return compute(module, *args, **settings)
 
     monkeypatch.setattr(huggingface, "_compute_weights", counted)
-    family = BY_NAME["BERT"]
-    model, inputs = family.build(), family.inputs(padded=True)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME["BERT"], padded=True)
     with hw.Taps(heads, outputs=True, values=True):
         model(**inputs)
     assert not computed
@@ -127,25 +126,10 @@ def hooks(module: torch.nn.Module) -> int:
     return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
-def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
-    model = BY_NAME["BERT"].build()
-    heads = hw.find_heads(model)
-    first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
-    first.remove()
-    model(**BY_NAME["BERT"].inputs())
-    assert len(second.read()) == 1
-    second.remove()
-    second.remove()
-    assert not any(hooks(site.module) for site in heads)
-    assert not any(name.startswith("_headwise") for site in heads for name in vars(site.module))
-
-
-@pytest.mark.parametrize("name", ["BERT", "GPT-2", "T5"])
-@pytest.mark.parametrize(("first", "then"), [("sdpa", "eager"), ("eager", "sdpa"), ("sdpa", "sdpa")])
+@cases("name", ["BERT", "GPT-2", "T5"])
+@cases(("first", "then"), [("sdpa", "eager"), ("eager", "sdpa"), ("sdpa", "sdpa")])
 def test_weights_and_biases_stay_when_the_implementation_is_set_to_another(name: str, first: str, then: str):
-    family = BY_NAME[name]
-    model, inputs = family.build(), family.inputs(padded=True)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME[name], padded=True)
     model.set_attn_implementation(first)
 
     with hw.Taps(heads, weights=True) as taps, hw.bias_heads(heads, slanted) as handle:
@@ -192,9 +176,7 @@ def test_a_module_that_takes_its_function_from_the_mapping_is_reached_at_what_th
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-    family = BY_NAME["Llama"]
-    model, inputs = family.build(), family.inputs(padded=True)
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME["Llama"], padded=True)
     kind = type(heads.sites[0].module)
 
     class Own(kind):
@@ -223,11 +205,10 @@ def test_a_module_that_takes_its_function_from_the_mapping_is_reached_at_what_th
                 returned = model(**inputs, use_cache=False)[0]
                 found.append([returned, *(capture.weights for capture in taps.read())])
     for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[0], others, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("what", ["weights", "a bias of 0", "mixers of nothing"])
+@cases("what", ["weights", "a bias of 0", "mixers of nothing"])
 def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forward(what: str):
     model, inputs = BY_NAME["BERT"].build(), BY_NAME["BERT"].inputs()
     attached = ATTACHED[what](hw.find_heads(model))
@@ -241,11 +222,9 @@ def test_an_implementation_without_scores_set_in_between_is_refused_in_the_forwa
     assert model.config._attn_implementation == "flash_attention_2"
 
 
-@pytest.mark.parametrize("name", ["BERT", "T5", "GPT-2"])
+@cases("name", ["BERT", "T5", "GPT-2"])
 def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_underneath(name: str, tmp_path: Path):
-    family = BY_NAME[name]
-    model, inputs = family.build(), family.inputs()
-    heads = hw.find_heads(model)
+    model, inputs, heads = bed(BY_NAME[name])
     plain = results(model, inputs)
     with hw.Taps(heads, weights=True):
         results(model, inputs)
@@ -265,6 +244,7 @@ def test_what_is_made_of_a_model_that_is_listened_to_names_the_implementation_un
         assert same(plain, results(made, inputs))
 
 
+@pytest.mark.full
 def test_a_model_pickled_while_it_is_listened_to_runs_in_a_fresh_process(tmp_path: Path):
     family = BY_NAME["BERT"]
     model, inputs = family.build(), family.inputs()

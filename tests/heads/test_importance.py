@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
 from heads.calling import EinsumAttention
 from heads.families import BY_NAME
@@ -88,7 +89,7 @@ def losses_of(model: nn.Module, inputs: dict[str, Tensor], keep: Tensor | None =
 
 
 # smooth, and double precision throughout: norms of Llama and T5 compute in single
-@pytest.mark.parametrize("name", ["BERT", "ALBERT", "GPT-2"])
+@cases("name", ["BERT", "ALBERT", "GPT-2"])
 def test_first_order_is_the_slope_of_each_items_loss(name: str):
     family = BY_NAME[name]
     model, inputs = family.build().double().eval(), family.inputs(padded=family.maskable)
@@ -112,11 +113,7 @@ def test_it_is_the_slope_in_an_encoder_decoder_and_with_grouped_queries():
     require_close(first_order(heads, losses), by_differences(heads, losses))
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [hw.routing.SimpleRouting(capsules=4), hw.routing.Gate(), hw.routing.Residual(hw.routing.Trunk())],
-    ids=str,
-)
+@cases("setting", [hw.routing.SimpleRouting(capsules=4), hw.routing.Gate(), hw.routing.Residual(hw.routing.Trunk())])
 def test_aggregated_heads_have_their_gates_before_the_aggregator(setting: Any):
     torch.manual_seed(0)
     model = nn.Sequential(SeparateAttention(), SeparateAttention(key_value_heads=2)).double().eval()

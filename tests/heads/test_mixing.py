@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from cases import cases
 from heads.calling import CallingAttention, CausalSelfAttention
-from heads.families import BY_NAME, REACHED, WRITTEN
+from heads.families import BY_NAME, REACHED, WRITTEN, sweep
 from heads.family import Family
 from heads.forwards import copies, require_same_gradients, results, same, weighed
 from headwise.nn.mixing import HeadMixer, find_mixer
@@ -48,8 +49,8 @@ ALLOWED[1, 0, 2] = False
 ALLOWED[1, 2, 4] = False
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("which", [{"logits": True, "weights": False}, {"logits": False, "weights": True}, {}], ids=str)
+@cases("need_weights", [False, True])
+@cases("which", [{"logits": True, "weights": False}, {"logits": False, "weights": True}, {}])
 def test_multihead_attention_talks_as_the_loop_says(which, need_weights: bool):
     module = attention()
     mixer = mixed(module, **which).mixers[""]
@@ -73,9 +74,7 @@ def test_multihead_attention_talks_as_the_loop_says(which, need_weights: bool):
         torch.testing.assert_close(own, torch.einsum("hg,bhqk->bgqk", matrices[1], maps), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"causal": True}, {"key_value_heads": 2}, {"key_value_heads": 1, "scale": 0.7}], ids=str
-)
+@cases("settings", [{}, {"causal": True}, {"key_value_heads": 2}, {"key_value_heads": 1, "scale": 0.7}])
 def test_attention_that_calls_the_fused_kernel_talks_as_the_loop_says(settings):
     torch.manual_seed(0)
     module = CallingAttention(**settings).double()
@@ -95,11 +94,12 @@ def test_attention_that_calls_the_fused_kernel_talks_as_the_loop_says(settings):
         torch.testing.assert_close(taps.read()[0].weights, maps, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("implementation", ["its own", "eager"])
-@pytest.mark.parametrize("family", REACHED, ids=str)
+@cases("implementation", ["its own", "eager"])
+@sweep(REACHED)
 def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family, implementation: str):
     if implementation == "eager" and not family.interface:
-        pytest.skip("it has one implementation")
+        # it has one implementation
+        return
     model, inputs = family.build(), family.inputs(padded=family.maskable)
     if implementation == "eager":
         model.set_attn_implementation(implementation)
@@ -115,8 +115,7 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
         with pytest.raises(hw.errors.LayoutError, match=r"writes its softmax out.*pass logits=False"):
             hw.mix_heads(heads)
     mixing = hw.mix_heads(heads, logits=not written)
-    for one, other in zip(before, results(model, inputs), strict=True):
-        torch.testing.assert_close(other, one, atol=3e-6, rtol=1e-4)
+    torch.testing.assert_close(before, results(model, inputs), atol=3e-6, rtol=1e-4)
     for seed, mixer in enumerate(mixing.mixers.values()):
         draw(mixer, seed)
     with hw.Taps(heads, weights=True, values=True, outputs=True) as taps:
@@ -149,7 +148,7 @@ def test_every_family_starts_as_it_was_then_mixes_and_comes_back(family: Family,
     assert not any("head_mixer" in name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("name", ["BERT", "torch.nn.Transformer"])
+@cases("name", ["BERT", "torch.nn.Transformer"])
 def test_what_is_read_beside_the_attention_is_what_it_attends_with(name: str):
     family = BY_NAME[name]
     model, inputs = family.build(), family.inputs(padded=True)
@@ -162,7 +161,7 @@ def test_what_is_read_beside_the_attention_is_what_it_attends_with(name: str):
             assert same(results(model, inputs), talking)
 
 
-@pytest.mark.parametrize("talking", [False, True])
+@cases("talking", [False, True])
 def test_heads_of_projected_tensors_are_those_of_the_forward(talking: bool):
     module = attention()
     if talking:
@@ -205,7 +204,7 @@ def test_dropout_comes_after_both_matrices():
     torch.testing.assert_close(capture.outputs, torch.einsum("bgqk,bkge->bqge", dropped, capture.values))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@cases("reentrant", [False, True])
 def test_recomputed_activations_give_the_same_gradients(reentrant: bool):
     def step(model: nn.Module) -> None:
         mixed(model)
@@ -220,8 +219,7 @@ def test_recomputed_activations_give_the_same_gradients(reentrant: bool):
             model.zero_grad()
             call(X.clone().requires_grad_()).square().mean().backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(*gradients)
 
 
 def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_again():
@@ -248,6 +246,7 @@ def test_copies_of_torch_attention_talk_and_others_refuse_until_they_are_mixed_a
 
 
 # torch's own, where a graph ends between the projections and the scores
+@pytest.mark.full
 def test_a_model_compiled_before_talks_as_one_that_is_not():
     model = nn.TransformerEncoderLayer(12, 3, 8, 0.0, batch_first=True).double().eval()
     [site.expose() for site in hw.find_heads(model)]
@@ -354,7 +353,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@cases("what", REFUSED)
 def test_what_would_not_be_trained_or_not_be_applied_is_refused(what: str):
     build, message = REFUSED[what]
     model = build()

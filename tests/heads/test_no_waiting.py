@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
+from heads.families import tiers
 from heads.test_compiled import HEADS, METHODS, MODELS, TOKENS, WIDTH, inputs_of, mask_of, output_of
 from headwise.repulsion import step
 from repulsion.launches import Launches, Waits
@@ -60,8 +62,8 @@ def count_waits(name: str, attach: Callable[[hw.Heads], Any]) -> Counter[str]:
     return waits.counts
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", EVERY)
+@tiers("name", ["transformers"], ["torch"])
+@cases("method", EVERY)
 def test_a_forward_and_its_backward_wait_for_nothing(name: str, method: str):
     assert count_waits(name, EVERY[method]) <= count_waits(name, EVERY["nothing"])
 
@@ -86,7 +88,7 @@ class Bare(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("method", ["bias", "ablate", "taps", "guide every forward", "penalty", "gate"])
+@cases("method", ["bias", "ablate", "taps", "guide every forward", "penalty", "gate"])
 def test_what_was_given_on_another_device_is_moved_once(method: str):
     model = Bare()
     _ = EVERY[method](hw.find_heads(model))
@@ -109,10 +111,8 @@ def test_a_bias_changed_in_place_or_trained_is_moved_again():
     assert handle._move(trained, meta) is not handle._move(trained, meta)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "rule", [hw.SVGD(), hw.SVGD(kernel=hw.kernels.NormalizedRBF()), hw.repulsion.CosineRepulsion()]
-)
+@cases("name", MODELS)
+@cases("rule", [hw.SVGD(), hw.SVGD(kernel=hw.kernels.NormalizedRBF()), hw.repulsion.CosineRepulsion()])
 def test_an_optimizer_step_with_repulsion_waits_for_nothing(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch):
     # as on an accelerator
     monkeypatch.setattr(step, "stacks_on", lambda _device: True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.own import HEADS, RULE, SIZE, LensAttention, ParameterAttention, X, forces, with_gradients
 from heads.refused import REFUSED
 from headwise.heads.heads import Heads
@@ -49,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES)
 def test_heads_of_every_order_of_axes_are_read_and_proved(case: str):
     model, row = CASES[case]
     heads = hw.find_heads(model, row)
@@ -72,7 +73,7 @@ def readings(case: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(axes, order) for axes in fitting for order in orders if (axes, order) != (row.axes, given)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "separate" in case or "packed" in case])
+@cases("case", [case for case in CASES if "separate" in case or "packed" in case])
 def test_every_wrong_order_of_axes_is_disproved(case: str):
     model, row = CASES[case]
     x = X[..., : model.sizes["d"]]
@@ -88,8 +89,8 @@ def test_every_wrong_order_of_axes_is_disproved(case: str):
     assert readings(case)
 
 
-@pytest.mark.parametrize("shift", [-1, 1, 2])
-@pytest.mark.parametrize("projection", [0, 1, 2])
+@cases("shift", [-1, 1, 2])
+@cases("projection", [0, 1, 2])
 def test_rows_shifted_by_a_few_are_disproved(projection: int, shift: int, monkeypatch: pytest.MonkeyPatch):
     model, row = packed("(h p e) d")
     (site,) = hw.find_heads(model, row).sites
@@ -119,7 +120,7 @@ def test_keys_of_other_heads_than_the_queries_are_disproved():
         hw.verify(heads, (X,))
 
 
-@pytest.mark.parametrize("axes", ["h d e", "d h e", "h e d", "p d h e", "p h d e", "d p h e", "(p h e) d"])
+@cases("axes", ["h d e", "d h e", "h e d", "p d h e", "p h d e", "d p h e", "(p h e) d"])
 def test_shapes_that_allow_one_reading_need_no_axes(axes: str):
     # heads of 3 features could be 3 projections
     model = ParameterAttention(axes, packed="p" in axes, head_size=2, width=2 * HEADS).eval()
@@ -132,7 +133,7 @@ def test_shapes_that_allow_one_reading_need_no_axes(axes: str):
     assert hw.verify(hw.find_heads(model), (X[..., :8],)).sites == ("",)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "wide heads"])
+@cases("case", [case for case in CASES if case != "wide heads"])
 def test_the_force_on_heads_of_any_axes_is_that_of_loops_over_pairs(case: str):
     model, row = CASES[case]
     torch.manual_seed(5)

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import headwise as hw
+from cases import cases
 from heads.families import BY_NAME
 from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
@@ -94,8 +95,8 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("implementation", ["sdpa", "eager"])
+@cases("family", FAMILIES)
 def test_paired_heads_under_grouped_queries_compute_what_the_loop_says(family: str, implementation: str):
     model = pair(build(family))
     model.set_attn_implementation(implementation)
@@ -145,7 +146,7 @@ def test_the_control_has_one_map_of_both_heads_and_the_same_norm():
     assert counts[1] - sum(one.numel() for one in build().parameters()) == 2 * 2 * SIZE
 
 
-@pytest.mark.parametrize("second", [True, False])
+@cases("second", [True, False])
 def test_with_a_cache_and_padding_on_the_left_it_says_what_it_says_without(second: bool):
     model = pair(build(), second=second)
     cache = DynamicCache(config=model.config)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.calling import CallingAttention, X
 
 
@@ -60,8 +61,8 @@ class Sharing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("held", [None, -1, 0, 3])
-@pytest.mark.parametrize("named", [True, False])
+@cases("held", [None, -1, 0, 3])
+@cases("named", [True, False])
 def test_every_call_counts_the_tokens_of_its_own_place(held: int | None, named: bool):
     torch.manual_seed(0)
     model = Sharing(held, named).double().eval()

@@ -13,6 +13,7 @@ from transformers import AutoModel
 
 import headwise as hw
 from architecture.source import FILES, module_name
+from cases import cases
 from headwise.heads.heads import LINES, shorten
 from headwise.heads.view import read_projection
 
@@ -72,7 +73,7 @@ def test_what_keeps_repulsion_from_a_deep_model_is_printed_within_the_limit(deep
     assert sum(line.startswith("no repulsion") for line in lines) == 8
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 30])
+@cases("count", [0, 1, 5, 6, 7, 30])
 def test_a_shortened_list_has_its_limit_and_loses_nothing(count: int):
     first, left_out, last = shorten(list(range(count)), 6)
     assert len(first) + len(last) + (left_out > 0) == min(count, 6)

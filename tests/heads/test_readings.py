@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention
 
 WIDTH = 16
@@ -168,7 +169,7 @@ class Windowed(FusedAttention):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("table", "tokens", "square"),
     [((9, 9), 9, False), ((1, 1, 7, 7), 7, False), ((49, 4), 16, False), ((13, 5), 7, False), ((36, 36), 36, True)],
 )

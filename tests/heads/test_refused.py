@@ -7,10 +7,11 @@ import re
 import pytest
 
 import headwise as hw
+from cases import cases
 from heads.refused import REFUSED, Refused
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=str)
+@cases("refused", REFUSED)
 def test_find_heads_refuses_with_its_candidates(refused: Refused):
     model = refused.build()
     with pytest.raises(hw.errors.LayoutError, match="(?s)" + refused.found) as refusal:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import (
     BlendedAttention,
     FusedAttention,
@@ -439,7 +440,7 @@ TABLE += [(hw.errors.NotFired, *one) for one in VERIFY_NOTFIRED]
 TABLE += [(hw.errors.HeadwiseError, *one) for one in VERIFY_HEADWISEERROR]
 
 
-@pytest.mark.parametrize(("error", "message", "call"), TABLE, ids=[message for _, message, _ in TABLE])
+@cases(("error", "message", "call"), TABLE)
 def test_it_is_refused_in_a_sentence(error: type[Exception], message: str, call: Callable[[], Any]):
     with pytest.raises(error, match=message):
         call()
@@ -459,7 +460,7 @@ TAKES_HEADS = {
 }
 
 
-@pytest.mark.parametrize("function", TAKES_HEADS)
+@cases("function", TAKES_HEADS)
 def test_functions_of_heads_refuse_something_else_and_heads_found_before_a_layer_was_wrapped(function: str):
     model = SeparateAttention().eval()
     heads, before = find(model), copy.deepcopy(model.state_dict())
@@ -486,7 +487,7 @@ def test_changes_that_leave_the_layers_in_their_place_are_no_reason_to_refuse():
     hw.repel(heads, hw.SVGD(), sgd(model))
 
 
-@pytest.mark.parametrize("family", ["BERT", "GPT-2", "T5"])
+@cases("family", ["BERT", "GPT-2", "T5"])
 def test_a_family_wrapped_too_late_is_refused(family: str):
     model = BY_NAME[family].build()
     heads = find(model)

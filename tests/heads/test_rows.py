@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, KeyValueAttention, SeparateAttention
 from heads.calling import EinsumAttention
 from heads.own import LensAttention, ListAttention
@@ -62,7 +63,7 @@ BOXED = [
 ]
 
 
-@pytest.mark.parametrize(("module", "row"), BOXED, ids=lambda one: type(one).__name__)
+@cases(("module", "row"), BOXED)
 def test_every_row_names_dotted_paths(module: nn.Module, row: hw.layouts.Layout):
     heads = hw.find_heads(module, row)
     (site,) = heads
@@ -168,7 +169,7 @@ def test_the_least_important_groups_are_chosen_by_the_tiling():
     assert chosen == {"": [1, 3]}
 
 
-@pytest.mark.parametrize("gone", [[0, 2], [1, 3], [0, 1], [2, 3]])
+@cases("gone", [[0, 2], [1, 3], [0, 1], [2, 3]])
 def test_tiled_heads_are_removed_by_group_or_from_the_front_or_the_end(gone: list[int]):
     model, (x,) = TILED.build(), TILED.inputs()
     heads = find(TILED, model)

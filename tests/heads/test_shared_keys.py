@@ -10,14 +10,18 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
+from heads.families import tiers
 from heads.misreadings import misreadings, reordered
 from heads.shared import MODELS, SHARING, TOKENS, build, join
 from heads.transformers_versions import given_cache
 from headwise.heads.heads import Heads
 
+QUICK = ["Gemma 4", "Gemma 4, keys as values", "Gemma 3n", "own of one group"]
 
-@pytest.mark.parametrize("name", MODELS)
-def test_all_layers_are_found_proved_and_read(name: str):
+
+@tiers("name", QUICK, [name for name in MODELS if name not in QUICK])
+def test_all_layers_are_found_proved_and_read_and_every_wrong_reading_is_disproved(name: str):
     model = build(name)
     heads = hw.find_heads(model)
     assert [site.num_heads for site in heads] == [4] * 4
@@ -39,12 +43,6 @@ def test_all_layers_are_found_proved_and_read(name: str):
                 without = model(TOKENS)
             first, second = (output if torch.is_tensor(output) else output.logits for output in (whole, without))
             assert not torch.allclose(first, second)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_wrong_reading_is_disproved(name: str):
-    model = build(name)
-    heads = hw.find_heads(model)
     partial = {len(site.slices): site for site in heads if len(site.slices) < 3}
     assert partial
     for site in partial.values():
@@ -76,7 +74,7 @@ def test_values_that_are_not_the_keys_are_disproved():
         hw.verify(heads, (torch.randn(2, 6, 32),))
 
 
-@pytest.mark.parametrize("name", SHARING)
+@cases("name", SHARING)
 def test_queries_repel_and_what_needs_keys_or_values_of_its_own_says_so(name: str):
     model = build(name)
     heads = hw.find_heads(model)
@@ -114,7 +112,7 @@ def test_weights_of_layers_without_keys_are_read_token_by_token():
             torch.testing.assert_close(capture.weights[:, :, -1], expected[:, :, -1])
 
 
-@pytest.mark.parametrize(("one", "other"), [("q_proj", "k_proj"), ("k_proj", "v_proj"), ("q_proj", "v_proj")])
+@cases(("one", "other"), [("q_proj", "k_proj"), ("k_proj", "v_proj"), ("q_proj", "v_proj")])
 def test_a_projection_that_serves_twice_is_refused_with_remedies_that_hold(one: str, other: str):
     class Attention(nn.Module):
         def __init__(self) -> None:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
-from heads.families import FAMILIES
+from heads.families import FAMILIES, sweep
 from heads.family import Family
 from headwise.heads.heads import Heads, Site
 
@@ -83,7 +84,7 @@ def accept_shifts(heads: Heads, inputs: object) -> tuple[list[str], int]:
     return accepted, by_experiment
 
 
-@pytest.mark.parametrize(
+@cases(
     "model",
     [
         SeparateAttention(),
@@ -92,7 +93,6 @@ def accept_shifts(heads: Heads, inputs: object) -> tuple[list[str], int]:
         FusedAttention(interleaved=True),
         FusedAttention(("query", "key", "value"), key_value_heads=2),
     ],
-    ids=lambda model: type(model).__name__,
 )
 def test_no_shift_of_any_layout_is_accepted(model: nn.Module):
     row = hw.layouts.FusedLinear("mine", ("qkv",), ("proj",), interleaved=getattr(model, "interleaved", False))
@@ -102,13 +102,13 @@ def test_no_shift_of_any_layout_is_accepted(model: nn.Module):
     assert accepted == []
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in LAYOUTS], ids=str)
+@sweep([f for f in FAMILIES if f.name in LAYOUTS])
 def test_no_shift_in_any_family_is_accepted(family):
     heads = hw.find_heads(family.build())
     assert accept_shifts(heads, family.inputs())[0] == []
 
 
-@pytest.mark.parametrize("gated", ["q_proj", "k_proj", "v_proj"])
+@cases("gated", ["q_proj", "k_proj", "v_proj"])
 def test_a_gate_beside_a_head_is_no_feature_of_it(gated: str):
     accepted, by_experiment = accept_shifts(find_gated(gated), (X,))
     assert accepted == []
@@ -118,7 +118,7 @@ def test_a_gate_beside_a_head_is_no_feature_of_it(gated: str):
 IN_RUNS = [family for family in FAMILIES if family.name.startswith(("Falcon", "CodeGen"))]
 
 
-@pytest.mark.parametrize("family", IN_RUNS, ids=str)
+@cases("family", IN_RUNS)
 def test_no_wrong_order_of_runs_and_no_shift_of_one_is_accepted(family: Family):
     heads = hw.find_heads(family.build())
     site = heads.sites[0]

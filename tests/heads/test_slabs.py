@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor, nn
 
+from cases import cases
 from headwise.heads.view import COLUMNS, ROWS, HeadAxes, HeadView, check_head_views
 
 
-@pytest.mark.parametrize(
-    ("start", "stride"), [(0, 3), (12, 3), (3, 9), (6, 9)], ids=["block", "last block", "interleaved", "last of three"]
-)
-@pytest.mark.parametrize("axis", [0, 1])
+@cases(("start", "stride"), [(0, 3), (12, 3), (3, 9), (6, 9)])
+@cases("axis", [0, 1])
 def test_features_are_the_outputs_that_the_rows_of_a_head_compute(start: int, stride: int, axis: int):
     torch.manual_seed(0)
     linear = nn.Linear(4, 18 if stride == 3 else 20).double()
@@ -83,8 +81,8 @@ ARRANGED = {
 }
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("arranged", ARRANGED)
+@cases("transposed", [False, True])
+@cases("arranged", ARRANGED)
 def test_heads_of_any_strides_are_viewed_in_place(arranged: str, transposed: bool):
     shape, settings, expected = ARRANGED[arranged]
     tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -102,7 +100,7 @@ def test_heads_of_any_strides_are_viewed_in_place(arranged: str, transposed: boo
     assert bool((expected(tensor)[1] == -1.0).all())
 
 
-@pytest.mark.parametrize(("start", "stride", "step"), [(0, 1, 3), (3, 1, 9), (1, 9, 3)])
+@cases(("start", "stride", "step"), [(0, 1, 3), (3, 1, 9), (1, 9, 3)])
 def test_features_that_alternate_are_what_the_rows_of_a_head_compute(start: int, stride: int, step: int):
     torch.manual_seed(0)
     linear = nn.Linear(4, 27).double()

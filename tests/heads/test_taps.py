@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 
 import headwise as hw
+from cases import cases
 from heads.attentions import LinearAttention, SeparateAttention
 from headwise.heads.scores import huggingface
 from headwise.heads.taps import UNREAD_CALLS
@@ -37,7 +38,7 @@ def test_outputs_values_and_weights_are_those_of_each_head():
     torch.testing.assert_close(capture.outputs, torch.einsum("bhqk,bkhe->bqhe", expected_weights, values))
 
 
-@pytest.mark.parametrize("training", [False, True])
+@cases("training", [False, True])
 def test_projections_that_two_attentions_share_are_read_in_the_calls_of_each(training: bool):
     torch.manual_seed(0)
     model = nn.Sequential(SeparateAttention(key_value_heads=2), SeparateAttention(key_value_heads=2)).train(training)
@@ -151,7 +152,7 @@ class Split(nn.Module):
         return x if not self.fails else x / (1 // 0)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@cases("training", [True, False])
 def test_half_a_forward_that_failed_does_not_enter_the_next_penalty(training: bool):
     model = Split(encoder(1)).train(training)
     with hw.Taps(hw.find_heads(model), outputs=True) as taps:
@@ -222,7 +223,7 @@ def additive() -> hw.nn.AdditiveAttention:
     return hw.nn.AdditiveAttention(8, 6, 2)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("build", "wanted"),
     [(encoder, "weights"), (encoder, "mean_weights"), (bert, "weights"), (bert, "mean_weights"), (additive, "weights")],
 )

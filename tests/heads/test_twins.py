@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import FusedAttention, KeyValueAttention
-from heads.families import FAMILIES
+from heads.families import BY_NAME
 from headwise.repulsion.rules import update
 
 RULE = hw.SVGD(alpha=0.4, step_size=0.7, prior_precision=0.02)
@@ -28,7 +28,7 @@ def columns(weight: Tensor, which: int, head: int, heads: int, size: int) -> Ten
 
 
 def family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    entry = next(f for f in FAMILIES if f.name == name)
+    entry = BY_NAME[name]
     return entry.build(), entry.inputs()
 
 
@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases("case", CASES)
 def test_a_fused_model_steps_exactly_like_its_per_head_twin(case: str):
     torch.manual_seed(0)
     make, name, part, kinds = CASES[case]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import (
     FusedAttention,
     GatedAttention,
@@ -24,13 +25,13 @@ from headwise.heads.heads import Heads
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+@cases("key_value_heads", [4, 2, 1])
 def test_separate_projections_verify_also_with_grouped_queries(key_value_heads):
     heads = hw.find_heads(SeparateAttention(key_value_heads=key_value_heads))
     assert hw.verify(heads, (X,)).sites == ("",)
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
     [
         {},
@@ -62,8 +63,8 @@ def test_a_whole_transformer_verifies_and_is_left_as_it_was():
     assert model.training
 
 
-@pytest.mark.parametrize("attention", [SeparateAttention, NormedValuesAttention])
-@pytest.mark.parametrize("count", [2, 8])
+@cases("attention", [SeparateAttention, NormedValuesAttention])
+@cases("count", [2, 8])
 def test_half_and_twice_the_heads_are_rejected(count, attention):
     heads = hw.find_heads(attention(head_dim=8, num_heads=4))
     assert hw.verify(heads, (X,)).sites == ("",)
@@ -85,7 +86,7 @@ def test_half_and_twice_the_heads_are_rejected(count, attention):
         hw.verify(Heads(heads.model, (wrong,)), (X,))
 
 
-@pytest.mark.parametrize("projection", ["query", "key"])
+@cases("projection", ["query", "key"])
 def test_wrong_queries_alone_and_wrong_keys_alone_are_rejected(projection):
     heads = hw.find_heads(SeparateAttention(head_dim=4, num_heads=2, key_value_heads=2))
     (site,) = heads.sites
@@ -113,7 +114,7 @@ def test_a_site_without_an_output_projection_is_told():
     assert str(result).splitlines()[1] == "not verifiable without an output projection: part"
 
 
-@pytest.mark.parametrize("attention", [GatedAttention, JointlyNormedAttention])
+@cases("attention", [GatedAttention, JointlyNormedAttention])
 def test_gates_after_attention_and_norms_over_all_heads_do_not_hide_true_heads(attention):
     heads = hw.find_heads(attention(key_value_heads=2))
     assert hw.verify(heads, (X,)).sites == ("",)
@@ -143,8 +144,8 @@ def test_gated_queries_are_read_beside_their_gates():
         hw.verify(Heads(site.model, (gates,)), (X,))
 
 
-@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
-@pytest.mark.parametrize("order", [("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")])
+@cases("key_value_heads", [4, 2, 1])
+@cases("order", [("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")])
 def test_fused_blocks_verify_in_the_order_their_row_names_and_in_no_other(order, key_value_heads):
     model = FusedAttention(order, key_value_heads=key_value_heads)
     for read in (("query", "key", "value"), ("query", "value", "key"), ("key", "value", "query")):
@@ -157,7 +158,7 @@ def test_fused_blocks_verify_in_the_order_their_row_names_and_in_no_other(order,
                 hw.verify(hw.find_heads(model, (row,)), (X,))
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
+@cases("interleaved", [True, False])
 def test_blocks_and_alternating_heads_are_told_apart(interleaved):
     model = FusedAttention(interleaved=interleaved)
     row = hw.layouts.FusedLinear("right", ("qkv",), ("proj",), interleaved=interleaved)

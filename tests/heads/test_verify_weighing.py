@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads import attentions
 from heads.attentions import GatedAttention, RotatedValuesAttention, SeparateAttention
 from heads.calling import CallingAttention
@@ -64,8 +64,8 @@ class WeighingParameters(ParameterAttention):
         return self.proj((self.weigh(q, k) @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("kind", [Weighing, WeighingParameters])
-@pytest.mark.parametrize("name", [*ATTENDING, *OTHERS])
+@cases("kind", [Weighing, WeighingParameters])
+@cases("name", [*ATTENDING, *OTHERS])
 def test_what_weighs_positions_by_a_mean_attends_and_nothing_else_does(name: str, kind: type):
     torch.manual_seed(0)
     model = nn.Sequential(kind((ATTENDING | OTHERS)[name]))
@@ -79,7 +79,7 @@ ODD = ("Module", "StridedAttention", "ShuffledAttention", "SwappedAttention", "B
 ODD = (*ODD, "PointwiseGates", "MixedHeadsAttention", "KeyValueAttention")
 
 
-@pytest.mark.parametrize(
+@cases(
     "build",
     [
         *(

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
-from heads.families import FAMILIES
+from heads.families import BY_NAME
 from heads.wrappers import Linear8bit, LoraLinear, wrap
 from headwise.heads.taps import Taps
 
@@ -30,7 +31,7 @@ def outputs_of(heads: hw.Heads) -> torch.Tensor:
     return capture.outputs
 
 
-@pytest.mark.parametrize(
+@cases(
     ("parametrize", "reason"),
     [
         (nn.utils.parametrizations.spectral_norm, r"parametrization \(SpectralNorm\).*remove_parametrizations"),
@@ -59,7 +60,7 @@ def test_a_parametrized_packed_weight_of_torch_is_found_and_not_repelled():
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("names", [("q_proj", "v_proj"), PROJECTIONS])
+@cases("names", [("q_proj", "v_proj"), PROJECTIONS])
 def test_lora_layers_are_found_with_the_features_they_really_return(names):
     model = wrap(SeparateAttention().eval(), *names)
     heads = hw.find_heads(model)
@@ -91,7 +92,7 @@ def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
     torch.testing.assert_close(model(X), before)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("family", "place", "names"),
     [
         ("GPT-2", "transformer.h.0.attn", ("c_attn",)),
@@ -101,7 +102,7 @@ def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
     ],
 )
 def test_lora_layers_in_families_are_found_and_proved(family, place, names):
-    entry = next(f for f in FAMILIES if f.name == family)
+    entry = BY_NAME[family]
     model = entry.build()
     wrap(model.get_submodule(place), *names)
     heads = hw.find_heads(model)
@@ -112,7 +113,7 @@ def test_lora_layers_in_families_are_found_and_proved(family, place, names):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("dynamic", [False, True])
+@cases("dynamic", [False, True])
 def test_quantized_layers_are_found_and_read_but_not_repelled(dynamic):
     model = SeparateAttention().eval()
     if dynamic:
@@ -135,7 +136,7 @@ def test_quantized_layers_are_found_and_read_but_not_repelled(dynamic):
 
 
 def test_pruned_heads_are_counted_from_the_weights():
-    entry = next(f for f in FAMILIES if f.name == "BERT")
+    entry = BY_NAME["BERT"]
     model = entry.build()
     attention = model.encoder.layer[1].attention
     for name in ("query", "key", "value"):
@@ -149,7 +150,7 @@ def test_pruned_heads_are_counted_from_the_weights():
     assert hw.verify(heads, entry.inputs()).sites == tuple(site.name for site in heads)
 
 
-@pytest.mark.parametrize("exposed", [False, True])
+@cases("exposed", [False, True])
 def test_contributions_add_up_to_the_output(exposed: bool):
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval().double()

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from heads.attentions import SeparateAttention
+from heads.families import tiers
 from heads.written import GROUPS, HEADS, WIDTH, WRITTEN, Core, Written, capture, find
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -29,7 +31,7 @@ def first(returned: Tensor | tuple[Tensor, ...]) -> Tensor:
     return returned if isinstance(returned, Tensor) else returned[0]
 
 
-@pytest.mark.parametrize("form", READ, ids=str)
+@tiers("form", READ[::3], [form for form in READ if form not in READ[::3]])
 def test_what_people_write_is_found_proved_and_read(form: Written):
     # one of two layers: what is printed is for all
     model, inputs = form.build(), form.inputs()
@@ -37,6 +39,7 @@ def test_what_people_write_is_found_proved_and_read(form: Written):
     (site,) = heads
     assert site.num_heads == HEADS
     assert hw.verify(heads, inputs).sites == (site.name,)
+    require_products(form, site, capture(heads, model, inputs), model)
     before = first(model(*inputs))
     if not (site.output_projection is not None or site.gives("outputs") or site.output is None):
         with pytest.raises(hw.errors.LayoutError, match="W_O is the parameter"):
@@ -55,12 +58,8 @@ def test_what_people_write_is_found_proved_and_read(form: Written):
     assert torch.equal(first(model(*inputs)), before)
 
 
-@pytest.mark.parametrize("form", READ, ids=str)
-def test_weights_that_are_reached_times_values_are_outputs(form: Written):
-    model, inputs = form.build(), form.inputs()
-    heads = find(form, model)
-    (site,) = heads
-    seen = capture(heads, model, inputs)
+def require_products(form: Written, site: hw.heads.Site, seen: hw.heads.Capture | None, model: nn.Module) -> None:
+    """Weights that are reached times values are outputs."""
     if seen is None:
         # written out, or the model would have to be called otherwise
         assert "scaled_dot_product_attention" not in inspect.getsource(type(model).forward) or form.name.endswith(
@@ -76,7 +75,7 @@ def test_weights_that_are_reached_times_values_are_outputs(form: Written):
     assert torch.allclose(torch.einsum("bhqk,bkhe->bqhe", weights, values), outputs, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", [form for form in WRITTEN if form.refused], ids=str)
+@cases("form", [form for form in WRITTEN if form.refused])
 def test_what_no_row_reads_is_refused_with_the_reason(form: Written):
     with pytest.raises(hw.errors.LayoutError, match=re.escape(form.refused)):
         hw.find_heads(form.build())
@@ -126,7 +125,7 @@ class Channels(nn.Module):
         return self.proj(((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
+@cases("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
 def test_no_row_is_printed_that_takes_the_values_of_channels_for_queries(names: tuple[str, ...]):
     assert "No row was found" in (printed := refuse(Channels(*names).eval()))
     assert "    hw.find_heads(" not in printed

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from cases import cases
 from heads.calling import NanoGPT
 from heads.forwards import slanted
 from heads.vision import SwinTransformer, VisionTransformer
@@ -52,7 +53,7 @@ def random_bias(seed: int = 4) -> Tensor:
     return torch.randn(len(X), 4, TOKENS, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("form", "keep"), [case for case in PADDED if case[0] in WRITTEN])
+@cases(("form", "keep"), [case for case in PADDED if case[0] in WRITTEN])
 def test_weights_of_every_form_are_those_of_the_definition_and_reading_changes_nothing(form, keep: Tensor | None):
     model = build(form)
     expected, plain = written_out(model, X, keep), first(model(X, keep))
@@ -74,7 +75,7 @@ def test_weights_of_every_form_are_those_of_the_definition_and_reading_changes_n
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
-@pytest.mark.parametrize(("form", "keep"), PADDED)
+@cases(("form", "keep"), PADDED)
 def test_a_bias_is_added_before_the_softmax_of_every_form(form, keep: Tensor | None):
     model = build(form)
     bias = random_bias()
@@ -93,7 +94,7 @@ def test_a_bias_is_added_before_the_softmax_of_every_form(form, keep: Tensor | N
         close(first(model(X, keep)), written_out(model, X, keep)["returned"], model)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@cases("form", FORMS)
 def test_a_query_that_a_bias_leaves_no_key_has_weights_of_zero_and_finite_gradients(form):
     model = build(form)
     bias = torch.zeros(len(X), 4, TOKENS, TOKENS, dtype=torch.float64)
@@ -110,7 +111,7 @@ def test_a_query_that_a_bias_leaves_no_key_has_weights_of_zero_and_finite_gradie
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize(
+@cases(
     "term",
     [
         hw.similarity.Position(),
@@ -119,7 +120,7 @@ def test_a_query_that_a_bias_leaves_no_key_has_weights_of_zero_and_finite_gradie
         hw.similarity.Position(recompute=True),
     ],
 )
-@pytest.mark.parametrize("form", FORMS)
+@cases("form", FORMS)
 def test_penalties_have_the_value_and_gradient_of_the_definition(form, term):
     model = build(form)
     penalty = hw.Disagreement(hw.find_heads(model), term)
@@ -134,7 +135,7 @@ def test_penalties_have_the_value_and_gradient_of_the_definition(form, term):
     assert float(found.abs().max()) > 1e-5
 
 
-@pytest.mark.parametrize("form", FORMS)
+@cases("form", FORMS)
 def test_a_recomputed_forward_has_its_bias_and_dropout_again(form):
     gradients = []
     for recomputed in (False, True):
@@ -152,11 +153,10 @@ def test_a_recomputed_forward_has_its_bias_and_dropout_again(form):
         gradients.append([parameter.grad for parameter in model.parameters()])
         del returned, loss
         assert "forward" not in vars(model)
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("form", [OfAModule, Causal, TimeFirst])
+@cases("form", [OfAModule, Causal, TimeFirst])
 def test_weights_are_read_before_dropout_and_shown_to_be_right_under_it(form):
     model = build(form).train()
     torch.manual_seed(7)
@@ -167,7 +167,7 @@ def test_weights_are_read_before_dropout_and_shown_to_be_right_under_it(form):
         close(taps.read()[0].weights, written_out(model, X)["weights"], model)
 
 
-@pytest.mark.parametrize("form", WRITTEN)
+@cases("form", WRITTEN)
 def test_weights_are_mixed_after_the_softmax_and_scores_are_not_mixed(form):
     model = build(form)
     heads, plain = hw.find_heads(model), first(model(X))
@@ -186,7 +186,7 @@ def test_weights_are_mixed_after_the_softmax_and_scores_are_not_mixed(form):
     assert torch.equal(first(model(X)), plain)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@cases("form", FORMS)
 def test_roles_guide_the_heads_and_a_report_has_their_attention(form):
     model = build(form)
     heads = hw.find_heads(model)
@@ -199,8 +199,9 @@ def test_roles_guide_the_heads_and_a_report_has_their_attention(form):
     assert not any("attention weights" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("shown", [True, False])
-@pytest.mark.parametrize("form", [Written, Folded, OfAModule, Called])
+@pytest.mark.full
+@cases("shown", [True, False])
+@cases("form", [Written, Folded, OfAModule, Called])
 def test_a_compiled_model_is_read_and_biased_in_one_graph_once_a_forward_has_shown_where(form, shown: bool):
     model = build(form)
     heads = hw.find_heads(model)
@@ -216,9 +217,9 @@ def test_a_compiled_model_is_read_and_biased_in_one_graph_once_a_forward_has_sho
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("tokens", [4, 5, 6])
-@pytest.mark.parametrize("what", ["read", "biased"])
-@pytest.mark.parametrize("form", ALIKE)
+@cases("tokens", [4, 5, 6])
+@cases("what", ["read", "biased"])
+@cases("form", ALIKE)
 def test_what_only_looks_like_a_softmax_of_scores_is_refused(form, what: str, tokens: int):
     """With as many tokens as heads or as features of a head, shapes alone do not tell."""
     model, x = build(form), X[:, :tokens]
@@ -248,14 +249,13 @@ def test_heads_first_in_the_batch_are_read_where_there_is_one_sequence_and_refus
             model(X)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("make", "inputs"),
     [
         (NanoGPT, (2, 6, 12)),
         (partial(VisionTransformer, 24, 3, 2), (2, 3, 8, 8)),
         (partial(SwinTransformer, 16, (2, 4), 2), (2, 3, 8, 8)),
     ],
-    ids=["nanoGPT", "timm", "Swin"],
 )
 def test_a_switch_away_from_the_fused_kernel_leads_to_the_same_weights_and_biases(make, inputs: tuple[int, ...]):
     torch.manual_seed(0)
@@ -274,8 +274,7 @@ def test_a_switch_away_from_the_fused_kernel_leads_to_the_same_weights_and_biase
                 for capture in taps.read():
                     rebuilt = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
                     torch.testing.assert_close(rebuilt, capture.outputs, rtol=1e-12, atol=1e-12)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def test_a_cache_is_read_once_a_forward_without_one_has_shown_where():
@@ -369,7 +368,7 @@ class WithSink(Written):
         return weights[..., :-1] @ v if self.cuts else weights @ F.pad(v, (0, 0, 0, 1))
 
 
-@pytest.mark.parametrize("training", [False, True])
+@cases("training", [False, True])
 def test_weights_beside_one_of_no_token_are_read_where_it_is_cut_off_and_have_no_biases(training: bool):
     model = build(WithSink).train(training)
     heads = hw.find_heads(model)

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.optim import SGD, AdamW
 
 import headwise as hw
+from cases import cases
 from headwise.integrations import accelerate
 from integrations.loops import (
     ACCUMULATED,
@@ -107,9 +108,7 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit_with_noise_strength_and_aggr
     assert whole[3].steps == resumed[3].steps == UPDATES
 
 
-@pytest.mark.parametrize(
-    "penalty", [PENALTY, hw.Penalize(hw.similarity.MapCosine(), weight=0.1)], ids=["outputs", "parameters"]
-)
+@cases("penalty", [PENALTY, hw.Penalize(hw.similarity.MapCosine(), weight=0.1)])
 def test_a_model_built_anew_is_attached_again_and_said_where_it_is_not(penalty):
     accelerator, model, optimizer = prepare(build_bert())
     attached = accelerate.attach(accelerator, model, optimizer, penalty, FIXED)

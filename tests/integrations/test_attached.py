@@ -10,6 +10,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
+from cases import cases
 from integrations.loops import FIXED, NOISY, PENALTY, RATE, ROUTED, assert_same, build_bert, collate, make_rows
 
 
@@ -31,7 +32,7 @@ def start(*methods, seed: int = 4):
     return model, optimizer, attached
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["loaded after attach", "loaded before attach"])
+@cases("before", [False, True])
 def test_a_state_that_went_through_json_goes_on_bit_for_bit(before: bool):
     model, optimizer, attached = start(PENALTY, NOISY, ROUTED)
     attached.attach(model, optimizer)
@@ -61,7 +62,7 @@ def test_what_was_loaded_for_one_model_does_not_go_to_the_next():
     assert (attached.steps, attached.of(hw.repulsion.Repulsion)[0].strength) == (0, 1.0)
 
 
-@pytest.mark.parametrize("state", [{}, {"methods": None}, {"methods": []}, [], {"methods": [{}, {}]}])
+@cases("state", [{}, {"methods": None}, {"methods": []}, [], {"methods": [{}, {}]}])
 def test_a_state_of_something_else_is_refused(state):
     attached = hw.attached.Attached([NOISY])
     with pytest.raises(hw.errors.SettingError, match=r"and 1 are attached; resume with the methods it was saved with"):
@@ -172,7 +173,7 @@ def test_a_model_that_a_checkpoint_runs_again_was_not_called_for_the_next_loss()
         attached.loss(torch.zeros(()))
 
 
-@pytest.mark.parametrize(
+@cases(
     "methods",
     [
         (PENALTY, NOISY, hw.Repel(hw.SVGD(), layers=(7,))),

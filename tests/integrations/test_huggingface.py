@@ -14,6 +14,7 @@ from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKEND
 from transformers.trainer_utils import HPSearchBackend
 
 import headwise as hw
+from cases import cases
 from headwise.integrations import huggingface
 from integrations.huggingface_trainers import CountsItems, InOrder, build_trainer, custom_loss, new_bert
 from integrations.loops import (
@@ -68,7 +69,7 @@ def plain_loss(outputs, labels, num_items_in_batch=None):
     return custom_loss(SimpleNamespace(**outputs), labels, num_items_in_batch)
 
 
-@pytest.mark.parametrize(
+@cases(
     "kind", ["the model's loss", "a loss function", "a loss function alone", "a model that counts items", "a subclass"]
 )
 def test_penalty_and_repulsion_equal_the_loop_by_hand_however_the_loss_is_made(tmp_path, kind):
@@ -163,7 +164,7 @@ def test_repel_by_hand_before_a_model_init_is_said(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("again", ["trained on", "built anew"])
+@cases("again", ["trained on", "built anew"])
 def test_a_second_training_keeps_the_handles_of_a_model_that_is_trained_on(tmp_path, again):
     built_anew = again == "built anew"
     trainer = build_trainer(tmp_path, model_init=new_bert if built_anew else None)
@@ -234,7 +235,7 @@ def test_a_step_in_which_a_method_does_not_act_raises_at_once(tmp_path, kind, me
         trainer.train()
 
 
-@pytest.mark.parametrize("by_function", [False, True])
+@cases("by_function", [False, True])
 def test_the_evaluation_loss_is_that_of_the_model_without_a_penalty(tmp_path, by_function):
     losses = []
     for methods in ([], [PENALTY]):

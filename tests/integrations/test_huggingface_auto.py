@@ -14,6 +14,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import headwise as hw
+from cases import cases
 from headwise.errors import DataError, SettingError
 from headwise.integrations.auto import register
 
@@ -63,7 +64,7 @@ def add_tokenizer(folder: Path, kind: Any = transformers.PreTrainedTokenizerFast
     kind(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="[PAD]").save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@cases("name", KINDS)
 def test_the_auto_class_of_a_model_opens_its_folder_and_saves_it_again(name: str, tmp_path: Path):
     model, auto = build(name), getattr(transformers, KINDS[name][0])
     model.save_pretrained(tmp_path / "saved")
@@ -147,7 +148,7 @@ def test_a_module_that_is_not_of_transformers_is_refused_in_a_sentence(tmp_path:
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a b")["input_ids"] == [3, 4]
 
 
-@pytest.mark.parametrize("kind", [transformers.PreTrainedTokenizerFast, transformers.BertTokenizer])
+@cases("kind", [transformers.PreTrainedTokenizerFast, transformers.BertTokenizer])
 def test_pipelines_and_tokenizers_open_a_folder(kind: Any, tmp_path: Path):
     model = build("BertForMaskedLM")
     model.save_pretrained(tmp_path)
@@ -194,7 +195,8 @@ IMPORTS = [
 ]
 
 
-@pytest.mark.parametrize("statement", IMPORTS)
+@pytest.mark.full
+@cases("statement", IMPORTS)
 def test_a_new_process_opens_a_folder_whatever_the_order_of_its_imports(statement: str, tmp_path: Path):
     build("BertModel").save_pretrained(tmp_path)
     code = f"{statement}\nimport sys, transformers\nprint(transformers.AutoConfig.for_model('headwise').model_type)\n"

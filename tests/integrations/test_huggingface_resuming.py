@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import headwise as hw
+from cases import cases
 from headwise.integrations import huggingface
 from integrations.huggingface_trainers import CountsItems, build_trainer
 from integrations.loops import FIXED, NOISY, PENALTY, ROUTED, UPDATES, assert_same, build_bert
@@ -35,8 +36,8 @@ def run(folder, build, methods, resumed=None, scheduled=True, **changes) -> tupl
     return trainer, callback
 
 
-@pytest.mark.parametrize("form", ["transformers", "any module"])
-@pytest.mark.parametrize("restored", [False, True])
+@cases("form", ["transformers", "any module"])
+@cases("restored", [False, True])
 def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, form, restored):
     build = build_bert if form == "transformers" else CountsItems
     methods = (PENALTY, NOISY, ROUTED)
@@ -57,7 +58,7 @@ def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, 
     assert logged[0][2]["penalty"] > 0.0
 
 
-@pytest.mark.parametrize("weight", [hw.Relative(0.5), hw.Target(2.0)], ids=str)
+@cases("weight", [hw.Relative(0.5), hw.Target(2.0)])
 def test_the_strength_of_a_penalty_alone_goes_on_where_it_was(tmp_path, weight):
     method = hw.Penalize(hw.similarity.CKA(), weight=weight)
     whole, _ = run(tmp_path / "whole", build_bert, [method], scheduled=False)
@@ -75,7 +76,7 @@ class Fails(TrainerCallback):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@cases("fails", [False, True])
 def test_after_a_training_nothing_of_the_model_is_kept(tmp_path, fails):
     trainer = build_trainer(tmp_path)
     callback = huggingface.attach(trainer, hw.Penalize(hw.similarity.Output(), weight=0.1))
@@ -132,7 +133,7 @@ def test_a_checkpoint_of_other_methods_is_refused(tmp_path):
         run(tmp_path, build_bert, [NOISY, hw.Repel(FIXED.rule, layers=(1,))], tmp_path / "checkpoint-2")
 
 
-@pytest.mark.parametrize("form", ["transformers", "any module"])
+@cases("form", ["transformers", "any module"])
 def test_the_best_model_comes_back_with_its_aggregators_and_the_state_it_had(tmp_path, form):
     build = build_bert if form == "transformers" else CountsItems
     best = {

@@ -18,6 +18,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import headwise as hw
+from cases import cases
 from headwise.integrations.lightning import HeadwiseCallback
 from integrations.loops import (
     ACCUMULATED,
@@ -105,7 +106,7 @@ def build_trainer(folder, *callbacks, kind=lightning.Trainer, **settings):
     return kind(callbacks=list(callbacks), **(defaults | settings))
 
 
-@pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
+@cases("package", [lightning, pytorch_lightning])
 def test_penalty_and_repulsion_equal_the_loop_by_hand(tmp_path, package):
     module, expected, plain = make_module(package.LightningModule)(), build_bert(0.0), build_bert(0.0)
     callback = HeadwiseCallback(PENALTY, FIXED)
@@ -250,7 +251,7 @@ def test_an_error_in_a_fit_leaves_nothing_on_the_module(tmp_path):
     assert "training_step" not in vars(module)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@cases("precision", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision_is_trained_also_over_a_step_that_overflows(tmp_path, precision):
     scaled = precision == "16-mixed"
     # the first steps overflow in half precision

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from headwise.api import MOVED
 
 
@@ -49,7 +50,7 @@ def test_aggregators_are_put_into_the_layers_that_are_named():
     assert [place.name for place in aggregation.replaced] == ["encoder.layers.0.self_attn"]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("build", "message"),
     [
         (lambda: hw.Repel(hw.SVGD), r"rule is <class .*SVGD.*expected a particle rule such as hw\.SVGD\(alpha=0\.01\)"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
+from cases import cases
 
 BATCH, HEADS, TOKENS, SIZE = 3, 4, 6, 8
 
@@ -50,7 +50,7 @@ def expected(mask: hw.roles.HeadMask) -> Tensor:
 SETTINGS = [("regular", False), ("self", False), ("regular", True), ("self", True)]
 
 
-@pytest.mark.parametrize(("empty", "causal"), SETTINGS)
+@cases(("empty", "causal"), SETTINGS)
 def test_sdpa_takes_it_boolean_and_additive_and_a_query_without_a_key_has_output_zero(empty: str, causal: bool):
     mask = mask_of(empty, causal)
     want = expected(mask)
@@ -59,8 +59,8 @@ def test_sdpa_takes_it_boolean_and_additive_and_a_query_without_a_key_has_output
         torch.testing.assert_close(F.scaled_dot_product_attention(*qkv(), attn_mask=given), want)
 
 
-@pytest.mark.parametrize(("empty", "causal"), SETTINGS)
-@pytest.mark.parametrize("need_weights", [False, True])
+@cases(("empty", "causal"), SETTINGS)
+@cases("need_weights", [False, True])
 def test_torch_multihead_attention_takes_it_in_its_own_polarity(empty: str, causal: bool, need_weights: bool):
     mask = mask_of(empty, causal)
     module = nn.MultiheadAttention(HEADS * SIZE, HEADS, batch_first=True, bias=False).double()
@@ -80,7 +80,7 @@ def test_torch_multihead_attention_takes_it_in_its_own_polarity(empty: str, caus
         assert torch.equal(weights[:2] > 0, mask.allowed()[:2])
 
 
-@pytest.mark.parametrize(("empty", "causal"), SETTINGS)
+@cases(("empty", "causal"), SETTINGS)
 def test_flex_attention_takes_it(empty: str, causal: bool):
     mask = mask_of(empty, causal)
     blocks = create_block_mask(mask.mask_mod(), BATCH, HEADS, TOKENS, TOKENS, device="cpu")
@@ -91,8 +91,8 @@ def test_flex_attention_takes_it(empty: str, causal: bool):
     torch.testing.assert_close(found, expected(mask))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("empty", ["regular", "self"])
+@cases("implementation", ["sdpa", "eager"])
+@cases("empty", ["regular", "self"])
 def test_a_model_of_hugging_face_takes_it_as_a_mask_and_as_guidance(implementation: str, empty: str):
     from transformers import BertConfig, BertModel
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import headwise as hw
+from cases import cases
 from headwise.masks.flex import FlexMask
 from headwise.roles.word_table import AlignedRow, Alignment
 from roles.test_roles import FREQUENT, SENTENCE
@@ -52,10 +53,10 @@ def evaluated(mask: FlexMask) -> Tensor:
     return mask.mask_mod()(*grid)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("empty", ["regular", "self"])
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("kind", KINDS)
+@cases("causal", [False, True])
+@cases("empty", ["regular", "self"])
+@cases("side", ["right", "left"])
+@cases("kind", KINDS)
 def test_it_allows_what_the_boolean_mask_allows(kind, side, empty, causal):
     flex, dense = both(kind, side, empty=empty, causal=causal)
     assert torch.equal(flex.keep, dense.keep)
@@ -72,8 +73,8 @@ def test_a_token_of_several_words_is_a_column_where_any_of_them_is():
     assert torch.equal(evaluated(flex), dense.allowed())
 
 
-@pytest.mark.parametrize("block", [4, 16])
-@pytest.mark.parametrize("causal", [False, True])
+@cases("block", [4, 16])
+@cases("causal", [False, True])
 def test_its_blocks_are_those_of_create_block_mask(causal, block):
     flex, _ = both("WordPiece", "right", empty="self", causal=causal)
     size = flex.keep.shape[1]
@@ -91,7 +92,8 @@ def test_its_blocks_are_those_of_create_block_mask(causal, block):
     assert found.full_kv_num_blocks.any() or block == 16
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.full
+@cases("causal", [False, True])
 def test_flex_attention_computes_what_sdpa_does_with_the_boolean_mask(causal):
     flex, dense = both("BPE across words", "right", empty="regular", causal=causal)
     shape = (2, HEADS, flex.keep.shape[1], 4)

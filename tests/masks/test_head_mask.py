@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 
 
 def by_loops(mask: hw.roles.HeadMask) -> Tensor:
@@ -72,7 +73,7 @@ def test_parts_of_a_batch_and_their_concatenation_are_the_batch(mask: hw.roles.H
     assert torch.equal(hw.roles.HeadMask.concatenate(parts).allowed(), whole)
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@cases("shared", [True, False])
 def test_sentences_are_chosen_by_integers_of_any_kind_or_by_a_boolean_for_each(shared: bool):
     roles = torch.rand(1 if shared else 3, 2, 4, 4, generator=torch.Generator().manual_seed(2)) < 0.4
     mask = hw.roles.HeadMask(

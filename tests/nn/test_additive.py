@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 
 WIDTH, HIDDEN, HEADS, LENGTH = 6, 4, 3, 5
 
@@ -129,7 +130,7 @@ def test_the_frobenius_penalty_is_lins_over_sentences():
         hw.Disagreement(hw.find_heads(found), hw.similarity.Subspace())
 
 
-@pytest.mark.parametrize(
+@cases(
     "rule",
     [
         hw.SVGD(alpha=0.7, step_size=0.3),

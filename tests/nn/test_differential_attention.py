@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from headwise.errors import LayoutError, SettingError
 from headwise.nn.difference import HeadDifference, pair_heads
 from headwise.nn.multihead import DifferentialAttention, MultiheadAttention
@@ -41,8 +42,8 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("observed", ["nothing", "weights", "weights beside", "mean"])
+@cases("need_weights", [False, True])
+@cases("observed", ["nothing", "weights", "weights beside", "mean"])
 def test_it_computes_what_the_loop_says(observed: str, need_weights: bool):
     module = attention()
     first, difference, outputs = expected(module, ALLOWED)
@@ -93,7 +94,7 @@ def test_gradients_are_those_of_central_differences():
     assert torch.autograd.gradcheck(run, (x, *parameters.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
+@cases("need_weights", [False, True])
 def test_under_autocast_it_is_the_same_to_the_digits_of_bfloat16(need_weights: bool):
     module, x = attention().float(), X.float()
     wanted = module(x, x, x)[0]
@@ -139,7 +140,7 @@ def test_its_heads_are_proved_removed_and_pruned_as_those_of_any_attention():
     close(module(X, X, X)[0], without)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("build", "error", "message"),
     [
         (lambda: HeadDifference(3), SettingError, "heads have 3 numbers; expected an even number"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases
 from headwise.nn.multihead import MultiheadAttention, adopt, valid_keys
 
 CONSTRUCTOR = set(inspect.signature(nn.MultiheadAttention.__init__).parameters) - {"self"}
@@ -104,7 +105,7 @@ def masks(draw, module: nn.MultiheadAttention, sizes: tuple[int, int, int, bool]
 
 # torch's own, where one mask is bool and the other is not
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(data):
     draw = data.draw
@@ -174,8 +175,8 @@ def as_batch(length: int, batch: int = 3, width: int = 8) -> Tensor:
     return torch.randn(batch, length, width)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize(
+@cases("separate", [False, True])
+@cases(
     ("changes", "message"),
     [
         ({"query": as_batch(5, 1)}, r"query, key and value have shapes \[\(1, 5, 8\)"),
@@ -190,7 +191,6 @@ def as_batch(length: int, batch: int = 3, width: int = 8) -> Tensor:
         ({"attn_mask": torch.zeros(1, 5, 4)}, r"attn_mask has shape \(1, 5, 4\); expected \(6, 5, 4\)"),
         ({"attn_mask": torch.zeros(5, 4, dtype=torch.uint8)}, "only bool and floating types of attn_mask"),
     ],
-    ids=lambda given: "-".join(f"{n}{tuple(t.shape)}" for n, t in given.items()) if isinstance(given, dict) else "",
 )
 def test_what_torch_refuses_is_not_broadcast(changes, message, separate):
     widths = {"kdim": 8, "vdim": 8} if separate else {}
@@ -202,8 +202,8 @@ def test_what_torch_refuses_is_not_broadcast(changes, message, separate):
             MultiheadAttention(8, 2, batch_first=True, **widths)(**arguments, need_weights=need_weights)
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@cases("need_weights", [True, False])
+@cases("mask", [None, "bool", "float"])
 def test_autocast_computes_what_torchs_computes(need_weights, mask):
     theirs, ours = nn.MultiheadAttention(12, 3, batch_first=True), MultiheadAttention(12, 3, batch_first=True)
     ours.load_state_dict(theirs.state_dict())
@@ -217,7 +217,7 @@ def test_autocast_computes_what_torchs_computes(need_weights, mask):
     torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("flags", [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}], ids=str)
+@cases("flags", [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"bias": False}])
 def test_state_dicts_fit_strictly_both_ways_and_copies_compute_the_same(flags):
     theirs, ours = nn.MultiheadAttention(8, 2, **flags), MultiheadAttention(8, 2, **flags)
     assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -239,6 +239,7 @@ def test_constructor_and_forward_have_torchs_signatures():
     assert arguments[0] == arguments[1]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch has deprecated scripting
 def test_scripting_is_refused_in_a_sentence_and_exporting_is_not():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
@@ -274,7 +275,7 @@ def test_the_fast_path_is_left_without_any_hook_of_a_user():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the stock encoder makes them
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")  # without batch_first it does not
 @pytest.mark.filterwarnings("ignore:Support for mismatched")  # a float mask of the future and a bool one of padding
-@pytest.mark.parametrize(("batch_first", "norm_first"), [(True, False), (False, False), (True, True)])
+@cases(("batch_first", "norm_first"), [(True, False), (False, False), (True, True)])
 def test_an_adopted_encoder_decoder_computes_the_same_with_every_mask(batch_first: bool, norm_first: bool):
     torch.manual_seed(0)
     stock = nn.Transformer(12, 4, 2, 2, 16, dropout=0.0, batch_first=batch_first, norm_first=norm_first)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
+from cases import cases
 from headwise.nn.scores import normalize_scores
 
 # the second query of the first sequence, and all of the second
@@ -21,7 +21,7 @@ def scores(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return drawn.requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@cases("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_weights_are_the_softmax_where_there_is_a_key_and_zero_elsewhere(dtype: torch.dtype):
     masked = scores(dtype) + MASK.to(dtype)
     weights = normalize_scores(masked)
