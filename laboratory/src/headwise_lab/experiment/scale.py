@@ -43,9 +43,6 @@ class Recipe:
         averaged: Number of last epochs whose weights are averaged for the test; 1 takes the last epoch.
         bfloat16: Whether a GPU computes under bfloat16 autocast; a CPU never does.
         optimizer: Adam, or SGD with momentum 0.9.
-
-    Raises:
-        SettingError: A value is outside its range.
     """
 
     learning_rate: Positive
@@ -113,9 +110,6 @@ class Scale:
         columns: The columns of tables that hold texts and labels.
         compile_routing: Whether routing is compiled: seconds per process, repaid where a run takes minutes.
         training: Settings of the recipe that are the same in all presets.
-
-    Raises:
-        SettingError: A value is outside its range.
     """
 
     name: str
@@ -161,11 +155,7 @@ def presets(kind: Callable[..., ScaleType], names: str, **values: Any) -> dict[s
 
 @functools.cache
 def read_task_file(place: Path) -> dict[str, Any]:
-    """Return the settings in a `task.toml`, whose lists are tuples here.
-
-    Raises:
-        DataError: The file cannot be read, or is not TOML.
-    """
+    """Return the settings in a `task.toml`, whose lists are tuples here."""
     try:
         return _freeze(tomllib.loads(read_whole(place).decode("utf-8")))
     except ValueError as error:
@@ -173,12 +163,7 @@ def read_task_file(place: Path) -> dict[str, Any]:
 
 
 def read_presets(place: Path, kind: Callable[..., ScaleType]) -> dict[str, ScaleType]:
-    """Return the presets in a `task.toml`: each table in `[scales]`, and the other values there for all of them.
-
-    Raises:
-        DataError: The file cannot be read, or a preset lacks a size or has one that is none.
-        SettingError: A value is outside its range.
-    """
+    """Return the presets in a `task.toml`: each table in `[scales]`, and the other values there for all of them."""
     tables = read_task_file(place)["scales"]
     shared = {name: value for name, value in tables.items() if not isinstance(value, Mapping)}
     found = {}
@@ -253,14 +238,6 @@ class ScaleOptions:
 
 def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     """Return a scale with options; changed sizes and folds are part of its name, as in "cpu-layers=4".
-
-    Args:
-        scale: A scale of the task.
-        options: The options.
-        task: Name of the task, for messages.
-
-    Raises:
-        SettingError: The scale has no such field or does not use it, or a value is of the wrong type or out of range.
 
     >>> from headwise_lab.tasks.logic.scales import LOGIC_SCALES
     >>> with_options(LOGIC_SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name

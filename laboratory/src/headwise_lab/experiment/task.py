@@ -23,7 +23,7 @@ from headwise.masks.head_mask import HeadMask
 from headwise.texts.batching import LengthBatches, batch_by_length, to_device
 from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.arm import Guided
-from headwise_lab.experiment.evaluation import Measure, spread_batches, spread_evenly
+from headwise_lab.experiment.evaluation import Measure, round_to_bins, spread_batches, spread_evenly
 from headwise_lab.experiment.scale import read_task_file
 
 
@@ -117,7 +117,7 @@ class Task(ABC):
     """A task of the laboratory: its data, model and scores.
 
     `class MyTask(Task, settings=Path(__file__).with_name("task.toml"))` takes the attributes below from that file,
-    `shown` and `analyses` as tables, and `scales` from `read_presets`.
+    `shown` and `analyses` as tables, and `scales` from `read_presets`. Other tables in it are the task's own.
 
     Attributes:
         name: Its name on the command line.
@@ -157,7 +157,8 @@ class Task(ABC):
         super().__init_subclass__()
         if settings is None:
             return
-        found = {name: value for name, value in read_task_file(settings).items() if name != "scales"}
+        found = read_task_file(settings)
+        found = {name: value for name, value in found.items() if name == "analyses" or not isinstance(value, Mapping)}
         for name in found:
             if not hasattr(cls, name) and name not in Task.__annotations__:
                 raise DataError(f"{settings}: {name} is not a setting of {cls.__name__}; correct its name or omit it.")
@@ -314,6 +315,8 @@ Logits = Callable[[NDArray[np.int64]], Tensor]
 class ClassifierTask(Task):
     """A task whose model returns the "logits" of a batch of items; a split has their `lengths` and `labels`.
 
+    `load`, `find`, `model` and `collate` are left to write; "majority" is a baseline.
+
     Attributes:
         probed: Maximum number of dev items for measures of heads.
         probe_batch: Batch size for these.
@@ -325,6 +328,19 @@ class ClassifierTask(Task):
     def batches(self, data: Any, scale: Any, seed: int) -> LengthBatches:
         """Return batches of items of similar length."""
         return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def on_dev(self, model: Any, data: Any) -> dict[str, Any]:
+        """Return the accuracy on dev."""
+        return {"pooled": float((self.predict(model, data.dev) == data.dev.labels).mean())}
+
+    def difficulties(self, data: Any) -> NDArray[np.integer]:
+        """Return the length of each test item, rounded up to the end of its bin where there are bins."""
+        return round_to_bins(data.test.lengths, self.bins) if self.bins else data.test.lengths
+
+    def baseline(self, name: str, data: Any, seed: int) -> Answers:
+        """Return the most frequent class of training, the first of equally frequent ones, for every test item."""
+        predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
+        return Answers(predicted == data.test.labels, predicted)
 
     def on_test(self, model: Any, data: Any) -> Answers:
         """Return the predicted classes and whether they are right."""
