@@ -3,8 +3,8 @@
 #
 # A task of the laboratory says what its data are, how its model is built and how it is scored. Training, arms,
 # resuming, tables and verdicts are written against that. In the repository a task is a folder in `headwise_lab/tasks`
-# and a line in `headwise_lab/experiment/registry.py`; here it is a class on this page. The task: which of five
-# symbols occurs most often in a sequence?
+# with two files, `task.toml` and `task.py`, and a line in `headwise_lab/experiment/registry.py`; here both are on this
+# page. The task: which of five symbols occurs most often in a sequence?
 
 # %%
 import tempfile
@@ -23,16 +23,40 @@ from headwise.input_files import parse_json
 from headwise.settings import Count, Natural, Positive
 from headwise_lab.experiment import registry
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.experiment.evaluation import Accuracy, scores_by_bin
-from headwise_lab.experiment.scale import Scale, presets
+from headwise_lab.experiment.scale import Scale, read_presets
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import Answers, ClassifierTask
+from headwise_lab.experiment.task import ClassifierTask
 from headwise_lab.training.train import train_run
 
 SYMBOLS = 5
 
 # %% [markdown]
-# **Scales** are the sizes of a run, with one preset or more.
+# **Settings** are data, in `task.toml`: the metric, what bins of test items are made of, and the presets. A value under
+# `[scales]` is every preset's; a table in it is a preset.
+
+# %%
+SETTINGS = Path(tempfile.mkdtemp()) / "task.toml"
+SETTINGS.write_text("""
+metric = "accuracy"
+primary = "accuracy"
+difficulty = "length, up to"
+bins = [5, 10, 15]
+baselines = ["majority"]
+
+[scales]
+heads = 4
+batch_size = 64
+
+[scales.demo]
+width = 16
+learning_rate = 5e-3
+epochs = 2
+warmup_steps = 10
+train_examples = 2_000
+""")
+
+# %% [markdown]
+# **Scales** are the sizes of a run. Their types say what a size may be.
 
 # %%
 
@@ -52,17 +76,7 @@ class CountingScale(Scale):
     compile_routing: bool = False
 
 
-SCALES = presets(
-    CountingScale,
-    "demo",
-    width=16,
-    heads=4,
-    learning_rate=5e-3,
-    batch_size=64,
-    epochs=2,
-    warmup_steps=10,
-    train_examples=2000,
-)
+SCALES = read_presets(SETTINGS, CountingScale)
 
 # %% [markdown]
 # **Data** are three splits. A split of a classifier has labels and lengths.
@@ -122,20 +136,16 @@ class Counter(nn.Module):
 
 
 # %% [markdown]
-# **The task** joins them.
+# **The task** joins them: a classifier's scores and its majority baseline are there already.
 
 # %%
 
 
-class CountingTask(ClassifierTask):
+class CountingTask(ClassifierTask, settings=SETTINGS):
     """Which symbol is most frequent?"""
 
     name = "counting"
-    metric = Accuracy().name
-    primary = "accuracy"
-    difficulty = "length"
     scales = SCALES
-    baselines = ("majority",)
 
     def load(
         self, folder: Path | None, scale: CountingScale, cache: Path | None, *, progress: bool = False
@@ -156,19 +166,6 @@ class CountingTask(ClassifierTask):
         rows = [torch.as_tensor(item) for item, _ in examples]
         tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=SYMBOLS)
         return {"tokens": tokens, "labels": torch.tensor([label for _, label in examples])}
-
-    def on_dev(self, model: Counter, data: CountingData) -> dict[str, Any]:
-        """Return the accuracy on dev."""
-        return scores_by_bin(Accuracy(), self.predict(model, data.dev) == data.dev.labels, data.dev.lengths)
-
-    def difficulties(self, data: CountingData) -> np.ndarray:
-        """Return the length of each test item."""
-        return data.test.lengths
-
-    def baseline(self, name: str, data: CountingData, seed: int) -> Answers:
-        """Return the most frequent answer."""
-        predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax())
-        return Answers(predicted == data.test.labels, predicted)
 
 
 registry.TASKS = {**registry.TASKS, "counting": f"{__name__}:CountingTask"}

@@ -33,9 +33,6 @@ class Ragged:
         values: All ids concatenated, [T]; uint8 or int32.
         offsets: Where each sequence starts, and the end of the last, int64 [N + 1].
 
-    Raises:
-        ShapeError: The offsets do not begin at 0, end at T or rise.
-
     Example:
         >>> sequences = Ragged.of([[4, 5], [6]])
         >>> sequences[0], sequences.lengths.tolist()
@@ -132,11 +129,7 @@ class RaggedWriter:
 
 
 def open_ragged(folder: Path, name: str) -> Ragged:
-    """Return memory-mapped sequences from the files of a `RaggedWriter`.
-
-    Raises:
-        DataError: A file is missing, damaged or of another type.
-    """
+    """Return memory-mapped sequences from the files of a `RaggedWriter`."""
     ids, offsets = (load_array(folder / f"{name}.{part}.npy") for part in ("ids", "offsets"))
     try:
         if ids.dtype not in (np.uint16, np.uint32) or offsets.dtype != np.int64 or (ids.ndim, offsets.ndim) != (1, 1):
@@ -150,11 +143,7 @@ def open_ragged(folder: Path, name: str) -> Ragged:
 
 
 def load_array(path: Path) -> NDArray:
-    """Return the array of an .npy file, memory-mapped.
-
-    Raises:
-        DataError: The file is missing or damaged.
-    """
+    """Return the array of an .npy file, memory-mapped."""
     if not is_file(path):
         raise DataError(f"{path} {describe_place(path)}; prepare the data again.")
     try:
@@ -182,11 +171,7 @@ def unpack_words(packed: NDArray[np.uint8]) -> tuple[str, ...]:
 
 
 def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the path of each name in `folder`, plain or with `.gz`.
-
-    Raises:
-        DataError: The folder is missing, a file is missing, or both forms of one are there.
-    """
+    """Return the path of each name in `folder`, plain or with `.gz`."""
     wanted = list(names)
     if not folder.is_dir():
         raise DataError(
@@ -206,11 +191,7 @@ def require_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def find_plain_or_gz(folder: Path, name: str) -> Path | None:
-    """Return the path of a file in `folder`, plain or with `.gz`; None if there is none.
-
-    Raises:
-        DataError: There are both.
-    """
+    """Return the path of a file in `folder`, plain or with `.gz`; None if there is none."""
     forms = [path for path in (folder / name, folder / f"{name}.gz") if is_file(path)]
     if len(forms) == 2:
         raise DataError(f"{folder} holds both {name} and {name}.gz; expected one of them: take the other away.")
@@ -228,11 +209,7 @@ def stable_key(*parts: str) -> int:
 
 
 def digest(description: str, files: Iterable[Path] = ()) -> str:
-    """Return 16 hexadecimal digits that identify a description and the contents of files.
-
-    Raises:
-        DataError: A file cannot be read.
-    """
+    """Return 16 hexadecimal digits that identify a description and the contents of files."""
     state = hashlib.blake2b(description.encode(), digest_size=8)
     for path in files:
         with open_input(path, unpack=False) as stream:
@@ -248,14 +225,6 @@ def cache_arrays(cache: Path | None, name: str, make: Callable[[], Mapping[str, 
 
     The file appears by rename, so an interrupted or concurrent writer never leaves a partial one. Corrupt files are
     rebuilt.
-
-    Args:
-        cache: Folder, created if missing; None stores nothing.
-        name: File name without suffix; it must change with whatever the arrays depend on.
-        make: Makes the arrays.
-
-    Raises:
-        DataError: The cache folder cannot be written.
     """
     if cache is None:
         return make()
@@ -275,9 +244,6 @@ def read_arrays(path: Path, *, listed: bool = False) -> dict[str, NDArray]:
         path: The file.
         listed: Whether the file must list its arrays, as those of version 0.1 do not: checksums do not tell of entries
             that are gone.
-
-    Raises:
-        DataError: It is missing or damaged.
     """
     try:
         # numpy leaves a file open that it opened itself and could not read

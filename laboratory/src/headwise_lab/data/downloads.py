@@ -38,9 +38,6 @@ class Download:
         members: Files to extract from a tar or zip archive, as (name inside, file name to save as). Empty for a file
             that is used as it is.
 
-    Raises:
-        SettingError: The checksum or size is invalid, or a file name contains a folder.
-
     Example:
         >>> Download("https://example.org/corpora/train.tgz", "0" * 64, 12).name
         'train.tgz'
@@ -70,10 +67,6 @@ def fetch(download: Download, folder: Path, *, progress: bool = False) -> tuple[
 
     An interrupted transfer resumes. Without a network, put the file into `folder` under its own name: it is checked
     and unpacked just the same. An archive fetched here is removed once it is unpacked.
-
-    Raises:
-        DataError: The file cannot be reached, the transfer stopped, the checksum differs, the archive is damaged or
-            lacks a member, or `folder` cannot be written.
     """
     archive = folder / download.name
     wanted = tuple(folder / kept for _, kept in download.members) or (archive,)

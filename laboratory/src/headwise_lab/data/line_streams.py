@@ -24,9 +24,6 @@ class TextLine(NamedTuple):
 def read_lines(stream: IO[bytes], name: str) -> Iterator[TextLine]:
     r"""Yield the lines of a stream as they arrive, ending in LF or CRLF; the last may lack its newline.
 
-    Raises:
-        DataError: A line is not UTF-8; the message names it.
-
     Example:
         >>> import io
         >>> [line.text for line in read_lines(io.BytesIO(b"a b\r\n\nc"), "standard input")]
@@ -52,17 +49,6 @@ def answer_lines(
     """Write one output line per input line in order, flushed after each window.
 
     Lines before one that cannot be read are still answered.
-
-    Args:
-        lines: The lines.
-        answer: Returns a line for each line of a window.
-        output: Stream to write to.
-        window: Number of lines answered together.
-        done: Called after each window with the number of lines written.
-
-    Raises:
-        SettingError: `window` is below 1.
-        DataError: A line cannot be read.
     """
     require_integer("window", window, low=1)
     coming = iter(lines)

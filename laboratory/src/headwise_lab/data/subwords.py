@@ -54,11 +54,7 @@ class TextEncoder:
         return np.dtype(np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without start and end.
-
-        Raises:
-            DataError: The tokenizer has no answer to a word it does not know.
-        """
+        """Return the ids of each text, without start and end."""
         what = "the tokenizer cannot encode a text"
         try:
             with refuse_panics(what, REMEDY):
@@ -108,14 +104,6 @@ def learn_subwords(lines: Iterable[str], vocabulary_size: int, *, progress: bool
 
     The vocabulary is the three special ids, the 256 bytes and the merges, most frequent pair first, within words and
     the blank before them, of pairs that occur at least twice. A small text gives fewer than `vocabulary_size`.
-
-    Args:
-        lines: Text of the training split.
-        vocabulary_size: Number of ids, at least 259.
-        progress: Whether to show a bar on stderr if that is a terminal.
-
-    Raises:
-        SettingError: The vocabulary has no room for the bytes.
     """
     require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + ALPHABET)
     tokenizer = _make_empty()
@@ -136,10 +124,6 @@ def drop_long_words(text: str, tokenizer: Tokenizer) -> str:
     """Return a text to learn from without words of over 1,000 characters; it is the same if it has none.
 
     Learning takes time that grows with the square of a word's length, a minute for one of 200,000 characters.
-
-    Args:
-        text: The text.
-        tokenizer: Tells what a word is.
     """
     if LONG_RUN.search(text) is None:
         return text
@@ -156,9 +140,6 @@ def read_subwords(path: Path) -> Subwords:
 
     A tokenizer from elsewhere keeps its own normalization and its own answer to unknown characters; its ids are moved
     up by 3 to make room for padding, start and end.
-
-    Raises:
-        DataError: The file cannot be read or is no tokenizer.
     """
     tokenizer = read_tokenizer(path)
     if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
@@ -168,11 +149,7 @@ def read_subwords(path: Path) -> Subwords:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json`.
-
-    Raises:
-        DataError: The file cannot be read or is no tokenizer.
-    """
+    """Return the tokenizer of a `tokenizer.json`."""
     content = read_whole(path)
     what = f"{path} is not a tokenizer of Hugging Face tokenizers"
     try:

@@ -28,11 +28,7 @@ TASKS: Mapping[str, str] = {
 
 
 def named_task(name: str) -> Task:
-    """Return the task of that name.
-
-    Raises:
-        SettingError: There is no such task.
-    """
+    """Return the task of that name."""
     require_choice("task", name, TASKS)
     return resolve_name(TASKS[name])()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from headwise.errors import SettingError, require_integer, require_range
+from headwise.errors import DataError, SettingError, require_integer, require_range
+from headwise.input_files import read_whole
 from headwise.settings import Count, Natural, NonNegative, Positive, check_fields
 from headwise.texts.tables import USUAL, Columns
 
@@ -41,9 +43,6 @@ class Recipe:
         averaged: Number of last epochs whose weights are averaged for the test; 1 takes the last epoch.
         bfloat16: Whether a GPU computes under bfloat16 autocast; a CPU never does.
         optimizer: Adam, or SGD with momentum 0.9.
-
-    Raises:
-        SettingError: A value is outside its range.
     """
 
     learning_rate: Positive
@@ -111,9 +110,6 @@ class Scale:
         columns: The columns of tables that hold texts and labels.
         compile_routing: Whether routing is compiled: seconds per process, repaid where a run takes minutes.
         training: Settings of the recipe that are the same in all presets.
-
-    Raises:
-        SettingError: A value is outside its range.
     """
 
     name: str
@@ -155,6 +151,35 @@ def presets(kind: Callable[..., ScaleType], names: str, **values: Any) -> dict[s
     columns = {name: value if isinstance(value, list) else [value] * len(split) for name, value in values.items()}
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return {name: kind(name=name, **row) for name, row in zip(split, rows, strict=True)}
+
+
+@functools.cache
+def read_task_file(place: Path) -> dict[str, Any]:
+    """Return the settings in a `task.toml`, whose lists are tuples here."""
+    try:
+        return _freeze(tomllib.loads(read_whole(place).decode("utf-8")))
+    except ValueError as error:
+        raise DataError(f"{place}: {error}; expected the settings of a task as TOML in UTF-8.") from None
+
+
+def read_presets(place: Path, kind: Callable[..., ScaleType]) -> dict[str, ScaleType]:
+    """Return the presets in a `task.toml`: each table in `[scales]`, and the other values there for all of them."""
+    tables = read_task_file(place)["scales"]
+    shared = {name: value for name, value in tables.items() if not isinstance(value, Mapping)}
+    found = {}
+    for name, own in tables.items():
+        if name not in shared:
+            try:
+                found[name] = kind(name=name, **{**shared, **own})
+            except TypeError as error:
+                raise DataError(f"{place}, [scales.{name}]: {error}; correct the sizes.") from None
+    return found
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_freeze(one) for one in value)
+    return {name: _freeze(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
@@ -213,14 +238,6 @@ class ScaleOptions:
 
 def with_options(scale: Scale, options: ScaleOptions, task: str) -> Any:
     """Return a scale with options; changed sizes and folds are part of its name, as in "cpu-layers=4".
-
-    Args:
-        scale: A scale of the task.
-        options: The options.
-        task: Name of the task, for messages.
-
-    Raises:
-        SettingError: The scale has no such field or does not use it, or a value is of the wrong type or out of range.
 
     >>> from headwise_lab.tasks.logic.scales import LOGIC_SCALES
     >>> with_options(LOGIC_SCALES["cpu"], ScaleOptions("cpu", sizes=("layers=4",)), "logic").name

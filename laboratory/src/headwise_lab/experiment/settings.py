@@ -70,11 +70,7 @@ class RunSettings:
 
 
 def load_data(settings: Any) -> Any:
-    """Return the data of a run, a baseline or a part of either, as the task reads it.
-
-    Raises:
-        DataError: It cannot be read, or is not the data that the settings were made for.
-    """
+    """Return the data of a run, a baseline or a part of either, as the task reads it."""
     data = named_task(settings.task).load(settings.data, settings.scale, settings.cache)
     if settings.fingerprint not in ("", data.fingerprint):
         raise DataError(

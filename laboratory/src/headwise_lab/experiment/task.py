@@ -23,7 +23,8 @@ from headwise.masks.head_mask import HeadMask
 from headwise.texts.batching import LengthBatches, batch_by_length, to_device
 from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.arm import Guided
-from headwise_lab.experiment.evaluation import Measure, spread_batches, spread_evenly
+from headwise_lab.experiment.evaluation import Measure, round_to_bins, spread_batches, spread_evenly
+from headwise_lab.experiment.scale import read_task_file
 
 
 def name_run(folder: Path) -> str:
@@ -115,11 +116,15 @@ class MaskMaker(Protocol):
 class Task(ABC):
     """A task of the laboratory: its data, model and scores.
 
+    `class MyTask(Task, settings=Path(__file__).with_name("task.toml"))` takes the attributes below from that file,
+    `shown` and `analyses` as tables, and `scales` from `read_presets`. Other tables in it are the task's own.
+
     Attributes:
         name: Its name on the command line.
         metric: Name of its metric, one of `metrics.METRICS`.
         primary: The metric that verdicts are about, in words.
         difficulty: The quantity that bins of test items are made of.
+        bins: The last quantity of each bin; the last bin takes what is beyond. Empty where each quantity is a bin.
         scales: Its presets by name.
         baselines: Names of its baselines.
         shown: The measures in `Answers.measures` that the table shows in addition to the metric.
@@ -136,11 +141,34 @@ class Task(ABC):
     difficulty: str
     scales: Mapping[str, Any]
     baselines: tuple[str, ...]
+    bins: tuple[int, ...] = ()
     shown: tuple[Measure, ...] = ()
     models: tuple[str, ...] = ()
     prepares: bool = False
     analyses: Mapping[str, Analysis] = {}
     exported: str = ""
+
+    def __init_subclass__(cls, settings: Path | None = None) -> None:
+        """Take the attributes from a file.
+
+        Raises:
+            DataError: The file cannot be read, or a setting is unknown or wrong.
+        """
+        super().__init_subclass__()
+        if settings is None:
+            return
+        found = read_task_file(settings)
+        found = {name: value for name, value in found.items() if name == "analyses" or not isinstance(value, Mapping)}
+        for name in found:
+            if not hasattr(cls, name) and name not in Task.__annotations__:
+                raise DataError(f"{settings}: {name} is not a setting of {cls.__name__}; correct its name or omit it.")
+        try:
+            found["shown"] = tuple(Measure(**measure) for measure in found.get("shown", ()))
+            found["analyses"] = {name: Analysis(**values) for name, values in found.get("analyses", {}).items()}
+        except TypeError as error:
+            raise DataError(f"{settings}: {error}; correct what is shown or the analyses.") from None
+        for name, value in found.items():
+            setattr(cls, name, value)
 
     @abstractmethod
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:
@@ -287,6 +315,8 @@ Logits = Callable[[NDArray[np.int64]], Tensor]
 class ClassifierTask(Task):
     """A task whose model returns the "logits" of a batch of items; a split has their `lengths` and `labels`.
 
+    `load`, `find`, `model` and `collate` are left to write; "majority" is a baseline.
+
     Attributes:
         probed: Maximum number of dev items for measures of heads.
         probe_batch: Batch size for these.
@@ -298,6 +328,19 @@ class ClassifierTask(Task):
     def batches(self, data: Any, scale: Any, seed: int) -> LengthBatches:
         """Return batches of items of similar length."""
         return LengthBatches(data.train.lengths, batch_size=scale.batch_size, seed=seed)
+
+    def on_dev(self, model: Any, data: Any) -> dict[str, Any]:
+        """Return the accuracy on dev."""
+        return {"pooled": float((self.predict(model, data.dev) == data.dev.labels).mean())}
+
+    def difficulties(self, data: Any) -> NDArray[np.integer]:
+        """Return the length of each test item, rounded up to the end of its bin where there are bins."""
+        return round_to_bins(data.test.lengths, self.bins) if self.bins else data.test.lengths
+
+    def baseline(self, name: str, data: Any, seed: int) -> Answers:
+        """Return the most frequent class of training, the first of equally frequent ones, for every test item."""
+        predicted = np.full(len(data.test), np.bincount(data.train.labels).argmax(), dtype=np.int64)
+        return Answers(predicted == data.test.labels, predicted)
 
     def on_test(self, model: Any, data: Any) -> Answers:
         """Return the predicted classes and whether they are right."""

@@ -1,14 +1,18 @@
 """Finding, opening and writing the folder that a task's text is prepared in."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from headwise.atomic import hold, require_no_others, require_unchanged
 from headwise.errors import DataError, SettingError, require_integer
 from headwise_lab.data.documents import FORMS, find_files
 from headwise_lab.data.subwords import TextEncoder
 from headwise_lab.experiment.run_folder import read_json
+from headwise_lab.experiment.task import Task
 from headwise_lab.packed_text.prepare import (
     RECORD,
     TOKENIZER,
@@ -18,10 +22,37 @@ from headwise_lab.packed_text.prepare import (
     name_shard,
     prepare_text,
 )
+from headwise_lab.packed_text.shards import PackedText, StreamBatches, stack_rows
 
 Words = TypeVar("Words", bound=TextEncoder)
 # Of any number in a record, far more than rows or documents.
 MOST = 1 << 48
+
+
+class PackedTask(Task):
+    """A task on packed text; its scales are `PackedScale`."""
+
+    packing: Packing[Any]
+
+    def find(self, folder: Path, scale: Any) -> None:
+        """Refuse a place without text, or one that was prepared with other sizes."""
+        if (folder / RECORD).exists():
+            _require_fits(folder, open_packed(self.packing, folder)[0], scale.preparation, scale.name)
+        else:
+            find_files(folder)
+
+    def batches(self, data: PackedText, scale: Any, seed: int) -> StreamBatches:
+        """Return the stream of batches, a round at a time."""
+        steps = scale.recipe.accumulation * (scale.steps // scale.rounds)
+        return StreamBatches(data.shards, batch_size=scale.batch_size, steps=steps, seed=seed)
+
+    def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """Return a batch."""
+        return stack_rows(examples)
+
+    def extra_files(self, data: PackedText) -> dict[str, str]:
+        """Return the tokenizer."""
+        return {TOKENIZER: data.words.to_json()}
 
 
 def find_packed(
@@ -33,19 +64,7 @@ def find_packed(
     scale: str,
     progress: bool = False,
 ) -> tuple[Path, dict[str, Any], Words]:
-    """Return a prepared folder with its record and tokenizer: `place` itself, or one made of its text in `cache`.
-
-    Args:
-        packing: What the task makes of text.
-        place: A file or folder of text, or a prepared folder.
-        preparation: How text is prepared.
-        cache: Folder where text is prepared, once.
-        scale: Name of the scale, for messages.
-        progress: Whether bars are shown.
-
-    Raises:
-        DataError: No place was named, it holds no text or bad text, or it was prepared with other sizes.
-    """
+    """Return a prepared folder with its record and tokenizer: `place` itself, or one made of its text in `cache`."""
     if place is None:
         raise DataError(f"{packing.task} needs --data: {FORMS}.")
     if (place / RECORD).exists():
@@ -62,19 +81,6 @@ def find_packed(
     return folder, *open_packed(packing, folder)
 
 
-def require_text(packing: Packing, place: Path, preparation: TextPreparation, *, scale: str) -> None:
-    """Refuse a place without text, or one that was prepared with other sizes, without reading all of it.
-
-    Raises:
-        DataError: As above.
-    """
-    if (place / RECORD).exists():
-        record, _ = open_packed(packing, place)
-        _require_fits(place, record, preparation, scale)
-    else:
-        find_files(place)
-
-
 def write_packed(
     packing: Packing[Words],
     place: Path,
@@ -84,11 +90,7 @@ def write_packed(
     tokenizer: Path | None,
     progress: bool = False,
 ) -> tuple[dict[str, Any], Words]:
-    """Prepare the text of a place in `folder`, unless that was done before; return its record and tokenizer.
-
-    Raises:
-        DataError: The place holds no text, bad text or prepared text, or `folder` holds something else.
-    """
+    """Prepare the text of a place in `folder`, unless that was done before; return its record and tokenizer."""
     if (place / RECORD).exists():
         raise DataError(f"{place} is prepared already; give it to headwise compare {packing.task} --data.")
     files, preparation = find_files(place), dataclasses.replace(preparation, tokenizer=tokenizer)
@@ -105,11 +107,7 @@ def write_packed(
 
 
 def open_packed(packing: Packing[Words], folder: Path) -> tuple[dict[str, Any], Words]:
-    """Return the record and the tokenizer of a prepared folder.
-
-    Raises:
-        DataError: It lacks a file, is no such folder, or was prepared for another task.
-    """
+    """Return the record and the tokenizer of a prepared folder."""
     record = read_json(folder / RECORD)
     try:
         names = [name_shard(number) for number in range(len(record["shards"]))] + ["dev.npy", "test.npy", TOKENIZER]

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from headwise.atomic import follow, hold, is_sealed, name_write_errors, new_file, put, require_unchanged, seal, sweep
-from headwise.errors import DataError
+from headwise.errors import DataError, SettingError
 from headwise.texts.progress import make_bars
+from headwise.texts.tables import Columns
 from headwise_lab.data.arrays import digest, read_arrays, stable_key
 from headwise_lab.data.documents import KEY, Piece, read_pieces
 from headwise_lab.data.subwords import TextEncoder, describe_tokenizer
 from headwise_lab.experiment import run_folder
+from headwise_lab.experiment.scale import Scale
 
 RECORD, TOKENIZER, STATE, HELD = "record.json", "tokenizer.json", "state.json", "held-{}.npz"
 SPLITS = ("train", "dev", "test")
@@ -105,12 +107,43 @@ class TextPreparation:
     column: str = KEY
 
 
-def compute_fingerprint(packing: Packing, files: Sequence[Path], preparation: TextPreparation) -> str:
-    """Return 16 hexadecimal digits of everything a prepared folder depends on.
+class PackedScale(Scale):
+    """A scale whose runs are cut into rounds of equal length instead of epochs.
 
-    Raises:
-        DataError: A file cannot be read.
+    Attributes:
+        steps: Number of optimizer steps.
+        rounds: Number of evaluations on dev.
+        vocabulary_size: Number of tokens learned from the text.
+        length: Tokens per row.
+        dev_rows: Maximum number of dev rows; None for all.
+        test_rows: Maximum number of test rows; None for all.
     """
+
+    steps: int
+    rounds: int
+    vocabulary_size: int
+    length: int
+    columns: Columns
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.columns.require(1, labels=False)
+        if self.steps % self.rounds:
+            raise SettingError(f"{self.steps} steps cannot be cut into {self.rounds} rounds of one length; change one.")
+
+    @property
+    def epochs(self) -> int:
+        """A round counts as an epoch."""
+        return self.rounds
+
+    @property
+    def preparation(self) -> TextPreparation:
+        """How text is prepared."""
+        return TextPreparation(self.vocabulary_size, self.length, column=next(iter(self.columns.texts), KEY))
+
+
+def compute_fingerprint(packing: Packing, files: Sequence[Path], preparation: TextPreparation) -> str:
+    """Return 16 hexadecimal digits of everything a prepared folder depends on."""
     how = describe_tokenizer(preparation.tokenizer, preparation.vocabulary_size, preparation.learned_from)
     sizes = preparation.length, preparation.shard_bytes, preparation.held_out_rows
     # the endings choose the reader
@@ -137,9 +170,6 @@ def prepare_text(
 
     An interrupted preparation is kept in a hidden folder next to it. It resumes in the middle of a file or a document
     and gives the same shards.
-
-    Raises:
-        DataError: The text is bad, a split comes out empty, or the folder cannot be written.
     """
     # beside the folder that a link leads to
     given, place = place, follow(place)

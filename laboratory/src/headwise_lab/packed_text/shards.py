@@ -1,19 +1,27 @@
-"""Rows of one length in memory-mapped shards, and the prepared folder that holds them."""
+"""Rows of one length in memory-mapped shards, the prepared folder that holds them, and the stream of their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from headwise.atomic import FILES, require_files_unchanged
-from headwise.errors import DataError
+from headwise.errors import DataError, require_integer
+from headwise.texts.batching import ResumableBatches
 from headwise_lab.data.arrays import load_array
 from headwise_lab.data.subwords import TextEncoder
+from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.packed_text.prepare import name_shard
 
 # Shards whose rows are shuffled together; memory grows with their number of rows.
@@ -48,11 +56,7 @@ class RowShards:
         return int(self.ends[-1])
 
     def ids(self, number: int) -> NDArray[np.int64]:
-        """Return a row, a copy, int64 [length].
-
-        Raises:
-            DataError: Its shard was changed or damaged.
-        """
+        """Return a row, a copy, int64 [length]."""
         shard = int(np.searchsorted(self.ends, number, side="right"))
         first = 0 if shard == 0 else int(self.ends[shard - 1])
         return self._rows(shard)[number - first].astype(np.int64)
@@ -84,17 +88,15 @@ class RowShards:
         return {**self.__dict__, "_opened": {}}
 
 
-@dataclass(frozen=True, eq=False)
-class PackedText:
-    """A prepared folder.
+def stack_rows(rows: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the arrays of rows, dataclasses whose fields are the model's arguments, as a batch of tensors."""
+    names = [one.name for one in dataclasses.fields(rows[0])]
+    return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
 
-    Attributes:
-        folder: The folder.
-        record: Its record.
-        words: Its tokenizer.
-        dev_rows: Maximum number of rows of dev; None for all.
-        test_rows: Maximum number of rows of test; None for all.
-    """
+
+@dataclass(frozen=True, eq=False)
+class PackedText(ABC):
+    """A prepared folder."""
 
     folder: Path
     record: dict[str, Any]
@@ -106,6 +108,25 @@ class PackedText:
     def fingerprint(self) -> str:
         """Digest of everything the data depends on."""
         return str(self.record["fingerprint"])
+
+    @abstractmethod
+    def make_rows(self, shards: RowShards) -> Dataset:
+        """Return what a model reads of the rows of a split."""
+
+    @cached_property
+    def train(self) -> Any:
+        """The training split."""
+        return self.make_rows(self.read_split("train"))
+
+    @cached_property
+    def dev(self) -> Any:
+        """The dev split."""
+        return self.make_rows(self.read_split("dev"))
+
+    @cached_property
+    def test(self) -> Any:
+        """The test split."""
+        return self.make_rows(self.read_split("test"))
 
     @property
     def shards(self) -> list[int]:
@@ -138,3 +159,64 @@ class PackedText:
     def _rows(self, names: Sequence[str], sizes: Sequence[int], most: int | None) -> RowShards:
         places = [self.folder / name for name in names]
         return RowShards(places, sizes, int(self.record["length"]), most, self.record.get(FILES, {}))
+
+
+class StreamBatches(ResumableBatches):
+    """A batch sampler over an endless stream of passes over the rows, cut into rounds of `steps` batches (its epochs).
+
+    In each pass shards come in a new order, a few together, with their rows shuffled; a batch may begin in one pass
+    and end in the next. Batch b of round e does not depend on what came before: a run resumed in the middle of a shard
+    reads on from there without reading what it skips.
+
+    Args:
+        sizes: Number of rows of each shard.
+        batch_size: Rows per batch.
+        steps: Batches per round.
+        seed: Key of the order, and of what a task draws for each row.
+
+    Example:
+        >>> batches = StreamBatches([2, 1], batch_size=2, steps=3, seed=5)
+        >>> [index % 3 for batch in batches for index in batch]  # two passes over three rows
+        [0, 1, 2, 0, 2, 1]
+    """
+
+    def __init__(self, sizes: Sequence[int], *, batch_size: int, steps: int, seed: int) -> None:
+        require_integer("batch_size", batch_size, low=1)
+        require_integer("steps", steps, low=1)
+        super().__init__(seed)
+        self.sizes, self.batch_size, self.steps = np.asarray(sizes, np.int64), batch_size, steps
+        self.starts: list[int] = [0, *np.cumsum(self.sizes).tolist()]
+        self.first_draw = derive_key(seed, "masks")
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        total = self.starts[-1]
+        passed, offset = divmod(self.epoch * self.steps * self.batch_size, total)
+        batch, made = [], 0
+        while made < self.steps:
+            # the index encodes the draw by which a task masks the row
+            place = (self.first_draw + passed) * total
+            for number in self._pass(passed, offset):
+                batch.append(place + number)
+                if len(batch) == self.batch_size:
+                    yield batch
+                    batch, made = [], made + 1
+                    if made == self.steps:
+                        return
+            passed, offset = passed + 1, 0
+
+    def _pass(self, passed: int, offset: int) -> Iterator[int]:
+        """Yield the rows of one pass from `offset` on, without shuffling the groups of shards before it."""
+        shards = np.random.default_rng([self.seed, passed]).permutation(len(self.sizes))
+        for group, first in enumerate(range(0, len(shards), TOGETHER)):
+            chosen = shards[first : first + TOGETHER]
+            count = int(self.sizes[chosen].sum())
+            if offset >= count:
+                offset -= count
+                continue
+            numbers = np.concatenate([np.arange(self.starts[one], self.starts[one + 1]) for one in chosen])
+            np.random.default_rng([self.seed, passed, group]).shuffle(numbers)
+            yield from numbers[offset:].tolist()
+            offset = 0

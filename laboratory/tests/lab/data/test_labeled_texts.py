@@ -58,6 +58,7 @@ def test_a_text_may_be_longer_than_pythons_reader_of_tables_takes(tmp_path, name
     assert csv.field_size_limit() == before
 
 
+@pytest.mark.full
 def test_a_quote_that_is_not_closed_is_named_where_it_opens(tmp_path):
     path = file(tmp_path, "a.csv", "good,a\nbad,b\n" + 'good,"c\n' + "more\n" * 4_000_000)
     with pytest.raises(DataError, match=r"a\.csv, line 3: .*larger than field limit .*; close each quote"):

@@ -24,6 +24,7 @@ from headwise_lab.data.subwords import (
     read_subwords,
 )
 from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces
+from lab.cases import each
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
 
 TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
@@ -67,7 +68,7 @@ def test_a_text_full_of_special_words_never_teaches_a_special_id():
         assert subwords.decode(ids) == text
 
 
-@pytest.mark.parametrize("word", [" " + "(" * 200_000, " " + "ab" * 100_000, " " + "1" * 200_000, " " * 200_000])
+@each("word", [" " + "(" * 200_000, " " + "ab" * 100_000, " " + "1" * 200_000, " " * 200_000])
 def test_a_word_of_any_length_does_not_hold_learning_up(word):
     """One word of 200,000 characters took a minute."""
     texts = ["ein hund rennt"] * 3
@@ -92,6 +93,7 @@ def test_special_ids_have_no_text_and_the_first_end_ends_it():
     assert subwords.decode(np.array([START, END])) == ""
 
 
+@pytest.mark.full
 def test_the_same_lines_give_the_same_file_in_another_process_with_other_threads(tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"

@@ -27,7 +27,7 @@ from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise_lab.tasks.glue.scales import GLUE_SCALES
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
-from headwise_lab.tasks.translation.prepare import TOKENIZER
+from headwise_lab.tasks.translation.data import TOKENIZER
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import Trained, load_trained
 from lab.command import call, refused

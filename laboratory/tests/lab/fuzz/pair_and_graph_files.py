@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 from fuzz.made_files import Reader, lines, mutate_packed, packed, write_json
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_text
 from headwise_lab.data.line_streams import read_lines
-from headwise_lab.tasks.graph2text.coder import SPECIAL
-from headwise_lab.tasks.graph2text.data import load_graphs
+from headwise_lab.tasks.graph2text.data import SPECIAL, load_graphs
 from headwise_lab.tasks.graph2text.ratings import CRITERIA, read_ratings
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise_lab.tasks.graph2text.writer import _read_coder, read_requests

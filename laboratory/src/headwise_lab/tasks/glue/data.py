@@ -73,20 +73,7 @@ class GlueSplit(Dataset[EncodedText]):
 
 @dataclass(frozen=True, eq=False)
 class GlueData:
-    """The task's data.
-
-    Attributes:
-        found: The set.
-        folder: Its folder.
-        start: The pretrained models.
-        tokenizer: Their tokenizer.
-        length: Maximum number of tokens per example.
-        train: Training examples.
-        dev: Dev examples, cut from GLUE's training file.
-        test: Test examples: GLUE's dev file.
-        left_out: Number of lines of the published files that lack fields.
-        fingerprint: Digest of everything the data depends on.
-    """
+    """The task's data."""
 
     found: GlueSet
     folder: Path
@@ -121,11 +108,7 @@ class GlueData:
 
 
 def load_glue(folder: Path, scale: GlueScale) -> GlueData:
-    """Return the data of a set's folder for the models of `scale.pretrained`.
-
-    Raises:
-        DataError: A file is missing or a line malformed, there is no model, or a split comes out empty.
-    """
+    """Return the data of a set's folder for the models of `scale.pretrained`."""
     found = require_set(folder)
     start = find_start(scale.pretrained)
     tokenizer = open_tokenizer(start.any_folder(), trust_remote_code=scale.trust_remote_code)
@@ -156,11 +139,7 @@ def load_glue(folder: Path, scale: GlueScale) -> GlueData:
 
 
 def require_set(folder: Path) -> GlueSet:
-    """Return the GLUE set in a folder.
-
-    Raises:
-        DataError: The folder is not that of a set, or lacks a file.
-    """
+    """Return the GLUE set in a folder."""
     found, absent = find_set(folder), find_missing_file(folder)
     if absent:
         raise DataError(f"{folder} lacks {absent}, plain or .gz; {found.name} cannot be fine-tuned or judged without.")

@@ -9,9 +9,7 @@ from headwise.input_files import describe_place
 from headwise.texts.tables import read_table
 from headwise_lab.data.arrays import find_plain_or_gz
 from headwise_lab.experiment.evaluation import ACCURACY, MATTHEWS, SPEARMAN
-
-NOT = ("entailment", "not_entailment")
-YES = ("0", "1")
+from headwise_lab.experiment.scale import read_task_file
 
 
 @dataclass(frozen=True)
@@ -57,35 +55,15 @@ class GlueSet:
         return self.test or (("test", self.name),)
 
 
-_SENTENCES = ("sentence1", "sentence2")
+SCORES = {"accuracy": ACCURACY, "Matthews": MATTHEWS, "Spearman": SPEARMAN}
 GLUE = {
-    one.name: one
-    for one in (
-        GlueSet("CoLA", ("sentence",), "label", YES, MATTHEWS, bare=("source", "label", "mark", "sentence")),
-        GlueSet("SST-2", ("sentence",), "label", YES),
-        GlueSet("MRPC", ("#1 String", "#2 String"), "Quality", YES, unordered=True),
-        GlueSet("STS-B", _SENTENCES, "score", (), SPEARMAN, unordered=True),
-        GlueSet("QQP", ("question1", "question2"), "is_duplicate", YES, gaps=True),
-        GlueSet(
-            "MNLI",
-            _SENTENCES,
-            "gold_label",
-            ("entailment", "neutral", "contradiction"),
-            dev=("dev_matched",),
-            test=(("test_matched", "MNLI-m"), ("test_mismatched", "MNLI-mm")),
-        ),
-        GlueSet("QNLI", ("question", "sentence"), "label", NOT),
-        GlueSet("RTE", _SENTENCES, "label", NOT),
-    )
+    name: GlueSet(name, **{**found, "score": SCORES[found.get("score", "accuracy")]})
+    for name, found in read_task_file(Path(__file__).with_name("task.toml"))["sets"].items()
 }
 
 
 def find_set(folder: Path) -> GlueSet:
-    """Return the set that a folder is named after.
-
-    Raises:
-        DataError: The folder is missing or has another name.
-    """
+    """Return the set that a folder is named after."""
     known = {name.lower(): found for name, found in GLUE.items()}
     found = known.get(folder.resolve().name.lower())
     if found is None or not folder.is_dir():
@@ -113,12 +91,7 @@ def list_unlabeled_files(folder: Path) -> list[tuple[str, str]]:
 
 
 def read_split(folder: Path, split: str) -> tuple[list[GlueExample], int]:
-    """Return the examples of "train", "dev", or a file of the test split by its name, and how many lines were left out.
-
-    Raises:
-        DataError: The file is missing, or a line lacks a field or has an unknown label; or one of a test file, which
-            is answered line by line, has a blank text. Others with a blank text are left out.
-    """
+    """Return the examples of "train", "dev" or a test file by its name, and how many lines were left out."""
     found, examples, left_out = find_set(folder), [], 0
     names = found.dev if split == "dev" else (split,)
     labeled = split in ("train", "dev")

@@ -1,4 +1,4 @@
-"""How a pretrained model is fine-tuned on GLUE, and the presets; the sizes of the model are those of its folder."""
+"""How a pretrained model is fine-tuned on GLUE; the sizes of the model are those of its folder."""
 
 import functools
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from headwise.errors import require_integer, require_range
 from headwise.settings import Count, NonNegative, Positive
-from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
+from headwise_lab.experiment.scale import UNRECORDED, Scale, read_presets
 
 Pair = Annotated[int, functools.partial(require_integer, low=2)]
 
@@ -56,15 +56,4 @@ class GlueScale(Scale):
         return 1
 
 
-# gpu, paper: ELECTRA-small, Clark et al. 2020, appendix B and code; the tables set ten epochs for RTE and STS-B
-GLUE_SCALES = presets(
-    GlueScale,
-    "demo cpu gpu paper",
-    learning_rate=[5e-4, 5e-4, 3e-4, 3e-4],
-    epochs=[1, 3, 3, 3],
-    batch_size=[16, 32, 32, 32],
-    layer_decay=[1.0, 1.0, 0.8, 0.8],
-    length=[64, 96, 128, 128],
-    both_orders=[False, False, True, True],
-    train_examples=[640, 4_000, None, None],
-)
+GLUE_SCALES = read_presets(Path(__file__).with_name("task.toml"), GlueScale)

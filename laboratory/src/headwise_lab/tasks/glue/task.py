@@ -19,8 +19,6 @@ from headwise.texts.pretrained import MODEL, holds_added, quietly
 from headwise_lab.experiment.arm import Arm
 from headwise_lab.experiment.evaluation import (
     ACCURACY,
-    GlueScore,
-    Measure,
     round_to_bins,
     score_answers,
     spread_batches,
@@ -35,26 +33,13 @@ from headwise_lab.training.start import Classifier, losses, require_kept
 
 SUBMISSION = "submission"
 BATCH, PROBED = 64, 128
-# The last token count of each bin of test items; the last bin takes what is longer.
-BINS = (16, 32, 64, 128)
 
 
-class GlueTask(Task):
+class GlueTask(Task, settings=Path(__file__).with_name("task.toml")):
     """Fine-tuning on one of GLUE's sets; see `task.Task`."""
 
     name = "glue"
-    metric = GlueScore().name
-    primary = "the set's score on GLUE's dev file: accuracy, Matthews correlation (CoLA) or Spearman's (STS-B)"
-    difficulty = "tokens, up to"
     scales = GLUE_SCALES
-    baselines = ("majority",)
-    exported = MODEL
-    shown = (
-        Measure("accuracy", "accuracy", "%"),
-        Measure("F1", "F1", digits=3),
-        Measure("Pearson", "Pearson", digits=3),
-        Measure("loss", "loss", better="lower", digits=3),
-    )
 
     def __init__(self) -> None:
         self._padding = 0
@@ -82,11 +67,7 @@ class GlueTask(Task):
         return self.initial_model(Arm("plain", control=None), data, scale, 0)
 
     def initial_model(self, arm: Arm, data: GlueData, scale: GlueScale, seed: int) -> Classifier:
-        """Return the model that a run begins with.
-
-        Raises:
-            SettingError: The arm would undo what the model learned.
-        """
+        """Return the model that a run begins with."""
         require_kept(self.remaining_arm(arm, data), data.start.place)
         folder = data.start.folder(arm.name, seed, scale.starts)
         model = Classifier(folder, data.classes, scale.layer_decay, trust_remote_code=scale.trust_remote_code)
@@ -137,7 +118,7 @@ class GlueTask(Task):
 
     def difficulties(self, data: GlueData) -> NDArray[np.int64]:
         """Return the number of tokens of each test example, rounded up to the end of its bin."""
-        return round_to_bins(data.test.lengths, BINS)
+        return round_to_bins(data.test.lengths, self.bins)
 
     def probe(self, model: Any, data: GlueData) -> Iterator[None]:
         """Run the model on dev examples, one batch per item."""
@@ -161,11 +142,7 @@ class GlueTask(Task):
             write_text(folder / SUBMISSION / f"{name}.tsv", format_submission(data.found, examples, answers.tolist()))
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is rebuilt
-        """Refuse a run that kept no model.
-
-        Raises:
-            DataError: Always.
-        """
+        """Refuse a run that kept no model."""
         raise DataError(
             f"{folder} keeps no folder {self.exported!r} with a model and its tokenizer; run it with --set "
             "keep_model=true. One with gates, talking heads or differential attention is never kept."

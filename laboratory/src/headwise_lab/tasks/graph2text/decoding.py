@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.texts.batching import batch_by_length, to_device
-from headwise_lab.tasks.graph2text.coder import END, START, EncodedGraph
-from headwise_lab.tasks.graph2text.data import Graphs, collate
+from headwise_lab.tasks.graph2text.data import END, START, EncodedGraph, Graphs, collate
 from headwise_lab.tasks.graph2text.files import spell_out
 from headwise_lab.tasks.graph2text.scales import GraphScale
 
@@ -58,15 +57,6 @@ def search(
 
     A text has to end after `longest` words, its end included. A search is over once as many texts as beams have ended;
     with one beam it takes the most likely word each time.
-
-    Args:
-        model: The model, in evaluation mode.
-        batch: From `data.collate`.
-        beams: Number of beams.
-        longest: Maximum number of words of a text.
-        length_penalty: p; 1 is the mean log probability of a word.
-        excluded: Ids that are never generated.
-        no_repeat: Length of word sequences that may not occur twice in a text, at least 2; 0 for no limit.
     """
     memory = model.read(*(batch[name] for name in ("title", "entities", "nodes", "neighbors", "types")))
     count, device = len(batch["nodes"]), batch["nodes"].device

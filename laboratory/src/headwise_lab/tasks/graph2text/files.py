@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headwise.errors import DataError
 from headwise.input_files import is_file, read_numbered_lines
+from headwise_lab.experiment.scale import read_task_file
 
 
 def find_mentions(words: Sequence[str], entities: Sequence[Sequence[str]]) -> Iterator[str | int]:
@@ -67,11 +68,7 @@ def _find_longest(words: Sequence[str], entities: Sequence[Sequence[str]]) -> li
 
 
 RELATIONS = "relations.vocab"
-AGENDA: Mapping[str, str] = {
-    "train": "preprocessed.train.tsv",
-    "dev": "preprocessed.val.tsv",
-    "test": "preprocessed.test.tsv",
-}
+AGENDA = read_task_file(Path(__file__).with_name("task.toml"))["files"]
 BETWEEN = " ; "
 # Python reads no number of thousands of digits.
 DIGITS = re.compile("[0-9]{1,9}")
@@ -136,9 +133,6 @@ def read_graphs(place: Path) -> GraphSet:
 
     A folder is AGENDA if it holds `relations.vocab`; else it holds the user's own triples as `train`, `test` and
     perhaps `dev`. A file holds the user's own triples.
-
-    Raises:
-        DataError: There is no such place or no such set in it, or a line does not fit; the message names it.
     """
     if is_file(place):
         return GraphSet("graphs and texts", {"all": read_triples(place)}, (place,))
@@ -172,23 +166,12 @@ def read_agenda(path: Path, relations: Sequence[str]) -> list[Graph]:
 
     Six fields a line: title; entities; their types; triples `head relation tail` by number; the text, in lower case
     with mentions as `<type_number>`; the order of mention, which is not used.
-
-    Args:
-        path: The file.
-        relations: The names of the relations by number.
-
-    Raises:
-        DataError: A line does not fit; the message names it.
     """
     return [_parse_agenda(line, relations, path, number) for number, line in _read_rows(path, "AGENDA's six fields")]
 
 
 def read_triples(path: Path, *, needs_text: bool = True) -> list[Graph]:
-    """Return the graphs of a user's own file, each line as `parse_triples` reads it.
-
-    Raises:
-        DataError: A line does not fit; the message names it.
-    """
+    """Return the graphs of a user's own file, each line as `parse_triples` reads it."""
     rows = _read_rows(path, FORM if needs_text else FORM_WITHOUT_TEXT)
     return [parse_triples(line, str(path), number, needs_text=needs_text) for number, line in rows]
 
@@ -200,9 +183,6 @@ def parse_triples(line: str, name: str, number: int, *, needs_text: bool = True)
     An entity may be followed by its type in angle brackets, as in `beam search <method>`. Mentions are found in the
     text: the words of an entity, the longest first. Everything is lower-cased but the relations' names.
     Without `needs_text` the third field may be absent; `name` and `number` locate the line in messages.
-
-    Raises:
-        DataError: The line does not fit; the message names it.
 
     Example:
         >>> parse_triples("Fast\tlda <method> | for | text", "mine.tsv", 1, needs_text=False).types

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError
 from headwise_lab.models.encoder import ScaledEmbedding, SizedAttention
-from headwise_lab.tasks.graph2text.coder import UNKNOWN, GraphCoder
+from headwise_lab.tasks.graph2text.data import UNKNOWN, GraphCoder
 from headwise_lab.tasks.graph2text.scales import GraphScale
 
 
@@ -141,9 +141,6 @@ class GraphEncoder(nn.Module):
             nodes: int64 [B, N]: 0 where there is none, the kind of a node that is no entity, -1 - e for entity e. The
                 first of each graph is its root.
             neighbors: True where the node of the row may attend to that of the column, bool [B, N, N].
-
-        Raises:
-            ShapeError: `neighbors` does not fit `nodes`.
         """
         if tuple(neighbors.shape) != (*nodes.shape, nodes.shape[1]):
             raise ShapeError(
@@ -217,9 +214,6 @@ class Places:
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the row of each graph and its start there: the largest first, each in the first row with room.
-
-    Args:
-        sizes: Nodes of each graph; a row has room for the largest.
 
     Example:
         >>> pack([2, 5, 3, 1])
@@ -410,9 +404,6 @@ class GraphWriter(nn.Module):
         """Return {"loss": mean of -log p over all words, "losses": their sum of each text, [B]}.
 
         Arguments are those of `data.collate`.
-
-        Raises:
-            ShapeError: Batch sizes differ.
         """
         batch = {len(one) for one in (title, nodes, neighbors, types, inputs, labels)}
         if len(batch) != 1:

@@ -42,16 +42,7 @@ SIDES = ("A", "B")
 
 @dataclass(frozen=True)
 class Item:
-    """A test graph and what two runs wrote about it.
-
-    Attributes:
-        number: Its place in the test split.
-        title: Its title.
-        triples: Its triples, each as a line.
-        entities: Its entities, each as a line.
-        reference: The text of its authors.
-        texts: The text of either run.
-    """
+    """A test graph and what two runs wrote about it."""
 
     number: int
     title: str
@@ -62,11 +53,7 @@ class Item:
 
 
 def read_items(one: Path, other: Path, data: Path) -> list[Item]:
-    """Return every test graph with the texts of two finished runs of one comparison or of two on the same data.
-
-    Raises:
-        DataError: A run is not finished, or was tested on other graphs than those of `data`.
-    """
+    """Return every test graph with the texts of two finished runs of one comparison or of two on the same data."""
     pair = [_read_texts(folder) for folder in (one, other)]
     graphs = test_graphs(data)[: len(pair[0])]
     for folder, texts in zip((one, other), pair, strict=True):
@@ -113,9 +100,6 @@ def write_rating(
 
     Items, their order and the side of each run are drawn from `seed`, with each run on either side equally often. Only
     the key tells the runs apart, and raters must not have it.
-
-    Raises:
-        DataError: The folder holds the form of other texts, whose ratings would be lost.
     """
     require_integer("items", count, low=1)
     chosen = sorted(items, key=lambda item: derive_key(seed, "rated", item.number))[:count]
@@ -242,11 +226,7 @@ class Ratings:
 
 
 def read_ratings(path: Path, files: Sequence[Path]) -> Ratings:
-    """Return the ratings in files that raters saved; items that a rater left unfinished are left out.
-
-    Raises:
-        DataError: A file is no ratings file or belongs to another form, two are of one rater, or nothing was rated.
-    """
+    """Return the ratings in files that raters saved; items that a rater left unfinished are left out."""
     found = runs.read_json(path, "give the rating-key.json that headwise rate wrote.")
     try:
         names, folders = (tuple(map(str, found[name])) for name in ("names", "runs"))
@@ -286,11 +266,7 @@ def draw_ratings(ratings: Ratings) -> Grid:
 
 
 def record_ratings(ratings: Ratings) -> Path:
-    """Save the shares with the rated run, where `headwise reproduce repulsive/table-5` finds them.
-
-    Raises:
-        DataError: The run is no longer there.
-    """
+    """Save the shares with the rated run, where `headwise reproduce repulsive/table-5` finds them."""
     folder = ratings.runs[0]
     if not runs.is_finished(folder):
         raise DataError(f"{folder}, the run that was rated, is no longer there; ratings are saved with it.")

@@ -1,15 +1,12 @@
-"""The sizes of the graph-to-text task and their presets.
-
-`demo` and `cpu` were chosen on dev with plain attention: a model of a thousand texts repeats one clause unless
-`no_repeat` forbids it, and of several beams it prefers texts that are far too short.
-"""
+"""The sizes of the graph-to-text task; `task.toml` has their presets."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from headwise.errors import SettingError, require_integer
 from headwise.settings import Count, Dropout, Natural, Positive, Real
-from headwise_lab.experiment.scale import Scale, presets
+from headwise_lab.experiment.scale import Scale, read_presets
 
 
 @dataclass(frozen=True)
@@ -61,25 +58,4 @@ class GraphScale(Scale):
             require_integer("no_repeat", self.no_repeat, low=2)
 
 
-# paper: Koncel-Kedziorski et al. 2019, as their code trains it; 3,200 words are about its 32, 16 or 8 texts per batch
-GRAPH_SCALES = presets(
-    GraphScale,
-    "demo cpu gpu paper",
-    width=[64, 64, 256, 500],
-    layers=[2, 6, 6, 6],
-    heads=4,
-    dropout=[0.1, 0.2, 0.3, 0.1],
-    learning_rate=[3e-3, 3e-3, 1e-3, 0.1],
-    tokens=[2_048, 2_048, 4_096, 3_200],
-    epochs=[8, 12, 40, 20],
-    warmup_steps=[50, 50, 200, 0],
-    optimizer=["adam", "adam", "adam", "sgd"],
-    min_count=[2, 3, 2, 5],
-    longest=[100, 120, 200, 400],
-    beams=[1, 1, 4, 4],
-    no_repeat=[3, 3, 0, 0],
-    train_examples=[400, None, None, None],
-    dev_examples=[50, 100, None, None],
-    test_examples=[100, None, None, None],
-    compile_routing=[False, False, False, True],
-)
+GRAPH_SCALES = read_presets(Path(__file__).with_name("task.toml"), GraphScale)

@@ -7,17 +7,7 @@ from typing import Any
 import sacrebleu
 
 from headwise.errors import HeadwiseError
-from headwise_lab.experiment.evaluation import Measure
 
-SHOWN = (
-    *(Measure(f"BLEU-{order}", f"BLEU-{order}") for order in (1, 2, 3)),
-    Measure("METEOR", "METEOR"),
-    *(Measure(f"ROUGE-{kind}", f"ROUGE-{kind}") for kind in ("1", "2", "L")),
-    Measure("coverage", "entities named", "%"),
-    Measure("repeated", "clauses repeated", "%", better="lower"),
-    Measure("free_repeated", "repeated when free to", "%", better="lower"),
-    Measure("NLL", "NLL", "nats", better="lower", digits=3),
-)
 ROUGE = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
 BOUNDARIES = frozenset(".,;:?!")
 # Clauses of fewer words, such as "however", may well occur twice.
@@ -31,9 +21,6 @@ def scores(texts: Sequence[str], references: Sequence[str], entities: Sequence[S
     synonyms needs WordNet's files, which no package brings, and is left out. ROUGE is F1 of Google's rouge-score,
     without stemming, with its recall; METEOR and ROUGE are means over texts, and so are "coverage" and
     "repeated", of `coverage` and `repeated_clauses`. Words are separated by blanks.
-
-    Raises:
-        HeadwiseError: NLTK or rouge-score is not installed.
     """
     # rouge-score and NLTK take seconds to import, and only what scores a test split needs them
     try:

@@ -19,33 +19,24 @@ from headwise.input_files import encode_json
 from headwise.texts.batching import TokenBatches, batch_by_tokens, to_device
 from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import stable_key
-from headwise_lab.experiment.evaluation import Bleu, count_ngrams, round_to_bins, spread_evenly
+from headwise_lab.experiment.evaluation import count_ngrams, round_to_bins, spread_evenly
 from headwise_lab.experiment.run_folder import VOCABULARY
 from headwise_lab.experiment.task import Answers, Task
-from headwise_lab.tasks.graph2text.coder import EncodedGraph
-from headwise_lab.tasks.graph2text.data import GraphData, Graphs, collate, load_graphs
+from headwise_lab.tasks.graph2text.data import EncodedGraph, GraphData, Graphs, collate, load_graphs
 from headwise_lab.tasks.graph2text.decoding import generate_texts
 from headwise_lab.tasks.graph2text.files import FORM, Graph, read_graphs, spell_out
-from headwise_lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
+from headwise_lab.tasks.graph2text.model import GraphWriter, build_writer
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES, GraphScale
-from headwise_lab.tasks.graph2text.scores import SHOWN, repeated_clauses, scores, signatures
+from headwise_lab.tasks.graph2text.scores import repeated_clauses, scores, signatures
 
 PROBED, PROBED_TOKENS = 64, 4_096
-# The last number of triples of each bin of test items; the last bin takes what has more.
-BINS = (2, 5, 10, 20)
 
 
-class Graph2TextTask(Task):
+class Graph2TextTask(Task, settings=Path(__file__).with_name("task.toml")):
     """Text from knowledge graphs (Koncel-Kedziorski et al. 2019; An et al. 2020, section 5.4); see `task.Task`."""
 
     name = "graph2text"
-    metric = Bleu().name
-    primary = "BLEU (sacreBLEU, 13a, lower case) of the texts of the test graphs"
-    difficulty = "triples, up to"
     scales = GRAPH_SCALES
-    baselines = ("nearest",)
-    models = (BLIND,)
-    shown = SHOWN
 
     def load(
         self,
@@ -119,7 +110,7 @@ class Graph2TextTask(Task):
 
     def difficulties(self, data: GraphData) -> NDArray[np.int64]:
         """Return the number of triples of each test graph, rounded up to the end of its bin."""
-        return round_to_bins([len(graph.triples) for graph in data.test.graphs], BINS)
+        return round_to_bins([len(graph.triples) for graph in data.test.graphs], self.bins)
 
     def references(self, data: GraphData) -> list[str]:
         """Return the text of each test graph."""

@@ -24,8 +24,7 @@ from headwise_lab.experiment.arm import OtherModel
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.task import name_run
 from headwise_lab.frozen.runs import list_files, read_attending_arm
-from headwise_lab.tasks.graph2text.coder import SPECIAL, GraphCoder
-from headwise_lab.tasks.graph2text.data import Graphs, collate
+from headwise_lab.tasks.graph2text.data import SPECIAL, GraphCoder, Graphs, collate
 from headwise_lab.tasks.graph2text.decoding import generate_texts
 from headwise_lab.tasks.graph2text.files import FORM_WITHOUT_TEXT, UNTYPED, Graph, parse_triples, read_triples
 from headwise_lab.tasks.graph2text.model import BLIND, GraphWriter, build_writer
@@ -48,13 +47,7 @@ MOST_WARNINGS = 20
 
 @dataclass(frozen=True, eq=False)
 class Writer:
-    """A trained model with its vocabulary.
-
-    Attributes:
-        model: The model, in evaluation mode.
-        coder: Words, types and relations to ids and back.
-        scale: The run's scale, which has the settings of the search.
-    """
+    """A trained model with its vocabulary."""
 
     model: GraphWriter
     coder: GraphCoder
@@ -75,17 +68,7 @@ class Writer:
 
 
 def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float | None = None) -> Writer:
-    """Return the writer of a finished run.
-
-    Args:
-        folder: The run's folder, such as `runs/graph2text-demo/plain/seed-0`.
-        beams: Beams of the search; None for those the run was tested with.
-        length_penalty: p in the score log P / length^p; None likewise.
-
-    Raises:
-        DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
-        SettingError: A setting is outside its range.
-    """
+    """Return the writer of a finished run."""
     record = read_finished(folder, TASK)
     scale, arm = read_scale(folder, record, GraphScale), read_arm(folder, record)
     given = {"beams": beams, "length_penalty": length_penalty}
@@ -99,11 +82,7 @@ def open_writer(folder: Path, *, beams: int | None = None, length_penalty: float
 
 
 def read_requests(lines: Iterable[TextLine], name: str) -> Iterator[Graph | None]:
-    """Yield the graph of each line, None for a blank one; `name` is that of the stream in messages.
-
-    Raises:
-        DataError: A line does not fit, or its graph is too large to be written about; the message names it.
-    """
+    """Yield the graph of each line, None for a blank one; `name` is that of the stream in messages."""
     for line in lines:
         where = f"{name}, line {line.number}"
         if line.cut:
@@ -136,10 +115,6 @@ def write_lines(
     """Write the text about each graph in order, as one line; for None an empty line.
 
     `warn` is called with a sentence about each unknown type or relation, once per name, `done` as in `answer_lines`.
-
-    Raises:
-        SettingError: `window` is below 1.
-        DataError: A line cannot be read.
     """
     warned: set[str] = set()
 

@@ -12,7 +12,8 @@ from headwise.heads.taps import Taps
 from headwise.texts.batching import to_device
 from headwise_lab.experiment.evaluation import select_with_weights, spread_evenly
 from headwise_lab.experiment.seeding import derive_key
-from headwise_lab.tasks.lm.data import Rows, TextRow
+from headwise_lab.packed_text.shards import stack_rows
+from headwise_lab.tasks.lm.data import Rows
 from headwise_lab.tasks.lm.tokens import TextTokens
 
 REPEATED, LONGEST = 16, 64
@@ -66,7 +67,7 @@ def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
     size = _count_together(rows.length)
 
     def run(numbers: list[int]) -> Tensor:
-        batch = TextRow.batch([rows[number] for number in numbers])
+        batch = stack_rows([rows[number] for number in numbers])
         given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         model(**to_device(given, model))
         return batch["position_ids"]

@@ -5,14 +5,10 @@ Documents packed into rows of one length, and the positions by which attention s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from headwise.errors import SettingError
@@ -35,10 +31,6 @@ class Packer:
         start: Id of the token that documents begin with.
         end: Id of the token that they end with.
 
-    Attributes:
-        held: Ids not yet in a row, the first of them the last of the row before.
-        rows: Rows made so far.
-
     Example:
         >>> packer = Packer(4, start=1, end=2)
         >>> packer.add([7, 8, 9], ends=True).tolist(), packer.held
@@ -52,12 +44,7 @@ class Packer:
         self.held, self.rows = [start], 0
 
     def add(self, ids: list[int], *, ends: bool) -> NDArray[np.int64]:
-        """Add tokens and return the rows that are full now, [R, length].
-
-        Args:
-            ids: The next tokens.
-            ends: Whether their document ends with them.
-        """
+        """Add tokens and return the rows that are full now, [R, length]."""
         self.held.extend(ids)
         if ends:
             self.held.extend((self.start,) if self.end == self.start else (self.end, self.start))
@@ -110,12 +97,6 @@ class TextRow:
     position_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
 
-    @staticmethod
-    def batch(rows: Sequence[TextRow]) -> dict[str, Tensor]:
-        """Return rows collated into the model's arguments."""
-        names = ("input_ids", "position_ids", "labels")
-        return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in names}
-
 
 class Rows(Dataset[TextRow]):
     """The rows of one split; `rows[n]` is row n modulo their number: a stream counts on from pass to pass."""
@@ -152,17 +133,6 @@ class LmData(PackedText):
         text = super().fingerprint
         return text if self.start_model is None else digest(f"{text} {self.start_model.fingerprint}")
 
-    @cached_property
-    def train(self) -> Rows:
-        """The training split."""
-        return Rows(self.read_split("train"), self.words)
-
-    @cached_property
-    def dev(self) -> Rows:
-        """The dev split."""
-        return Rows(self.read_split("dev"), self.words)
-
-    @cached_property
-    def test(self) -> Rows:
-        """The test split."""
-        return Rows(self.read_split("test"), self.words)
+    def make_rows(self, shards: RowShards) -> Rows:
+        """Return the rows with positions and labels."""
+        return Rows(shards, self.words)

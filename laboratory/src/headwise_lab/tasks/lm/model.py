@@ -1,25 +1,45 @@
-"""The models: transformers' own Llama and Qwen3 from a configuration, or any causal model from a folder."""
+"""The models: transformers' own Llama and Qwen3, or any causal model from a folder; and the folder a run leaves."""
 
 from __future__ import annotations
 
 import functools
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from typing_extensions import override
 
+from headwise.atomic import new_folder
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
-from headwise.stock_folders import open_within
-from headwise.texts.pretrained import quietly, require_whole
+from headwise.routing.save import find_aggregators, save
+from headwise.stock_folders import CONFIG, open_within
+from headwise.texts.frozen import Frozen
+from headwise.texts.pretrained import MODEL, holds_added, open_tokenizer, quietly, require_whole
+from headwise.texts.transformer import read_transformer
+from headwise_lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json, write_text
+from headwise_lab.experiment.task import Task, name_run
+from headwise_lab.frozen.runs import read_attending_arm
 from headwise_lab.models.electra import decayed_apart, draw_normal
+from headwise_lab.packed_text.prepare import TOKENIZER
+from headwise_lab.tasks.lm.data import LmData
 from headwise_lab.tasks.lm.scales import LmScale
-from headwise_lab.tasks.lm.tokens import TextTokens
+from headwise_lab.tasks.lm.tokens import TextTokens, read_tokens
+from headwise_lab.training.start import Start, find_start, require_positions
+from headwise_lab.training.trained import build_run_model, read_scale, restore_run
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # What rounding may change in logits, relative to the largest.
@@ -28,9 +48,6 @@ CLOSE = 1e-3
 
 class CausalModel(nn.Module):
     """A causal model of transformers, whose parameters a run draws, or keeps as they were found.
-
-    Attributes:
-        network: The model of transformers, perhaps with adapters of peft.
 
     Args:
         network: See the attribute.
@@ -89,18 +106,7 @@ def build_model(words: TextTokens, scale: LmScale) -> CausalModel:
 
 
 def open_model(folder: Path, words: TextTokens, scale: LmScale, *, aggregated: bool = False) -> CausalModel:
-    """Return the model of a folder, with new adapters on all its linear layers but the last if the scale has some.
-
-    Args:
-        folder: The folder.
-        words: The tokenizer of the text.
-        scale: The scale.
-        aggregated: Whether aggregators will take the place of output projections, which then have no adapters.
-
-    Raises:
-        DataError: The folder holds no causal model that transformers, or `headwise.load`, can load; it has fewer ids
-            than the tokenizer; or attention crosses documents in it.
-    """
+    """Return the model of a folder, with new adapters on all its linear layers but the last if the scale has some."""
     network = _load(folder, trust_remote_code=scale.trust_remote_code)
     known = network.get_input_embeddings().weight.shape[0]
     if words.vocabulary_size > known:
@@ -190,3 +196,114 @@ def _choose_reset(name: str, module: Any, deviation: float | None) -> Callable[[
 
 def _stay() -> None:
     """Leave a pretrained module unchanged."""
+
+
+EXPECTED = "the folder of a causal model with its tokenizer, or a finished run of lm, as OUT/ARM/seed-0"
+
+
+def find_model(scale: LmScale) -> Start | None:
+    """Return where the model of a scale comes from; None where runs begin with new ones."""
+    if scale.pretrained is None:
+        return None
+    start = find_start(scale.pretrained, EXPECTED)
+    if start.of_arms:
+        raise DataError(f"{scale.pretrained} is a comparison of {start.task}; expected {EXPECTED}.")
+    folder = start.any_folder()
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(
+            f"{folder} has no tokenizer.json; write one with AutoTokenizer.from_pretrained(FOLDER)"
+            ".save_pretrained(FOLDER)."
+        )
+    require_positions(folder, scale.length, trust_remote_code=scale.trust_remote_code)
+    # it is saved with the trained model, and is refused now rather than then
+    open_tokenizer(folder, trust_remote_code=scale.trust_remote_code)
+    return start
+
+
+def require_tokenizer(prepared: Path, words: TextTokens, scale: LmScale) -> None:
+    """Refuse text that was prepared with another tokenizer than that of the model's folder."""
+    assert scale.preparation.tokenizer is not None
+    own = read_tokens(scale.preparation.tokenizer)
+    if own.to_json() != words.to_json():
+        raise DataError(
+            f"{prepared} was prepared with another tokenizer than {scale.preparation.tokenizer}; give the text itself "
+            "to --data, or prepare it with --tokenizer and that file."
+        )
+
+
+# What a fine-tuned model began with, where its own folder cannot be written.
+START = "start"
+
+
+def write_model(network: Any, data: LmData, scale: LmScale, folder: Path) -> None:
+    """Write the model of a run and its tokenizer into `folder` / "model", adapters merged into the weights.
+
+    Stock transformers loads it, and with an aggregator in it only `headwise.load`. A model with gates, talking
+    heads or differential attention is not written, since transformers would load it without them; of a fine-tuned one,
+    `folder` / "start" gets the configuration and the tokenizer that it began with.
+    """
+    if holds_added(network):
+        if data.start_model is not None:
+            _keep_start(data.start_model.any_folder(), scale, folder)
+        return
+    whole = network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
+    with quietly(), new_folder(folder / MODEL, replaced=None) as temporary:
+        if find_aggregators(whole):
+            save(whole, temporary)
+        else:
+            whole.save_pretrained(temporary)
+        if data.start_model is None:
+            for name, text in data.words.files(scale.length).items():
+                write_text(temporary / name, text)
+        else:
+            _copy_tokenizer(data.start_model.any_folder(), scale, temporary)
+
+
+def _keep_start(start: Path, scale: LmScale, folder: Path) -> None:
+    with quietly(), new_folder(folder / START, replaced=None) as temporary:
+        shutil.copy(start / CONFIG, temporary / CONFIG)
+        _copy_tokenizer(start, scale, temporary)
+
+
+def _copy_tokenizer(start: Path, scale: LmScale, folder: Path) -> None:
+    open_tokenizer(start, trust_remote_code=scale.trust_remote_code).save_pretrained(folder)
+
+
+def open_causal(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
+    """Return the model of a run of lm with what its arm added: gates, talking heads or differential attention."""
+    scale, start = read_scale(folder, record, LmScale), folder / START
+    if start.is_dir():
+        config = _read_config(start / CONFIG)
+        model = build_run_model(folder, lambda: _build_causal(config))
+        tokenizer = open_tokenizer(start)
+    else:
+        words = read_tokens(folder / TOKENIZER)
+        model, tokenizer = build_run_model(folder, lambda: build_model(words, scale)), _wrap(words, scale.length)
+    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    files = *(folder / name for name in (SETTINGS, WEIGHTS, TOKENIZER)), *sorted(start.glob("*"))
+    return read_transformer(name_run(folder), model.network.base_model, tokenizer, folder, files)
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        with open_within(path.parent, trusted=False):
+            return AutoConfig.for_model(**read_json(path))
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        # whatever transformers raises for a kind of model that it does not know
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path} is of a model that transformers alone does not build ({reason}).") from None
+
+
+def _build_causal(config: Any) -> CausalModel:
+    # as it was trained, whatever the configuration says
+    dtype = torch.get_default_dtype()
+    return CausalModel(AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False), None)
+
+
+def _wrap(words: TextTokens, length: int) -> Any:
+    start, end = words.names
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words.tokenizer, bos_token=start, eos_token=end, pad_token=end, model_max_length=length
+    )

@@ -1,34 +1,31 @@
-"""How well a language model predicts held-out text: per token, per byte, and by how much it has read before."""
+"""How well a language model predicts held-out text: per token, per byte, by what it has read before, and last words."""
+
+from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.texts.batching import to_device
-from headwise_lab.experiment.evaluation import Likelihood, Measure
+from headwise_lab.experiment.evaluation import Likelihood, spread_evenly
 from headwise_lab.experiment.task import Answers
+from headwise_lab.packed_text.shards import stack_rows
 from headwise_lab.tasks.lm.data import Rows, TextRow
 from headwise_lab.tasks.lm.tokens import TextTokens
 from headwise_lab.training.processes import IGNORED
 
 # Tokens of an evaluation batch.
 TOGETHER = 4_096
-SHOWN = (
-    Measure("loss", "loss", "nats", better="lower", digits=3),
-    Measure("perplexity", "perplexity", better="lower", digits=2),
-    Measure("bits_per_byte", "bits per byte", better="lower", digits=3),
-    Measure("context_gain", "gain of context", "nats", digits=3),
-    Measure("cloze", "last words", "%"),
-    Measure("induction", "induction, best head", "%"),
-    Measure("copied", "repeated tokens copied", "%"),
-    Measure("sink_attention", "attention to the first token", "%", better="lower"),
-)
 
 
 def compute_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -50,7 +47,7 @@ def score_batches(model: Any, rows: Rows) -> Iterator[tuple[list[TextRow], NDArr
     size = max(1, TOGETHER // rows.length)
     for first in range(0, len(rows), size):
         chosen = [rows[number] for number in range(first, min(first + size, len(rows)))]
-        batch = to_device(TextRow.batch(chosen), model)
+        batch = to_device(stack_rows(chosen), model)
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])["logits"]
         yield chosen, compute_token_losses(logits, batch["labels"]).double().cpu().numpy()
 
@@ -140,3 +137,78 @@ def compute_likelihood(statistics: NDArray[np.float64]) -> float:
 def _exp(value: float) -> float:
     # a model that has diverged has the largest number there is
     return math.exp(min(value, 700.0))
+
+
+ITEMS, AT_ONCE = 256, 32
+# Words before the one that is left out.
+BEFORE = 8
+# A point after one of these ends no sentence, nor does one before a small letter of the same line.
+TITLES = "Mr|Mrs|Ms|Dr|St|Mt|Prof|Gen|Col|Capt|Lt|Sgt|Rev|Hon|Messrs|Mme|Mlle|Jr|Sr|vs|etc|cf|al|No|Vol|Fig"
+LAST_WORD = re.compile(rf"(?<=\s)(?!(?:{TITLES})\s?\.)([^\W\d_]{{2,}})(?=\s?[.!?](?:\s*$|\s*\n|\s+(\S)))")
+
+
+@dataclass(frozen=True)
+class ClozeItem:
+    """A text without its last word.
+
+    Attributes:
+        ids: Its tokens, the document's start and the word included.
+        first: Where the word begins.
+    """
+
+    ids: tuple[int, ...]
+    first: int
+
+
+def find_last_words(text: str) -> list[re.Match[str]]:
+    """Return the last word of each sentence of a text.
+
+    >>> [match[1] for match in find_last_words("so said Mr. Ox the elder. à la fin she slept. Then")]
+    ['slept']
+    """
+    return [match for match in LAST_WORD.finditer(text) if not (match[2] or "").islower()]
+
+
+def find_items(rows: Rows, words: TextTokens) -> list[ClozeItem]:
+    """Return at most 256 items from rows spread evenly, at most one a row: the last word that ends a sentence in it.
+
+    Words have at least two letters and eight words before them in the same document.
+    """
+    chosen = spread_evenly(len(rows), 4 * ITEMS).tolist()
+    found = (_find_item(rows.ids(number), words) for number in chosen)
+    return list(islice((item for item in found if item is not None), ITEMS))
+
+
+def score_cloze(model: Any, items: list[ClozeItem], padding: int) -> dict[str, float]:
+    """Return the share of items of which every token of the word is the likeliest one, in percent; none without items.
+
+    This is the accuracy of LAMBADA (Paperno et al. 2016) as models of subwords are scored on it.
+    """
+    if not items:
+        return {}
+    right = [one for first in range(0, len(items), AT_ONCE) for one in _answer(model, items[first:][:AT_ONCE], padding)]
+    return {"cloze": 100 * sum(right) / len(right), "cloze_items": float(len(right))}
+
+
+def _answer(model: Any, items: list[ClozeItem], padding: int) -> Iterator[bool]:
+    longest = max(len(item.ids) for item in items)
+    # what follows a word does not change what was said before it
+    ids = torch.tensor([[*item.ids, *[padding] * (longest - len(item.ids))] for item in items])
+    said = model(**to_device({"input_ids": ids}, model))["logits"].argmax(dim=-1).cpu()
+    for item, row in zip(items, said, strict=True):
+        yield row[item.first - 1 : len(item.ids) - 1].tolist() == list(item.ids[item.first :])
+
+
+def _find_item(row: NDArray[np.int64], words: TextTokens) -> ClozeItem | None:
+    documents = np.split(row, np.flatnonzero(row == words.start))
+    text = words.decode(max(documents, key=len).tolist())
+    matches = [match for match in find_last_words(text) if len(text[: match.start()].split()) >= BEFORE]
+    if not matches:
+        return None
+    before, whole = text[: matches[-1].start()].rstrip(), text[: matches[-1].end()]
+    context, ids = words.encode_batch([before, whole])
+    # where the word's tokens begin is not known if it changes those before it
+    if ids[: len(context)] != context or len(ids) == len(context):
+        return None
+    kept = ids[-(len(row) - 1) :]
+    return ClozeItem((words.start, *kept), 1 + len(kept) - (len(ids) - len(context)))

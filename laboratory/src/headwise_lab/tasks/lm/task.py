@@ -1,6 +1,6 @@
 """The task of language modeling: a causal model of transformers on packed text, from scratch or fine-tuned."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,70 +12,58 @@ from headwise.errors import SettingError
 from headwise.routing.aggregate import Aggregate
 from headwise.texts.batching import to_device
 from headwise.texts.frozen import Frozen
-from headwise.texts.pretrained import MODEL
 from headwise_lab.experiment.arm import Arm
-from headwise_lab.experiment.evaluation import Likelihood, round_to_bins, spread_evenly
-from headwise_lab.experiment.task import Answers, Task
-from headwise_lab.packed_text.folder import find_packed, require_text, write_packed
-from headwise_lab.packed_text.prepare import TOKENIZER
-from headwise_lab.packed_text.stream import StreamBatches
+from headwise_lab.experiment.evaluation import round_to_bins, spread_evenly
+from headwise_lab.experiment.task import Answers
+from headwise_lab.packed_text.folder import PackedTask, find_packed, write_packed
+from headwise_lab.packed_text.shards import stack_rows
 from headwise_lab.tasks.lm.attention import measure_copying, measure_sinks
-from headwise_lab.tasks.lm.cloze import find_items, score_cloze
-from headwise_lab.tasks.lm.data import PACKING, LmData, TextRow
-from headwise_lab.tasks.lm.frozen import open_causal, write_model
-from headwise_lab.tasks.lm.model import CausalModel, build_model, open_model
+from headwise_lab.tasks.lm.data import PACKING, LmData
+from headwise_lab.tasks.lm.model import (
+    CausalModel,
+    build_model,
+    find_model,
+    open_causal,
+    open_model,
+    require_tokenizer,
+    write_model,
+)
 from headwise_lab.tasks.lm.scales import LM_SCALES, LmScale
-from headwise_lab.tasks.lm.scores import SHOWN, compute_likelihood, compute_token_losses, score_rows, score_unigrams
-from headwise_lab.tasks.lm.start import find_model, require_tokenizer
+from headwise_lab.tasks.lm.scores import (
+    compute_likelihood,
+    compute_token_losses,
+    find_items,
+    score_cloze,
+    score_rows,
+    score_unigrams,
+)
 from headwise_lab.training.processes import IGNORED
 from headwise_lab.training.start import require_kept
 
 PROBED, PROBED_TOKENS = 64, 2_048
-# The last number of documents of each bin of test rows.
-BINS = (1, 2, 4, 8, 16)
 # Training rows that the baseline counts.
 COUNTED = 50_000
 
 
-class LmTask(Task):
+class LmTask(PackedTask, settings=Path(__file__).with_name("task.toml")):
     """Causal language modeling; see `task.Task`."""
 
     name = "lm"
-    metric = Likelihood().name
-    primary = "geometric mean of the probability of the next token on the test rows (1 / perplexity)"
-    difficulty = "documents in a row, up to"
     scales = LM_SCALES
-    baselines = ("unigram",)
-    exported = MODEL
-    prepares = True
-    shown = SHOWN
+    packing = PACKING
 
     def load(self, folder: Path | None, scale: LmScale, cache: Path | None, *, progress: bool = False) -> LmData:
-        """Return the data of a place of text, or of a folder that was prepared before.
-
-        Raises:
-            DataError: No place was named, it holds no text, or the folder was prepared with other sizes or another
-                tokenizer than the model's; or the folder of the model holds none.
-        """
+        """Return the data of a place of text, or of a folder that was prepared before."""
         start = find_model(scale)
         found = find_packed(PACKING, folder, scale.preparation, cache, scale=scale.name, progress=progress)
         if start is not None:
             require_tokenizer(found[0], found[2], scale)
         return LmData(*found, scale.dev_rows, scale.test_rows, start)
 
-    def find(self, folder: Path, scale: LmScale) -> None:
-        """Refuse a place without text."""
-        require_text(PACKING, folder, scale.preparation, scale=scale.name)
-
     def prepare(
         self, folder: Path, scale: LmScale, place: Path, *, tokenizer: Path | None, progress: bool = False
     ) -> LmData:
-        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
-
-        Raises:
-            DataError: As `load`, or `place` holds something else.
-            SettingError: There are both a model, which has a tokenizer, and another tokenizer.
-        """
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine."""
         if find_model(scale) is not None and tokenizer is not None:
             raise SettingError(f"the model in {scale.pretrained} has its own tokenizer; omit --tokenizer.")
         given = tokenizer or scale.preparation.tokenizer
@@ -87,11 +75,7 @@ class LmTask(Task):
         return self.initial_model(Arm("plain", control=None), data, scale, 0)
 
     def initial_model(self, arm: Arm, data: LmData, scale: LmScale, seed: int) -> CausalModel:  # noqa: ARG002  parameters are drawn later
-        """Return a new model, or the one of the folder.
-
-        Raises:
-            SettingError: The arm would undo what the folder's model learned.
-        """
+        """Return a new model, or the one of the folder."""
         if data.start_model is None:
             return build_model(data.words, scale)
         require_kept(arm, scale.pretrained, "leave it out, or train a new model (without --model)")
@@ -101,15 +85,6 @@ class LmTask(Task):
     def target(self, model: CausalModel) -> nn.Module:
         """Return the model of transformers."""
         return model.network
-
-    def batches(self, data: LmData, scale: LmScale, seed: int) -> StreamBatches:
-        """Return the stream of batches, a round at a time."""
-        steps = scale.accumulation * (scale.steps // scale.rounds)
-        return StreamBatches(data.shards, batch_size=scale.batch_size, steps=steps, seed=seed)
-
-    def collate(self, examples: Sequence[TextRow]) -> dict[str, Tensor]:
-        """Return a batch."""
-        return TextRow.batch(examples)
 
     def on_dev(self, model: Any, data: LmData) -> dict[str, Any]:
         """Return the likelihood of dev and the further measures."""
@@ -146,7 +121,7 @@ class LmTask(Task):
     def difficulties(self, data: LmData) -> NDArray[np.int64]:
         """Return the number of documents in each test row, rounded up to the end of its bin."""
         starts = [(data.test.ids(number)[1:] == data.words.start).sum() for number in range(len(data.test))]
-        return round_to_bins(1 + np.array(starts), BINS)
+        return round_to_bins(1 + np.array(starts), self.bins)
 
     def probe(self, model: Any, data: LmData) -> Iterator[None]:
         """Run the model on rows of dev, one batch per item."""
@@ -159,17 +134,8 @@ class LmTask(Task):
         """Return the likelihoods of tokens by their frequency in training."""
         return score_unigrams(data.train, data.test, data.words, COUNTED)
 
-    def extra_files(self, data: LmData) -> dict[str, str]:
-        """Return the tokenizer."""
-        return {TOKENIZER: data.words.to_json()}
-
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:
-        """Return the model of a run whose folder has none for transformers.
-
-        Raises:
-            DataError: The run cannot be read, or its weights are those of a model with adapters.
-            LayoutError: The heads of its model cannot be found.
-        """
+        """Return the model of a run whose folder has none for transformers."""
         if record["scale"].get("lora"):
             # a model with adapters is not built again here
             return super().open_frozen(folder, record, pipeline)
@@ -185,4 +151,4 @@ def _take_dev(data: LmData) -> Iterator[dict[str, Tensor]]:
     chosen = spread_evenly(len(data.dev), PROBED).tolist()
     together = max(1, PROBED_TOKENS // data.dev.length)
     for first in range(0, len(chosen), together):
-        yield TextRow.batch([data.dev[number] for number in chosen[first : first + together]])
+        yield stack_rows([data.dev[number] for number in chosen[first : first + together]])

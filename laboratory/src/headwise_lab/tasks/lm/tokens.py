@@ -99,9 +99,6 @@ def read_tokens(path: Path) -> TextTokens:
 
     Which tokens start and end a document is what `tokenizer_config.json` next to it says, else what a tokenizer written
     here says itself, else the first of the usual names that it has.
-
-    Raises:
-        DataError: The file cannot be read, is no tokenizer, or has no token that could start or end a document.
     """
     path = path / "tokenizer.json" if path.is_dir() else path
     tokenizer = read_tokenizer(path)

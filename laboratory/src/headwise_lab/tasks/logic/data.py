@@ -22,8 +22,7 @@ from headwise.errors import DataError, SettingError
 from headwise.texts.batching import pad
 from headwise_lab.data.arrays import Ragged, cache_arrays, digest, require_files, stable_key
 from headwise_lab.experiment.scale import was_set
-from headwise_lab.tasks.logic.files import read_pairs
-from headwise_lab.tasks.logic.formulas import RELATIONS, Pair
+from headwise_lab.tasks.logic.formulas import RELATIONS, Pair, read_pairs
 from headwise_lab.tasks.logic.generator import generate
 from headwise_lab.tasks.logic.scales import LogicScale
 
@@ -64,25 +63,13 @@ class LogicSplit(Dataset[Example]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
-
     def __getitem__(self, index: int) -> Example:
         return Example(premise=self.premises[index], hypothesis=self.hypotheses[index], label=int(self.labels[index]))
 
 
 @dataclass(frozen=True, eq=False)
 class LogicData:
-    """The task's data.
-
-    Attributes:
-        train: Pairs of at most `LogicScale.train_operators` operators.
-        dev: Pairs of the test bins, cut from the training side.
-        test: Pairs of the test bins.
-        vocabulary: The token of each id; 0 is padding, 1 a token training does not have.
-        labels: The relation of each label.
-        fingerprint: 16 hexadecimal digits of everything the data depends on.
-    """
+    """The data of a scale: train has few operators, dev is cut from its side, both dev and test have the test bins."""
 
     train: LogicSplit
     dev: LogicSplit
@@ -112,11 +99,7 @@ def _list_bytes(sides: Ragged) -> list[bytes]:
 
 
 def find_files(folder: Path, scale: LogicScale) -> dict[str, Path]:
-    """Return the published files that a scale reads, by name.
-
-    Raises:
-        DataError: The folder or a file is missing, or one is there in two forms.
-    """
+    """Return the published files that a scale reads, by name."""
     most = max(scale.train_operators, *scale.test_bins)
     return require_files(folder, [*(f"train{k}" for k in range(most + 1)), *(f"test{k}" for k in scale.test_bins)])
 
@@ -126,16 +109,6 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
 
     The split of a pair depends on a keyed hash of its text. Generated pairs are split 80 / 10 / 10. With files, test is
     the test files, and dev about a tenth of the training files.
-
-    Args:
-        folder: Folder with `train0` ... and `testK` for each test bin, plain or `.gz`; None generates.
-        scale: What to keep.
-        cache: Folder for the encoded arrays; None keeps nothing.
-        progress: Whether generating shows a bar on stderr.
-
-    Raises:
-        DataError: A file is missing or malformed, the cache cannot be written, or a split is empty.
-        SettingError: A number of draws was set beside published files.
     """
     if folder is not None and was_set(scale, "generated_draws"):
         raise SettingError(f"generated_draws is set, and {folder} has pairs that were published; omit one of them.")
@@ -160,9 +133,6 @@ def load_logic(folder: Path | None, scale: LogicScale, cache: Path | None, *, pr
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     """Return a batch: "premise" [B, L] and "hypothesis" [B, L'] padded with 0, "labels" [B], all int64.
-
-    Raises:
-        DataError: There are no examples, or a side has no tokens.
 
     Example:
         >>> batch = collate([Example(premise=[4], hypothesis=[5, 6], label=2)])

@@ -1,12 +1,15 @@
-"""Propositional formulas (Bowman et al. 2015): notation, the worlds in which they hold, how two of them relate.
+"""Propositional formulas (Bowman et al. 2015): notation, the worlds in which they hold, relations, and published files.
 
 A formula is `x`, `( not X )` or `( L ( op R ) )` with the operator `and` or `or`. A world gives each of the six
 variables a truth value; a set of worlds is an integer whose bit w is 1 if world w is in it.
 """
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from headwise.errors import DataError
+from headwise.input_files import read_numbered_lines
 
 RELATIONS = ("=", "<", ">", "^", "|", "v", "#")
 OPERATORS = ("and", "or", "not")
@@ -67,9 +70,6 @@ def operators(formula: str) -> int:
 def worlds(formula: str) -> int:
     """Return the set of worlds in which a formula over `VARIABLES` holds.
 
-    Raises:
-        DataError: The tokens are not one formula in the bracketed notation.
-
     Example:
         >>> worlds("( a ( or ( not a ) ) )") == ALL_WORLDS
         True
@@ -115,3 +115,24 @@ def _reduce(stack: list[str | int | tuple[str, int]], formula: str) -> int | tup
         if isinstance(left, int) and isinstance(right, tuple):
             return left & right[1] if right[0] == "and" else left | right[1]
     raise DataError(f"{formula!r} is not one formula; expected x, ( not X ) or ( L ( op R ) ).")
+
+
+def read_pairs(path: Path, operators: int) -> Iterator[Pair]:
+    """Yield the pairs of one file; any words may be variables and operators."""
+    for number, line in read_numbered_lines(path):
+        fields = line.split("\t")
+        if len(fields) != 3:
+            raise DataError(
+                f"{path}, line {number}: {len(fields)} tab-separated fields; expected 3: relation, premise, hypothesis."
+            )
+        label, *sides = fields
+        if label not in RELATIONS:
+            raise DataError(f"{path}, line {number}: relation {label!r:.60}; expected one of {' '.join(RELATIONS)}.")
+        texts = []
+        for name, side in zip(("premise", "hypothesis"), sides, strict=True):
+            tokens = side.split()
+            fault = bracket_fault(tokens) if tokens else "it is empty"
+            if fault is not None:
+                raise DataError(f"{path}, line {number}: {name} {side!r:.60}: {fault}; correct or drop the line.")
+            texts.append(" ".join(tokens))
+        yield Pair(label, texts[0], texts[1], operators)

@@ -40,15 +40,6 @@ def generate(draws: int, *, seed: int, max_operators: int | None = None, progres
 
     Memory is one integer per distinct pair. The pairs depend on `draws` and `seed` only; `max_operators` filters them.
 
-    Args:
-        draws: Number of draws; roughly half survive.
-        seed: Key of the random numbers, the same on every machine.
-        max_operators: Largest bin to yield; None for all.
-        progress: Whether to show a bar on stderr.
-
-    Raises:
-        SettingError: A number is negative.
-
     Example:
         >>> pair = next(generate(100, seed=4, max_operators=2))
         >>> pair.operators <= 2

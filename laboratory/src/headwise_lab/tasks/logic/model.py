@@ -65,9 +65,6 @@ class PairClassifier(nn.Module):
         num_labels: Number of classes.
         scale: Sizes of the model.
 
-    Raises:
-        SettingError: A size is below 1 or the sizes do not fit together.
-
     Example:
         >>> from headwise_lab.tasks.logic.scales import LOGIC_SCALES
         >>> model = PairClassifier(12, 7, LOGIC_SCALES["demo"])
@@ -104,9 +101,6 @@ class PairClassifier(nn.Module):
             premise: Token ids, int64 [B, L]; 0 is padding, which follows the tokens.
             hypothesis: Token ids, int64 [B, L']; likewise.
             labels: Class of each pair, int64 [B].
-
-        Raises:
-            ShapeError: The sides are not two-dimensional, differ in B or hold no position.
         """
         tokens = stack_sides(premise, hypothesis)
         padding = tokens == 0

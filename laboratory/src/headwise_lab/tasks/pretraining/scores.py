@@ -13,19 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwise.texts.batching import to_device
-from headwise_lab.experiment.evaluation import Measure
 from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.task import Answers
-from headwise_lab.tasks.pretraining.data import MaskedRow, Rows
+from headwise_lab.packed_text.shards import stack_rows
+from headwise_lab.tasks.pretraining.data import Rows
 
 # Evaluation batch size.
 BATCH = 64
-SHOWN = (
-    Measure("discriminator_loss", "discriminator loss", "nats", better="lower", digits=4),
-    Measure("generator_loss", "generator loss", "nats", better="lower", digits=3),
-    Measure("generator_accuracy", "gaps filled", "%"),
-    Measure("replaced", "tokens replaced", "%", better="lower"),
-)
 # Outputs of the model that scores are made of.
 OUTPUTS = ("logits", "replaced", "losses", "generator_losses", "filled")
 
@@ -33,7 +27,7 @@ OUTPUTS = ("logits", "replaced", "losses", "generator_losses", "filled")
 def score_batches(model: Any, rows: Rows) -> Iterator[dict[str, Tensor]]:
     """Yield the model's outputs on the rows of a split in order, batch by batch."""
     for first in range(0, len(rows), BATCH):
-        batch = MaskedRow.batch([rows[number] for number in range(first, min(first + BATCH, len(rows)))])
+        batch = stack_rows([rows[number] for number in range(first, min(first + BATCH, len(rows)))])
         # the same noise for every model: an arm differs by its generator's probabilities
         yield model(**to_device(batch, model), sampling_seed=derive_key("replacements", first))
 

@@ -1,26 +1,24 @@
 """The pre-training task: ELECTRA on text of any size (Clark et al. 2020; An et al. 2020, section 5.3)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.atomic import new_folder
 from headwise.texts.batching import to_device
 from headwise.texts.pretrained import holds_added, quietly
 from headwise_lab.experiment.evaluation import Auc, spread_evenly
 from headwise_lab.experiment.run_folder import write_text
-from headwise_lab.experiment.task import Answers, Task
+from headwise_lab.experiment.task import Answers
 from headwise_lab.models.electra import ElectraPretraining
-from headwise_lab.packed_text.folder import find_packed, require_text, write_packed
-from headwise_lab.packed_text.prepare import TOKENIZER
-from headwise_lab.packed_text.stream import StreamBatches
-from headwise_lab.tasks.pretraining.data import PACKING, MaskedRow, PretrainingData
+from headwise_lab.packed_text.folder import PackedTask, find_packed, write_packed
+from headwise_lab.tasks.pretraining.data import PACKING, PretrainingData
 from headwise_lab.tasks.pretraining.scales import PRETRAINING_SCALES, PretrainingScale
-from headwise_lab.tasks.pretraining.scores import SHOWN, compute_losses, compute_placements, score_rows
+from headwise_lab.tasks.pretraining.scores import compute_losses, compute_placements, score_rows
 from headwise_lab.training.start import DISCRIMINATOR
 
 PROBED, PROBED_TOGETHER = 64, 32
@@ -28,42 +26,24 @@ PROBED, PROBED_TOGETHER = 64, 32
 BIN = 10
 
 
-class PretrainingTask(Task):
+class PretrainingTask(PackedTask, settings=Path(__file__).with_name("task.toml")):
     """Replaced token detection with a generator trained with it; see `task.Task`."""
 
     name = "pretraining"
-    metric = Auc().name
-    primary = "AUC of replaced token detection on the test rows, each model with its own generator"
-    difficulty = "continuing word pieces, up to"
     scales = PRETRAINING_SCALES
-    baselines = ("original",)
-    exported = DISCRIMINATOR
-    prepares = True
-    shown = SHOWN
+    packing = PACKING
 
     def load(
         self, folder: Path | None, scale: PretrainingScale, cache: Path | None, *, progress: bool = False
     ) -> PretrainingData:
-        """Return the data of a place of text, or of a folder that was prepared before.
-
-        Raises:
-            DataError: No place was named, it holds no text, or the folder was prepared with other sizes.
-        """
+        """Return the data of a place of text, or of a folder that was prepared before."""
         found = find_packed(PACKING, folder, scale.preparation, cache, scale=scale.name, progress=progress)
         return PretrainingData(*found, scale.dev_rows, scale.test_rows, scale.masked)
-
-    def find(self, folder: Path, scale: PretrainingScale) -> None:
-        """Refuse a place without text."""
-        require_text(PACKING, folder, scale.preparation, scale=scale.name)
 
     def prepare(
         self, folder: Path, scale: PretrainingScale, place: Path, *, tokenizer: Path | None, progress: bool = False
     ) -> PretrainingData:
-        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
-
-        Raises:
-            DataError: As `load`, or `place` holds something else.
-        """
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine."""
         found = write_packed(PACKING, folder, scale.preparation, place, tokenizer=tokenizer, progress=progress)
         return PretrainingData(place, *found, scale.dev_rows, scale.test_rows, scale.masked)
 
@@ -78,15 +58,6 @@ class PretrainingTask(Task):
     def rule_layers(self, scale: PretrainingScale) -> tuple[int, ...] | None:
         """Return the first layer, as in the paper."""
         return None if scale.all_layers else (0,)
-
-    def batches(self, data: PretrainingData, scale: PretrainingScale, seed: int) -> StreamBatches:
-        """Return the stream of batches, a round at a time."""
-        steps = scale.steps // scale.rounds
-        return StreamBatches(data.shards, batch_size=scale.batch_size, steps=steps, seed=seed)
-
-    def collate(self, examples: Sequence[MaskedRow]) -> dict[str, Tensor]:
-        """Return a batch."""
-        return MaskedRow.batch(examples)
 
     def on_dev(self, model: Any, data: PretrainingData) -> dict[str, Any]:
         """Return the AUC on dev and the further measures."""
@@ -122,10 +93,6 @@ class PretrainingTask(Task):
         for number in range(len(rows)):
             replaced[number, rows[number].positions] = True
         return Answers(compute_placements(np.zeros(replaced.shape), replaced), np.zeros(len(rows), dtype=np.int64))
-
-    def extra_files(self, data: PretrainingData) -> dict[str, str]:
-        """Return the word pieces."""
-        return {TOKENIZER: data.words.to_json()}
 
     def export(self, model: ElectraPretraining, data: PretrainingData, scale: PretrainingScale, folder: Path) -> None:  # noqa: ARG002  every scale's is exported
         """Write the discriminator and its tokenizer: `from_pretrained` takes the folder.

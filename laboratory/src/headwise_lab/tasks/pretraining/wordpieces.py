@@ -85,9 +85,6 @@ def learn_word_pieces(
         vocabulary_size: Number of ids at most, the five special ones included. A letter may need two, and no more than
             1,000 letters, the most frequent ones, are known.
         progress: Whether to show a bar on stderr where that is a terminal.
-
-    Raises:
-        SettingError: The vocabulary has no room for a letter besides the special tokens.
     """
     require_integer("vocabulary_size", vocabulary_size, low=len(SPECIAL) + 2)
     tokenizer = _make_empty(models.WordPiece(unk_token=UNKNOWN))
@@ -115,11 +112,7 @@ def learn_word_pieces(
 
 
 def read_word_pieces(path: Path) -> WordPieces:
-    """Return the tokenizer of a `tokenizer.json`, or of a folder that holds one, learned here or elsewhere.
-
-    Raises:
-        DataError: The file cannot be read, is no tokenizer, or lacks a special token.
-    """
+    """Return the tokenizer of a `tokenizer.json`, or of a folder that holds one, learned here or elsewhere."""
     path = path / "tokenizer.json" if path.is_dir() else path
     tokenizer = read_tokenizer(path)
     missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]

@@ -46,14 +46,6 @@ def decode_sources(
     Sources of similar length are decoded together, which does not change the results: a translation ends at the latest
     at twice the length of its source plus ten tokens, and its search once as many translations as beams are complete.
     A source longer than `find_max_source_length` is truncated. Padding and start are never generated.
-
-    Args:
-        model: A model with Hugging Face's generate(), in evaluation mode.
-        sources: Token ids of each source, its end included.
-        subwords: Ids to text.
-        beams: Beams of the search; 1 is greedy.
-        length_penalty: p in the score log P / length^p.
-        examples: Maximum number of sources decoded together; None for as many as tokens allow.
     """
     if len(sources) == 0:
         return []

@@ -53,12 +53,7 @@ class TextPair(NamedTuple):
 
 
 def read_pairs(source: Path, target: Path) -> Iterator[TextPair]:
-    """Yield the pairs of two files, in order.
-
-    Raises:
-        DataError: The files have different numbers of lines or other segments, a line is malformed or not UTF-8, or a
-            file cannot be read. The message names file and line.
-    """
+    """Yield the pairs of two files, in order."""
     sides = read_side(source), read_side(target)
     for pairs, (first, second) in enumerate(zip_longest(*sides)):
         if first is None or second is None:
@@ -81,11 +76,7 @@ def read_pairs(source: Path, target: Path) -> Iterator[TextPair]:
 
 
 def read_side(path: Path) -> Iterator[Line]:
-    """Yield the lines of text of one file, without the blanks around them.
-
-    Raises:
-        DataError: A line is malformed or not UTF-8, or the file cannot be read.
-    """
+    """Yield the lines of text of one file, without the blanks around them."""
     if _has_segments(path):
         return _segments(path)
     if path.name.startswith("train.tags."):
@@ -157,10 +148,6 @@ def find_corpus(place: Path) -> tuple[Corpus, Path]:
             likewise dev (or valid or val) and test; or two files aligned by line, `my.en,my.de`, source first. A split
             that is not there is cut from training; see `make_custom_corpus`.
 
-    Raises:
-        DataError: There is no such place, or it holds no corpus that is known.
-        SettingError: Both sides are the same.
-
     Example:
         >>> try:
         ...     find_corpus(Path("nowhere"))
@@ -185,12 +172,6 @@ def make_custom_corpus(train: Part, source_language: str, target_language: str, 
     A cut split has at most 2,000 pairs and at most a twentieth of training. Pairs are drawn by a keyed hash of the
     source line, so that no source line of a cut split is in training.
 
-    Args:
-        train: The training files; absolute, or relative to the folder given with the corpus.
-        source_language: Language translated from.
-        target_language: Language translated into.
-        **splits: `dev=` and `test=`, and further test sets by any other name.
-
     Example:
         >>> make_custom_corpus(Part("my.de", "my.en"), "de", "en", test=Part("t.de", "t.en")).layouts[0].test
         (Part(source='t.de', target='t.en'),)
@@ -202,12 +183,7 @@ def make_custom_corpus(train: Part, source_language: str, target_language: str, 
 
 
 def make_folder_corpus(folder: Path, source_language: str, target_language: str) -> Corpus:
-    """Return a corpus of a custom folder: `train.de`, `train.en` and likewise dev (or valid or val) and test.
-
-    Raises:
-        SettingError: Both languages are the same.
-        DataError: A training file is missing, a split has one side only, or dev is there under two names.
-    """
+    """Return a corpus of a custom folder: `train.de`, `train.en` and likewise dev (or valid or val) and test."""
     sides = source_language, target_language
     if source_language == target_language:
         raise SettingError(f"source and target language are both {source_language!r}; expected two.")

@@ -46,9 +46,6 @@ class Seq2SeqConfig(PreTrainedConfig):
         norm_first: Whether layers are pre-norm; else post-norm, as in Vaswani et al. 2017.
         dropout: Dropout of embeddings and of each sublayer's output, in [0, 1).
         label_smoothing: Share of the target's probability spread over the vocabulary, in [0, 1).
-
-    Raises:
-        SettingError: A size is below 1, the width odd or no multiple of `heads`, or a share outside its range.
     """
 
     model_type = "headwise-seq2seq"
@@ -146,9 +143,6 @@ class Seq2Seq(PreTrainedModel, GenerationMixin):
             past_key_values: The same, under its name before transformers 5.24.
             use_cache: Whether to use the cache, and return it for the next step.
             **_unused: What generate() hands to every model and this one has no use for.
-
-        Raises:
-            SettingError: Neither target ids nor labels, or neither source ids nor states were given.
         """
         if decoder_input_ids is None:
             if labels is None:

@@ -57,11 +57,7 @@ class Sources:
         return self._tables[number]
 
     def pieces(self, number: int) -> Pieces:
-        """Return the tokens of a source; a truncated one may end inside a word, whose last subwords then differ.
-
-        Raises:
-            DataError: Its ids do not come back from their text, so their characters are not known.
-        """
+        """Return the tokens of a source; a truncated one may end inside a word, whose last subwords then differ."""
         (*ids, _end), table = self._ids[number], self._tables[number]
         text = table.text or ""
         encoding = self.subwords.tokenizer.encode(text, add_special_tokens=False)
@@ -143,11 +139,7 @@ def learn_masks(
 def read_masks(
     folder: Path, guided: Guided, subwords: Subwords, pipeline: Path | None, *, num_heads: int, seed: int
 ) -> SourceMasks:
-    """Return the masks of new sources, from the files of a finished run.
-
-    Raises:
-        DataError: As for `read_roles`.
-    """
+    """Return the masks of new sources, from the files of a finished run."""
     rarity, found = read_roles(folder, guided, pipeline)
     sources = Sources(subwords, make_parser(found, None))
     # only a role from another sentence's parse asks for that

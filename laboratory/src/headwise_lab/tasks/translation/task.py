@@ -19,11 +19,13 @@ from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import stable_key
 from headwise_lab.data.subwords import PADDING
 from headwise_lab.experiment.arm import Guided, require_parses
-from headwise_lab.experiment.evaluation import Bleu, Measure, count_ngrams, spread_evenly
+from headwise_lab.experiment.evaluation import count_ngrams, spread_evenly
 from headwise_lab.experiment.task import Answers, MaskMaker, Task
 from headwise_lab.role_masks.stored import hash_pipeline
 from headwise_lab.tasks.translation.corpora import find_files
 from headwise_lab.tasks.translation.data import (
+    RECORD,
+    TOKENIZER,
     TranslationData,
     TranslationExample,
     TranslationSplit,
@@ -33,7 +35,6 @@ from headwise_lab.tasks.translation.data import (
     prepare_translation,
 )
 from headwise_lab.tasks.translation.files import FORMS, find_corpus
-from headwise_lab.tasks.translation.prepare import RECORD, TOKENIZER
 from headwise_lab.tasks.translation.role_masks import PARSED_BY, Sources, learn_masks, make_parser
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES, TranslationScale
 
@@ -43,31 +44,16 @@ BIN = 10
 PARSES = "parses"
 
 
-class TranslationTask(Task):
+class TranslationTask(Task, settings=Path(__file__).with_name("task.toml")):
     """Translation (Vaswani et al. 2017); see `task.Task` for the methods."""
 
     name = "translation"
-    metric = Bleu().name
-    primary = "BLEU (sacreBLEU, 13a, cased) on the test set"
-    difficulty = "source words, up to"
     scales = TRANSLATION_SCALES
-    baselines = ("copy",)
-    prepares = True
-    shown = (
-        Measure("chrF", "chrF"),
-        Measure("NLL", "NLL", "nats", better="lower", digits=3),
-        Measure("decoding_seconds", "decoding", "s", better="lower"),
-    )
 
     def load(
         self, folder: Path | None, scale: TranslationScale, cache: Path | None, *, progress: bool = False
     ) -> ScaledTranslation:
-        """Return the data of a place that `find_corpus` reads, or of a folder that was prepared before.
-
-        Raises:
-            DataError: No place was named, it holds no corpus that is known, or the folder was prepared with another
-                vocabulary than the scale's.
-        """
+        """Return the data of a place that `find_corpus` reads, or of a folder that was prepared before."""
         if folder is None:
             raise DataError(f"translation needs --data: {FORMS}.")
         if (folder / RECORD).exists():
@@ -88,11 +74,7 @@ class TranslationTask(Task):
     def prepare(
         self, folder: Path, scale: TranslationScale, place: Path, *, tokenizer: Path | None, progress: bool = False
     ) -> ScaledTranslation:
-        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine.
-
-        Raises:
-            DataError: As `load`, or `place` holds something else.
-        """
+        """Write the data of a scale into the folder `place`, which `load` then takes, here or on another machine."""
         if (folder / RECORD).exists():
             raise DataError(f"{folder} is prepared already; give it to headwise compare translation --data.")
         corpus, files = find_corpus(folder)
@@ -195,12 +177,7 @@ class TranslationTask(Task):
 
 
 class ScaledTranslation:
-    """A corpus with its splits cut to a scale's size.
-
-    Attributes:
-        whole: The data that was prepared.
-        scale: The scale.
-    """
+    """A corpus with its splits cut to a scale's size."""
 
     def __init__(self, whole: TranslationData, scale: TranslationScale) -> None:
         self.whole, self.scale = whole, scale

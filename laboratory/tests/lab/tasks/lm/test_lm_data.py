@@ -19,12 +19,14 @@ from headwise_lab.data.subwords import describe_tokenizer
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.packed_text import prepare as preparing
 from headwise_lab.packed_text.prepare import TextPreparation, prepare_text
-from headwise_lab.tasks.lm.cloze import find_items, find_last_words
+from headwise_lab.packed_text.shards import stack_rows
 from headwise_lab.tasks.lm.data import PACKING, LmData, Packer, TextRow, make_labels, number_positions
 from headwise_lab.tasks.lm.model import keeps_documents_apart
+from headwise_lab.tasks.lm.scores import find_items, find_last_words
 from headwise_lab.tasks.lm.task import LmTask
 from headwise_lab.tasks.lm.tokens import learn_tokens, read_tokens
 from headwise_lab.training.attach import attach_arm
+from lab.cases import each
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy, write_documents
 
 
@@ -33,8 +35,8 @@ def prepared(tmp_path_factory) -> Path:
     return prepare_toy(tmp_path_factory.mktemp("text"))
 
 
-@pytest.mark.parametrize("end", [1, 2])
-@pytest.mark.parametrize("length", [2, 3, 10])
+@each("end", [1, 2])
+@each("length", [2, 3, 10])
 def test_rows_predict_every_token_of_the_text_exactly_once(length, end):
     packer, stream, rows = Packer(length, start=1, end=end), [1], []
     for number in range(40):
@@ -64,7 +66,7 @@ def find_second(row: TextRow) -> int:
     return 1 + int(begins[0]) if len(begins) else 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@each("family", ["llama", "qwen3"])
 def test_attention_does_not_cross_documents(family, prepared):
     data = open_toy(prepared)
     model, _ = attach_arm(LmTask(), parse_arm("plain"), data, dataclasses.replace(TOY, family=family), seed=3)
@@ -72,7 +74,7 @@ def test_attention_does_not_cross_documents(family, prepared):
     begin = find_second(row)
     other = TextRow(row.input_ids.copy(), row.position_ids, row.labels)
     other.input_ids[:begin] = 5
-    batch = TextRow.batch([row, other])
+    batch = stack_rows([row, other])
     positions = batch["position_ids"]
     with torch.no_grad():
         apart = model(batch["input_ids"], positions)["logits"]
@@ -153,7 +155,7 @@ def test_what_starts_and_ends_documents_is_found_in_the_users_tokenizer(tmp_path
         read_tokens(save_words(tmp_path / "none", ["[a]"], None))
 
 
-@pytest.mark.parametrize("most", [1, 2_000])
+@each("most", [1, 2_000])
 def test_one_document_is_split_by_its_rows_which_add_up_to_it(most, tmp_path):
     text = "\n".join(json.loads(line)["text"] for line in write_documents(tmp_path / "a", 60).read_text().splitlines())
     (tmp_path / "one.txt").write_text(re.sub(r"\n\s*", "\n", text))
@@ -173,13 +175,11 @@ def test_one_document_is_split_by_its_rows_which_add_up_to_it(most, tmp_path):
     assert "1 document, too few to split by" in LmData(folder, record, words, None, None).summary()
 
 
-@pytest.mark.parametrize("documents", [1, 250])
-def test_a_preparation_stopped_in_the_middle_goes_on_to_the_same_shards(documents, tmp_path, monkeypatch):
+def test_a_preparation_stopped_in_the_middle_of_a_document_goes_on_to_the_same_shards(tmp_path, monkeypatch):
     files = (write_documents(tmp_path / "docs.jsonl", 250),)
-    if documents == 1:
-        text = " ".join(json.loads(line)["text"] for line in files[0].read_text().splitlines())
-        files[0].write_text(json.dumps({"text": text}))
-        monkeypatch.setattr(reading, "LONGEST", 500)
+    text = " ".join(json.loads(line)["text"] for line in files[0].read_text().splitlines())
+    files[0].write_text(json.dumps({"text": text}))
+    monkeypatch.setattr(reading, "LONGEST", 500)
     sizes = TextPreparation(330, 32, shard_bytes=20 * 64, held_out_rows=9)
     prepare_text(PACKING, files, sizes, "f" * 16, tmp_path / "whole")
     write = preparing._write_array

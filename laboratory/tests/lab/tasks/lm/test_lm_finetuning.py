@@ -34,6 +34,7 @@ from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
 from headwise_lab.tune import Tuning, draw_arm
+from lab.cases import each
 from lab.command import call, refused
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
@@ -65,7 +66,7 @@ def compute_logits(model) -> Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@each("lora", [0, 4])
 def test_a_run_begins_with_the_model_of_the_folder(lora, place):
     chosen = settings(place, "plain", lora=lora)
     data = TASK.load(chosen.data, chosen.scale, chosen.cache)
@@ -81,6 +82,7 @@ def test_a_run_begins_with_the_model_of_the_folder(lora, place):
         assert len(trained) == len(list(model.parameters()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arm", ["plain", "svgd:alpha=0.5", "cka", "em:layers=0"])
 @pytest.mark.parametrize("lora", [0, 4])
 def test_the_folder_of_a_run_computes_what_its_model_does(lora, arm, place, tmp_path):
@@ -137,6 +139,7 @@ def test_measures_of_attention_are_left_out_where_weights_cannot_be_read(place):
     assert measure_sinks(model, data.dev) == {}
 
 
+@pytest.mark.full
 def test_a_run_with_adapters_goes_on_to_the_same_bits(place, tmp_path):
     assert_goes_on_to_the_same_bits(settings(place, "svgd", lora=4), tmp_path, stopped=3)
 
@@ -182,7 +185,7 @@ def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
         TASK.model(data, scale)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arm", "error", "said"),
     [
         ("muon-heads", LayoutError, r"c_attn\.base_layer\.weight is the base of a LoRA layer, which trains A and B"),

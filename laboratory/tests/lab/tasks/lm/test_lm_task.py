@@ -26,15 +26,15 @@ from headwise_lab.experiment.evaluation import Likelihood
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.tasks.lm.attention import measure_copying, measure_sinks
-from headwise_lab.tasks.lm.cloze import ClozeItem, score_cloze
 from headwise_lab.tasks.lm.model import build_model
 from headwise_lab.tasks.lm.scales import LM_SCALES
-from headwise_lab.tasks.lm.scores import score_rows, score_unigrams
+from headwise_lab.tasks.lm.scores import ClozeItem, score_cloze, score_rows, score_unigrams
 from headwise_lab.tasks.lm.task import LmTask
 from headwise_lab.tasks.lm.tokens import TextTokens, learn_tokens
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
+from lab.cases import Made, each
 from lab.stopping import same_bits, stop_after
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
@@ -56,11 +56,13 @@ def settings(arm: str, text: Path, scale=TOY, **changes) -> RunSettings:
 @pytest.fixture(scope="module")
 def runs(text, tmp_path_factory) -> dict[str, Path]:
     """The folder of an uninterrupted run of each arm."""
-    made = {}
-    for arm in ARMS:
-        made[arm] = tmp_path_factory.mktemp("run") / "run"
-        train_run(settings(arm, text), made[arm])
-    return made
+
+    def train(arm: str) -> Path:
+        folder = tmp_path_factory.mktemp("run") / "run"
+        train_run(settings(arm, text), folder)
+        return folder
+
+    return Made(train)
 
 
 def result(folder: Path) -> dict:
@@ -220,7 +222,7 @@ def test_layers_whose_window_leaves_out_the_first_token_have_no_sink(text):
     assert part > near
 
 
-@pytest.mark.parametrize("stopped", [3, 11])
+@pytest.mark.parametrize("stopped", [3, pytest.param(11, marks=pytest.mark.full)])
 def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped, runs, text, tmp_path):
     data = open_toy(text)
     assert stopped * TOY.batch_size % data.shards[0], "the stop is inside a shard"
@@ -235,6 +237,7 @@ def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped
     assert whole == parts
 
 
+@pytest.mark.full
 def test_accumulated_batches_make_the_step_of_one_large_batch(text, tmp_path):
     for name, changes in (("one", {}), ("two", {"batch_size": 4, "accumulation": 2})):
         train_run(settings("plain", text, dataclasses.replace(TOY, **changes)), tmp_path / name)
@@ -252,7 +255,7 @@ def test_arms_of_a_seed_see_the_same_text_and_start(text):
     assert batches[0] == batches[1]
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@each("arm", ARMS)
 def test_every_arm_generates_with_and_without_a_cache_alike(arm, runs, text):
     model = load_trained(settings(arm, text), runs[arm]).model
     prompt = torch.tensor([[1, 40, 41, 42]])
@@ -265,6 +268,7 @@ def test_every_arm_generates_with_and_without_a_cache_alike(arm, runs, text):
     assert torch.equal(*said)
 
 
+@pytest.mark.full
 def test_the_folder_goes_to_plain_transformers_and_one_with_an_aggregator_does_not(runs, tmp_path):
     script = f"""
 import sys
@@ -304,7 +308,7 @@ except (ValueError, OSError, KeyError) as error:
     assert not (runs["differential"] / "model").exists(), "transformers would pass over its second maps"
 
 
-@pytest.mark.parametrize("arm", ["talking", "mixture:shared=0,active=1", "differential"])
+@each("arm", ["talking", "mixture:shared=0,active=1", "differential"])
 def test_a_run_without_a_folder_for_transformers_is_opened_as_it_was_trained(arm, runs, text):
     opened, trained = open_frozen(runs[arm]), load_trained(settings(arm, text), runs[arm])
     batch = next(iter(opened.read(["The old clock ticks", "A bell rings"])))
@@ -365,6 +369,7 @@ def test_the_papers_scale_has_124_million_parameters():
     assert (recipe.schedule, recipe.weight_decay, recipe.clip_norm, recipe.betas) == ("cosine", 0.1, 1.0, (0.9, 0.95))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="HEADWISE_DATA has no text to model")
 def test_a_model_of_real_text_beats_frequencies(tmp_path):
     with gzip.open(PUBLISHED, "rb") as whole, gzip.open(tmp_path / "part.jsonl.gz", "wb") as part:

@@ -18,10 +18,10 @@ from headwise_lab.data import documents
 from headwise_lab.data.documents import find_files, read_lines, read_pieces
 from headwise_lab.packed_text import prepare as preparing
 from headwise_lab.packed_text.prepare import prepare_text
-from headwise_lab.packed_text.stream import StreamBatches
-from headwise_lab.tasks.pretraining.data import PACKING, MaskedRow
-from headwise_lab.tasks.pretraining.rows import Packer, draw_masked, number_segments
+from headwise_lab.packed_text.shards import StreamBatches, stack_rows
+from headwise_lab.tasks.pretraining.data import PACKING, Packer, draw_masked, number_segments
 from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
+from lab.cases import each
 from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl
 
 
@@ -62,7 +62,7 @@ def test_a_document_that_is_not_read_to_its_end_does_not_spill_into_the_next(tmp
     assert list(next(found)) == ["three"]
 
 
-@pytest.mark.parametrize("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]', "[" * 100_000])
+@each("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]', "[" * 100_000])
 def test_a_bad_line_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
@@ -95,7 +95,7 @@ def test_text_without_ends_of_lines_takes_no_more_memory_or_time_a_word(tmp_path
     assert peaks[1] < 1.5 * peaks[0]
 
 
-@pytest.mark.parametrize("longest", [1, 2, 3, 7, 1000])
+@each("longest", [1, 2, 3, 7, 1000])
 def test_parts_of_lines_add_up_to_the_lines_wherever_they_are_cut(longest, tmp_path):
     lines = ["\ufeffaé b", "", " ", "c", "🙂 long one", "last"]
     (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode())
@@ -207,7 +207,7 @@ def test_a_preparation_stopped_in_the_middle_of_a_file_goes_on_to_the_same_shard
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
-@pytest.mark.parametrize("held", [{}, [], {"total": "x", "pieces": 5}, {"pieces": {}}])
+@each("held", [{}, [], {"total": "x", "pieces": 5}, {"pieces": {}}])
 def test_a_state_that_lost_its_digests_is_refused(held, prepared, tmp_path):
     state = tmp_path / f".again-{'f' * 16}" / preparing.STATE
     state.parent.mkdir()
@@ -216,6 +216,7 @@ def test_a_state_that_lost_its_digests_is_refused(held, prepared, tmp_path):
         prepare_text(PACKING, find_files(prepared.parent / "docs.jsonl.gz"), small(), "f" * 16, tmp_path / "again")
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_text(tmp_path):
     peaks = []
     words = learn_word_pieces(lambda: [document(n) for n in range(20)], 120)
@@ -249,7 +250,7 @@ def test_every_pass_has_every_row_once_in_another_order():
     assert next(iter(other)) != next(iter(batches))
 
 
-@pytest.mark.parametrize(("round_", "batch"), [(0, 1), (0, 41), (1, 0), (2, 17)])
+@each(("round_", "batch"), [(0, 1), (0, 41), (1, 0), (2, 17)])
 def test_the_stream_goes_on_in_the_middle_of_a_shard_to_the_same_batch(round_, batch):
     sizes, steps = [20] * 17 + [7], 50
     whole = StreamBatches(sizes, batch_size=9, steps=3 * steps, seed=3)
@@ -274,7 +275,7 @@ def test_an_example_hides_fifteen_percent_and_knows_what_it_hid(prepared):
     again, other = data.train[number + 7 * len(data.train)], data.train[number + 8 * len(data.train)]
     assert np.array_equal(again.positions, example.positions)
     assert not np.array_equal(other.positions, example.positions)
-    batch = MaskedRow.batch([example, other])
+    batch = stack_rows([example, other])
     assert {name: tuple(one.shape) for name, one in batch.items()} == {
         "input_ids": (2, 16),
         "token_type_ids": (2, 16),

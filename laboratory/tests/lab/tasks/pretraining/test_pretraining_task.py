@@ -36,6 +36,7 @@ from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.start import Start
 from headwise_lab.training.train import never, train_run
 from headwise_lab.training.trained import load_trained
+from lab.cases import Made
 from lab.stopping import same_bits, stop_after
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
 
@@ -68,11 +69,13 @@ def original(row: MaskedRow) -> list[int]:
 @pytest.fixture(scope="module")
 def runs(text, tmp_path_factory) -> dict[str, Path]:
     """The folder of an uninterrupted run of each arm."""
-    made = {}
-    for arm in ARMS:
-        made[arm] = tmp_path_factory.mktemp("run") / "run"
-        train_run(settings(arm, text), made[arm])
-    return made
+
+    def train(arm: str) -> Path:
+        folder = tmp_path_factory.mktemp("run") / "run"
+        train_run(settings(arm, text), folder)
+        return folder
+
+    return Made(train)
 
 
 def result(folder: Path) -> dict:
@@ -102,7 +105,7 @@ def test_a_run_leaves_losses_force_and_diversity(runs):
     assert (predictions["statistics"][:, [1, 3]].sum(axis=1) == 16).all()
 
 
-@pytest.mark.parametrize("stopped", [3, 11])
+@pytest.mark.parametrize("stopped", [3, pytest.param(11, marks=pytest.mark.full)])
 def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped, runs, text, tmp_path):
     arm = "svgd"
     data = TASK.load(text, TOY, None)
@@ -179,6 +182,7 @@ def test_a_discriminator_with_gates_is_not_written(text, tmp_path):
         open_frozen(run, None)
 
 
+@pytest.mark.full
 def test_the_discriminator_goes_to_plain_transformers_and_one_with_an_aggregator_does_not(runs, tmp_path):
     routed = runs["em:capsules=4,layers=0"] / "discriminator"
     script = f"""
@@ -266,6 +270,7 @@ def test_the_papers_scale_is_electra_smalls():
     assert (scale.generator_weight, scale.discriminator_weight) == (1.0, 50.0)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not PUBLISHED.is_file(), reason="HEADWISE_DATA has no text to pre-train on")
 def test_a_discriminator_of_real_text_learns(tmp_path):
     with gzip.open(PUBLISHED, "rb") as whole, gzip.open(tmp_path / "part.jsonl.gz", "wb") as part:

@@ -24,6 +24,7 @@ from headwise_lab.tasks.translation import decoding
 from headwise_lab.tasks.translation.decoding import EXTRA, LONGER
 from headwise_lab.tasks.translation.translator import open_translator, translate_lines
 from headwise_lab.training.train import train_run
+from lab.cases import Made
 from lab.sealing import seal_again
 from lab.streamed import answered, started
 from lab.tasks.translation.test_translation_task import ARM, TOY, settings
@@ -43,21 +44,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         source = [draw.choices(list(WORDS), k=draw.randint(2, 12)) for _ in range(size)]
         (corpus / f"{name}.en").write_text("".join(" ".join(line) + "\n" for line in source))
         (corpus / f"{name}.de").write_text("".join(" ".join(WORDS[w] for w in line) + "\n" for line in source))
-    found = {"corpus": corpus}
-    routed = "em:capsules=4,kinds=self,votes=per-head"
     better = {"width": 32, "epochs": 6, "learning_rate": 1e-2, "train_examples": 200, "dropout": 0.0}
-    for name, arm, model in (
-        ("routed", f"{ARM[: ARM.index('+em')]}+{routed}", "seq2seq"),
-        ("drophead", "drophead+trunk:layers=0,kinds=cross", "seq2seq"),
-        ("marian", "simple:layers=0,kinds=decoder,capsules=8", "marian"),
-    ):
+    runs = {
+        "routed": (f"{ARM[: ARM.index('+em')]}+em:capsules=4,kinds=self,votes=per-head", "seq2seq"),
+        "drophead": ("drophead+trunk:layers=0,kinds=cross", "seq2seq"),
+        "marian": ("simple:layers=0,kinds=decoder,capsules=8", "marian"),
+    }
+
+    def train(name: str) -> Path:
+        arm, model = runs[name]
         scale = dataclasses.replace(TOY, model=model, **better, beams=3, length_penalty=0.7)
-        found[name] = place / name
-        train_run(settings(arm, corpus, place / "cache", scale), found[name])
+        train_run(settings(arm, corpus, place / "cache", scale), place / name)
+        return place / name
+
+    found = Made(train)
+    found["corpus"] = corpus
     return found
 
 
-@pytest.mark.parametrize("name", ["routed", "marian"])
+@pytest.mark.parametrize("name", ["routed", pytest.param("marian", marks=pytest.mark.full)])
 def test_the_encoder_of_a_run_can_be_probed(trained, tmp_path, name):
     frozen = open_frozen(trained[name])
     texts = sources(trained)
@@ -81,7 +86,7 @@ def lines_of(folder: Path, given: bytes, window: int = 10, **changes) -> list[st
     return output.getvalue().decode().split("\n")[:-1]
 
 
-@pytest.mark.parametrize("name", ["routed", "drophead", "marian"])
+@pytest.mark.parametrize("name", ["routed", "drophead", pytest.param("marian", marks=pytest.mark.full)])
 def test_a_run_translates_its_test_set_as_it_did_when_it_was_tested(trained, name):
     expected = (trained[name] / "predictions.txt").read_text().split("\n")[:-1]
     assert len(set(expected)) > 3
@@ -100,6 +105,7 @@ def test_what_routes_heads_in_a_run_routes_them_when_it_translates(trained):
     assert not hasattr(modules.attention.out_proj, "setting")
 
 
+@pytest.mark.full
 def test_the_first_translations_come_before_the_input_ends(trained):
     lines = sources(trained)
     expected = (trained["routed"] / "predictions.txt").read_text().split("\n")
@@ -121,6 +127,7 @@ def test_the_first_translations_come_before_the_input_ends(trained):
     assert (process.returncode, said) == (0, b"")
 
 
+@pytest.mark.full
 def test_empty_and_blank_lines_are_kept_whatever_ends_the_lines(trained):
     one, two = sources(trained)[:2]
     folder = trained["marian"]
@@ -143,7 +150,7 @@ def test_a_line_that_is_not_utf8_is_named_after_those_before_it(trained):
     assert said == "headwise: standard input, line 3: not UTF-8 (invalid start byte); convert the text.\n"
 
 
-@pytest.mark.parametrize("name", ["routed", "marian"])
+@pytest.mark.parametrize("name", ["routed", pytest.param("marian", marks=pytest.mark.full)])
 def test_a_line_too_long_is_cut_and_named(trained, name, monkeypatch):
     translator = open_translator(trained[name], beams=1)
     assert translator.longest == {"routed": 1023, "marian": 511}[name]
@@ -166,6 +173,7 @@ def test_a_line_too_long_is_cut_and_named(trained, name, monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_the_positions_of_marian_are_enough_for_its_longest_line(trained):
     translator = open_translator(trained["marian"], beams=1)
     source = translator.encode(["red dog runs two small sees " * 200])[0]
@@ -208,6 +216,7 @@ def test_a_translation_is_one_line_though_the_vocabulary_has_ends_of_lines(train
     assert translator.translate([[5, 6]]) == ["a b c"]
 
 
+@pytest.mark.full
 def test_whoever_reads_the_output_may_go(trained):
     with started("translate", str(trained["routed"]), "--window", "1", "--beams", "1") as process:
         assert process.stdin is not None

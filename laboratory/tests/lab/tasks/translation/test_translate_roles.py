@@ -31,6 +31,8 @@ from lab.tasks.translation.test_translate import lines_of
 from lab.tasks.translation.test_translation_task import TOY, settings
 from lab.tasks.translation.translation_toy import WORDS
 
+pytestmark = pytest.mark.full
+
 ARMS = {
     "roles": "guided:roles=rare/separator/window",
     "random": "random-mask:roles=rare/window",

@@ -19,10 +19,10 @@ from headwise.errors import DataError, SettingError
 from headwise_lab.data.arrays import RaggedWriter, open_ragged
 from headwise_lab.data.subwords import END, learn_subwords
 from headwise_lab.tasks.translation import data as translation_data
-from headwise_lab.tasks.translation import prepare
 from headwise_lab.tasks.translation.corpora import CORPORA, Cleaning, Corpus, Layout, Part
-from headwise_lab.tasks.translation.data import collate, load_translation, open_prepared
+from headwise_lab.tasks.translation.data import Preparation, collate, load_translation, open_prepared
 from headwise_lab.tasks.translation.files import make_custom_corpus, make_folder_corpus
+from lab.cases import each
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -122,7 +122,7 @@ def test_pairs_of_dev_and_test_with_a_blank_side_are_left_out_and_counted(copy, 
     assert data.sources("test") == whole.sources("test")
 
 
-@pytest.mark.parametrize(
+@each(
     ("mark", "cut"),
     [
         ("@@", lambda text: re.sub(r"(\w)(\w+)", r"\1@@ \2", text)),
@@ -131,9 +131,9 @@ def test_pairs_of_dev_and_test_with_a_blank_side_are_left_out_and_counted(copy, 
         ("￭", lambda text: re.sub(r"(\w)(\w+)", r"\1￭ \2", text)),
     ],
 )
-@pytest.mark.parametrize("name", ["train.de", "dev.en", "test.de"])
+@each("name", ["train.de", "dev.en", "test.de"])
 def test_text_that_was_cut_into_subwords_is_refused_with_what_joins_it(mark, cut, name, copy, tmp_path):
-    raw = read(copy / name)
+    raw, train = read(copy / name), read(copy / "train.de")
     write(copy / name, [cut(line) for line in raw])
     with pytest.raises(DataError, match=rf"{name}, line 1: {mark} marks pieces of words, .* with sed ") as refusal:
         load(copy, tmp_path / "cache")
@@ -143,10 +143,11 @@ def test_text_that_was_cut_into_subwords_is_refused_with_what_joins_it(mark, cut
     write(copy / name, raw)
     write(copy / "train.de", [cut("some words"), *read(copy / "train.de")[1:]])
     assert load(copy, tmp_path / "cache").train, "one such line is text about something else"
+    write(copy / "train.de", train)
 
 
 def test_bad_text_is_refused_before_anything_is_made(copy, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "learn_subwords", None)
+    monkeypatch.setattr(translation_data, "learn_subwords", None)
     (copy / "test.de").write_bytes(b"gr\xfcn\n")
     with pytest.raises(DataError, match=r"test\.de, line 1: not UTF-8"):
         load(copy, tmp_path)
@@ -180,7 +181,7 @@ def test_a_given_test_set_leaves_only_dev_to_be_cut(tmp_path):
 
 
 def test_a_large_corpus_gives_at_most_two_thousand_pairs_to_a_cut_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CUT_PAIRS", 40)
+    monkeypatch.setattr(translation_data, "CUT_PAIRS", 40)
     write_corpus(tmp_path, train=2_000)
     data = load_translation(
         make_custom_corpus(Part("train.de", "train.en"), "de", "en"),
@@ -210,11 +211,11 @@ def test_subwords_of_a_large_corpus_are_learned_from_evenly_spaced_pairs(folder,
         seen.extend(text)
         return learn_subwords(seen, size, **options)
 
-    monkeypatch.setattr(prepare, "learn_subwords", spy)
+    monkeypatch.setattr(translation_data, "learn_subwords", spy)
     monkeypatch.setattr(
         translation_data,
         "Preparation",
-        lambda *arguments: prepare.Preparation(*arguments, learned_from=100),
+        lambda *arguments: Preparation(*arguments, learned_from=100),
     )
     load(folder, tmp_path)
     assert seen[::2] == read(folder / "train.de")[::3]
@@ -252,8 +253,8 @@ def test_a_prepared_folder_opens_without_its_files_on_another_machine(folder, tm
     assert str(folder) not in (elsewhere / "record.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["train.source.ids.npy", "dev.target.offsets.npy", "tokenizer.json", "record.json"])
-@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+@each("name", ["train.source.ids.npy", "dev.target.offsets.npy", "tokenizer.json", "record.json"])
+@each("damage", ["gone", "cut", "other"])
 def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_path, name, damage):
     data = load(folder, tmp_path)
     path = data.folder / name
@@ -268,7 +269,7 @@ def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_p
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("splits", {}),
@@ -390,6 +391,7 @@ def test_sequences_written_piece_by_piece_read_back_as_one(tmp_path):
             open_ragged(tmp_path, "x")
 
 
+@pytest.mark.full
 def test_a_prepared_corpus_is_the_same_byte_for_byte_from_another_process(folder, tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[3:]\n"
@@ -405,6 +407,7 @@ def test_a_prepared_corpus_is_the_same_byte_for_byte_from_another_process(folder
         assert path.read_bytes() == (there / path.name).read_bytes(), path.name
 
 
+@pytest.mark.full
 @pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files")
 def test_the_whole_of_multi30k_is_prepared_and_comes_back(tmp_path):
     data = load_translation(CORPORA["multi30k"], PUBLISHED / "multi30k", cache=tmp_path)

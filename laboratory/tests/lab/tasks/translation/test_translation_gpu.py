@@ -25,6 +25,8 @@ from headwise_lab.training.train import train_run
 from lab.stopping import stop_after
 from lab.tasks.translation.translation_text import write_corpus
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[5]
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
 GPU = TRANSLATION_SCALES["gpu"]

@@ -15,6 +15,7 @@ from headwise.errors import DataError, SettingError
 from headwise_lab.tasks.translation.files import find_corpus
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise_lab.tasks.translation.task import TranslationTask
+from lab.cases import each
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -80,7 +81,7 @@ def test_a_language_may_have_a_hyphen(tmp_path):
         assert folder == tmp_path
 
 
-@pytest.mark.parametrize("packed", ["", ".gz"])
+@each("packed", ["", ".gz"])
 def test_two_files_are_a_corpus_whose_dev_and_test_are_cut_the_same_every_time(tmp_path, monkeypatch, packed):
     write(tmp_path / "a" / f"my.en{packed}", lines(2_000, 5, SOURCE_WORDS))
     write(tmp_path / "b" / f"my.de{packed}", lines(2_000, 5, TARGET_WORDS))
@@ -175,6 +176,7 @@ def test_what_is_wrong_in_two_files_is_named_by_file_and_line(tmp_path):
         load(place, tmp_path / "cache")
 
 
+@pytest.mark.full
 @needs_published_data
 def test_two_published_files_are_trained_on_as_they_are(tmp_path):
     for side in ("en", "de"):

@@ -217,6 +217,7 @@ def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, c
     torch.testing.assert_close(states["guided:roles=window"][0][real], states["guided:roles=window"][-1][real])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arm", ["guided:roles=rare/separator/window,random=window", "shuffled-parse:roles=major/dependency"]
 )

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from headwise.errors import DataError, SettingError
+from headwise.errors import SettingError
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.data.subwords import END
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms
@@ -68,6 +68,7 @@ def settings(arm: str, corpus: Path, cache: Path, scale: TranslationScale = TOY)
 ARM = "svgd:kinds=self,projections=query+output:kinds=self,kind_weights=1/0.5/0.5+em:layers=0,kinds=decoder,capsules=4"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["seq2seq", "marian"])
 def test_accumulated_batches_are_averaged(model, corpus, cache, tmp_path):
     # a forward that takes further arguments is none that divides its loss itself
@@ -81,7 +82,7 @@ def test_accumulated_batches_are_averaged(model, corpus, cache, tmp_path):
     assert losses[0] < losses[1] < 1.3 * losses[0]
 
 
-@pytest.mark.parametrize("model", ["seq2seq", "marian"])
+@pytest.mark.parametrize("model", ["seq2seq", pytest.param("marian", marks=pytest.mark.full)])
 def test_a_run_keeps_its_translations_and_scores_them_as_sacrebleu_does(model, corpus, cache, tmp_path):
     scale = dataclasses.replace(TOY, model=model)
     folder = tmp_path / "run"
@@ -136,6 +137,7 @@ def test_dev_and_test_may_have_pairs_longer_than_the_positions_of_marian(corpus,
     assert np.isfinite(result["answers"]["NLL"])
 
 
+@pytest.mark.full
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(corpus, cache, tmp_path):
     train_run(settings(ARM, corpus, cache), tmp_path / "whole")
     for stopped in (3, 7):
@@ -147,6 +149,7 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(corpus, cache, tmp
         assert (folder / "predictions.txt").read_text() == (tmp_path / "whole" / "predictions.txt").read_text()
 
 
+@pytest.mark.full
 def test_the_weights_of_the_last_epochs_are_averaged(corpus, cache, tmp_path):
     # two of three epochs
     scale = dataclasses.replace(TOY, epochs=3)
@@ -170,6 +173,7 @@ def test_the_weights_of_the_last_epochs_are_averaged(corpus, cache, tmp_path):
         torch.testing.assert_close(mean, (a[name] + kept[name]) / 2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
     arms = tuple(parse_arms("plain,output:kinds=cross"))
@@ -199,6 +203,7 @@ def test_a_comparison_of_arms_ends_with_a_table_of_bleu(corpus, tmp_path):
         assert 0 < test["p_bootstrap"] <= 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_a_folder_from_before_further_scores_and_references_goes_on_with_them(corpus, tmp_path):
     scale = dataclasses.replace(TOY, epochs=1, averaged=1)
@@ -212,14 +217,3 @@ def test_a_folder_from_before_further_scores_and_references_goes_on_with_them(co
     assert compare(comparison, Console(quiet=True)) == []
     assert json.loads(path.read_text()) == record
     assert (tmp_path / "references.txt").exists()
-
-
-def test_what_is_no_corpus_is_refused_in_one_sentence(tmp_path):
-    task = TranslationTask()
-    with pytest.raises(DataError, match=r"translation needs --data: a folder with the files of multi30k"):
-        task.load(None, TOY, tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        DataError, match=r"holds no corpus that is known; expected a folder with the files of multi30k, iwslt14"
-    ):
-        task.load(tmp_path / "empty", TOY, tmp_path)
