@@ -28,6 +28,21 @@ _ALONE = ContextVar("alone", default=False)
 T = TypeVar("T")
 
 
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set variables of the environment in the block, and what they were before afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def launched() -> bool:
     """Whether a launcher started several processes for this command."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ

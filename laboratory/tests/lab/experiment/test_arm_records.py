@@ -41,7 +41,7 @@ def test_the_record_of_an_arm_has_its_methods_with_what_is_set():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"kind": "Subclass"}, "has a 'Subclass'; expected one of .*Arm.*SVGD"), ({"of": 3}, "no Arm can be built from")],
+    [({"kind": "Subclass"}, "has a 'Subclass'; expected one of .*Arm.*SVGD"), ({"of": 3}, "Arm cannot be built from")],
 )
 def test_a_record_of_something_else_is_refused(changes, message: str):
     with pytest.raises(DataError, match=message):

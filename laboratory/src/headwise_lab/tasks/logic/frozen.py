@@ -10,21 +10,19 @@ from headwise.input_files import read_numbered_lines
 from headwise.texts.batching import Row
 from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.task import Task, name_run
-from headwise_lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words, run_encoder
+from headwise_lab.frozen.runs import batch_rows, list_files, load_run, read_words, run_encoder
 from headwise_lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise_lab.tasks.logic.model import PairClassifier
 from headwise_lab.tasks.logic.scales import LogicScale
-from headwise_lab.training.trained import build_run_model, read_scale, restore_run
+from headwise_lab.training.trained import read_scale
 
 FORMULA = "one formula per line, such as ( not ( a ( and b ) ) )"
 
 
 def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the encoder of a run of logic, which reads formulas."""
-    (vocabulary,) = read_words(folder)
-    scale = read_scale(folder, record, LogicScale)
-    model = build_run_model(folder, lambda: PairClassifier(len(vocabulary), len(RELATIONS), scale))
-    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    (vocabulary,), scale = read_words(folder), read_scale(folder, record, LogicScale)
+    model = load_run(folder, record, task, lambda: PairClassifier(len(vocabulary), len(RELATIONS), scale))
     encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
 
     def formulas(path: Path) -> list[str]:
