@@ -361,11 +361,7 @@ def _list_named() -> dict[str, tuple[Method, str]]:
 
 
 def combine(arms: Iterable[Arm]) -> Arm:
-    """Return the arm that does what all of `arms` do; penalties are added with their weights.
-
-    Raises:
-        SettingError: Two arms set the same thing differently, or one of several has no heads.
-    """
+    """Return the arm that does what all of `arms` do; penalties are added with their weights."""
     parts = [arm for arm in arms if arm.name != "plain"]
     if not parts:
         return Arm("plain", control=None)

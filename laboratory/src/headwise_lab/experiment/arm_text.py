@@ -87,11 +87,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def parse_arm(text: str) -> Arm:
-    """Return the arm that a text such as "svgd:alpha=0.5+em" names.
-
-    Raises:
-        SettingError: As `parse_arms`.
-    """
+    """Return the arm that a text such as "svgd:alpha=0.5+em" names."""
     order = list(named_arms())
     parts = [_parse_part(part) for part in re.split(r"\+(?=\s*[A-Za-z])", text.strip())]
     return combine(sorted(parts, key=lambda arm: order.index(arm.name.partition(":")[0])))
@@ -109,13 +105,6 @@ def list_settings(arm: Arm) -> dict[str, Path]:
 
 def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
     """Return a named arm with settings changed, under its canonical name.
-
-    Args:
-        arm: One of the named arms, as it is.
-        settings: Setting name to the text of its value.
-
-    Raises:
-        SettingError: The arm has no such setting or cannot take that value.
 
     >>> with_settings(named_arms()["svgd"], {"alpha": "0.5", "step_size": "0.2"}).control
     'smooth:step_size=0.2'
@@ -266,9 +255,6 @@ def record_arm(arm: Arm) -> dict[str, Any]:
 
 def restore_arm(record: Any) -> Any:
     """Return the arm of a record.
-
-    Raises:
-        DataError: It names a class that no arm of the laboratory holds, or one with other fields or other values.
 
     >>> restore_arm(record_arm(named_arms()["svgd"])) == named_arms()["svgd"]
     True

@@ -6,7 +6,7 @@ The metrics of tasks: how per-item statistics become a score whose mean over tes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,11 +53,7 @@ class Metric(ABC):
     expected: ClassVar[str]
 
     def values(self, statistics: NDArray) -> Array:
-        """Return one number per test item, [N], whose mean is the metric, from statistics [N] or [N, K].
-
-        Raises:
-            ShapeError: The statistics have another shape.
-        """
+        """Return one number per test item, [N], whose mean is the metric, from statistics [N] or [N, K]."""
         if not statistics.ndim or statistics.shape[1:] != self.columns:
             raise ShapeError(f"statistics have shape {statistics.shape}; expected {self.expected}.")
         return self.share(statistics.astype(np.float64))
@@ -402,10 +398,6 @@ class Diversity:
 def diversity(heads: Heads | None, probe: Callable[[], Iterable[None]]) -> Diversity:
     """Return how alike the heads are, at each site and on average.
 
-    Args:
-        heads: The heads; None for a model without attention.
-        probe: Returns what runs the model on one batch per item, anew each time; see `Task.probe`.
-
     Returns:
         "effective_heads", "effective_heads_weighted" (by variance) and "debiased_cka" of the contributions of heads,
         or of their outputs where no linear output projection follows; "distance" (Dist of An et al. 2020, per token),
@@ -445,7 +437,7 @@ class _Site:
     """Sums over batches of the measures of one site."""
 
     def __init__(self, site: Site) -> None:
-        self.tokens, self.sums = 0, Counter[str]()
+        self.tokens, self.sums = 0, defaultdict[str, float](float)
         self.output_weights = site.find_output_weights()
         # of outputs, and of contributions where a linear output projection follows
         self.moments: list[metrics.OutputMoments] = []

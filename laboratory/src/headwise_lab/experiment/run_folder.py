@@ -67,12 +67,7 @@ class Cell:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create `folder` with its parents and check that it is writable.
-
-    Raises:
-        SettingError: The folder cannot be created or written to.
-        DataError: It is a link to itself, or the root of all folders.
-    """
+    """Create `folder` with its parents and check that it is writable."""
     try:
         follow(folder).mkdir(parents=True, exist_ok=True)
         # a file without a name, of which nothing is left where the process is killed
@@ -273,9 +268,6 @@ def require_intact(folder: Path, *starts: str) -> None:
     Args:
         folder: The run's folder.
         starts: How the names of the files begin; none for all files that are there.
-
-    Raises:
-        DataError: There is no result, or a file was changed, or one of `starts` is missing; the message names it.
     """
     record = read_json(folder / RESULT)
     if not is_sealed(record):

@@ -71,12 +71,7 @@ def fingerprint(frozen: Frozen) -> str:
 
 
 def find_shape(frozen: Frozen) -> Shape:
-    """Return what of a model can be read of a sentence, as it answers to one.
-
-    Raises:
-        DataError: It does not read sentences.
-        LayoutError: The outputs of its heads cannot be read.
-    """
+    """Return what of a model can be read of a sentence, as it answers to one."""
     _require_sentences(frozen)
     with torch.no_grad(), Taps(frozen.heads, outputs=True) as taps:
         (batch,) = frozen.read([TRIAL])

@@ -36,11 +36,7 @@ FEED_FORWARD = ("feed_forward", "mlp")
 
 
 def pair_all_heads(heads: Heads, *, second: bool) -> None:
-    """Pair the heads of each attention; find heads again afterwards.
-
-    Raises:
-        LayoutError: An attention cannot be paired.
-    """
+    """Pair the heads of each attention; find heads again afterwards."""
     for site in heads:
         if reads_pairs(site):
             pair_decoder_heads(site, site.layer + 1, second=second)
@@ -64,9 +60,6 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
     Args:
         heads: The attentions.
         units: Number of further units; None for about as many parameters as gates on features have, (d + 1) d.
-
-    Raises:
-        SettingError: A layer has no such feed-forward layer.
     """
     holders: Any = {site.model.get_submodule(site.name.rpartition(".")[0]): None for site in heads}
     for holder in holders:
@@ -120,12 +113,7 @@ def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> 
 
 
 def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MaskMaker | None]:
-    """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
-
-    Raises:
-        SettingError: The task has no such model, no words that roles could be made from, or no dropout to change.
-        DataError: A role needs what the data does not have.
-    """
+    """Return the model of an arm without anything of the arm on it, and what makes its role masks, if it has roles."""
     other, guided = arm.find(OtherModel), arm.find(Guided)
     dropout = task.remaining_arm(arm, data).dropout
     if dropout is not None:
@@ -221,11 +209,7 @@ class Methods:
         return [part for head_slice in self.heads.projection("query").slices() for part in head_slice.parts]
 
     def repel(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips.
-
-        Raises:
-            SettingError: The arm trains queries faster that are one parameter with keys or values.
-        """
+        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
         longer = self.arm.find(LengthenQueries)
         if longer is not None and longer.rate != 1.0:
             _train_faster(optimizer, self._list_queries(), longer.rate)

@@ -21,11 +21,7 @@ def seal_checkpoint(checkpoint: Path) -> None:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Make sure that a checkpoint holds what was written, and nothing else.
-
-    Raises:
-        DataError: A file is missing, was added or has changed; the message names it and what to do.
-    """
+    """Make sure that a checkpoint holds what was written, and nothing else."""
     manifest, remedy = checkpoint / MANIFEST, f"delete {checkpoint} to start that run again."
     try:
         digests = read_json(manifest)
@@ -50,16 +46,7 @@ def write_epoch_weights(model: nn.Module, folder: Path, epoch: int, most: int) -
 
 
 def load_mean_weights(model: nn.Module, folder: Path, digests: Mapping[str, str]) -> None:
-    """Give a model the mean of the weights kept in a run's folder.
-
-    Args:
-        model: The model.
-        folder: The run's folder.
-        digests: Digests of their files, by name; those of epochs before the run was resumed may be unknown.
-
-    Raises:
-        DataError: No weights were kept, or a file was changed.
-    """
+    """Give a model the mean of the weights kept in a run's folder."""
     remedy = f"delete {folder} to start that run again."
     files = sorted(folder.glob(f"{EPOCH}*.safetensors"))
     if not files:

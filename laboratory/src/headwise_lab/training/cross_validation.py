@@ -80,7 +80,7 @@ def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None
     write_result(run, result)
 
 
-def _average(parts: Sequence[Mapping[str, float | None]], names: Iterable[str] = ()) -> dict[str, float | None]:
+def _average(parts: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, float | None]:
     """Return the mean of each number over the parts that have it."""
     known = {name: [part[name] for part in parts if part.get(name) is not None] for name in names or parts[0]}
     return {name: statistics.fmean(values) if values else None for name, values in known.items()}

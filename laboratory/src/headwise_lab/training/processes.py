@@ -65,12 +65,7 @@ def end() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this process be the only one for a while: what it does then, it never waits for the others in.
-
-    >>> with alone():
-    ...     count()
-    1
-    """
+    """Let this process be the only one for a while: what it does then, it never waits for the others in."""
     before = _ALONE.set(True)
     try:
         yield
@@ -100,11 +95,7 @@ def wait() -> None:
 
 
 def agree(value: T) -> T:
-    """Return what the first process has, in every process; small values that pickle.
-
-    >>> agree((True, 0.5))
-    (True, 0.5)
-    """
+    """Return what the first process has, in every process; small values that pickle."""
     if count() == 1:
         return value
     held = [value]
@@ -113,11 +104,7 @@ def agree(value: T) -> T:
 
 
 def by_first(function: Callable[[], T]) -> T:
-    """Return what a function returns, called by the first process `alone`; what it refuses is raised in all of them.
-
-    >>> by_first(lambda: 4)
-    4
-    """
+    """Return what a function returns, called by the first process `alone`; what it refuses is raised in all of them."""
     if count() == 1:
         return function()
     answer: Any = (None, None)
@@ -134,11 +121,7 @@ def by_first(function: Callable[[], T]) -> T:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor over the processes.
-
-    >>> total(torch.tensor(3.0))
-    tensor(3.)
-    """
+    """Return the sum of a tensor over the processes."""
     if count() == 1:
         return tensor
     added = tensor.detach().clone()
@@ -147,11 +130,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensor of each process, in the order of their ranks; of one shape, and on the CPU.
-
-    >>> gather(torch.tensor(3.0))
-    [tensor(3.)]
-    """
+    """Return the tensor of each process, in the order of their ranks; of one shape, and on the CPU."""
     if count() == 1:
         return [tensor]
     found = [torch.empty_like(tensor) for _ in range(count())]

@@ -89,11 +89,7 @@ def restore_run(
 
 
 def build_run_model(folder: Path, make: Callable[[], Model]) -> Model:
-    """Return a new model of the sizes that a finished run's settings name, unless it is far larger than its weights.
-
-    Raises:
-        DataError: It is, or the weights cannot be read, or no model has such sizes.
-    """
+    """Return a new model of the sizes that a finished run's settings name, unless it is far larger than its weights."""
     path, settings = folder / run_folder.WEIGHTS, folder / run_folder.SETTINGS
     tensors = len(list_weights(folder))
     try:
@@ -151,11 +147,7 @@ Scale = TypeVar("Scale")
 
 
 def read_finished(folder: Path, task: str) -> Mapping[str, Any]:
-    """Return the settings of a finished run of a task, one with a model, as it wrote them when it began.
-
-    Raises:
-        DataError: The folder holds no run, an unfinished one, one of another task or a baseline.
-    """
+    """Return the settings of a finished run of a task, one with a model, as it wrote them when it began."""
     if not folder.is_dir():
         raise DataError(
             f"{folder} {describe_place(folder)}; expected the folder of a finished run of headwise compare {task}."

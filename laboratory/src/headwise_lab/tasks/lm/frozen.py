@@ -66,12 +66,7 @@ def _copy_tokenizer(start: Path, scale: LmScale, folder: Path) -> None:
 
 
 def open_causal(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
-    """Return the model of a run of lm with what its arm added: gates, talking heads or differential attention.
-
-    Raises:
-        DataError: The run cannot be read, or transformers cannot build the model that it began with.
-        LayoutError: The heads of the model cannot be found.
-    """
+    """Return the model of a run of lm with what its arm added: gates, talking heads or differential attention."""
     scale, start = read_scale(folder, record, LmScale), folder / START
     if start.is_dir():
         config, tokenizer = _read_config(start / CONFIG), open_tokenizer(start)
