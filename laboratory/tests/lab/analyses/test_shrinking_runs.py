@@ -11,6 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
+from headwise_lab.analyses import shrinking
 from headwise_lab.analyses.registry import AnalysisSettings, analyze
 from headwise_lab.analyses.shrinking import measure_shrinking
 from headwise_lab.experiment.arm_text import parse_arm
@@ -120,6 +121,18 @@ def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated
     for share in (75, 50, 25):
         added = numbers[f"loss_heads_{share}"] - numbers["loss_heads_100"]
         assert numbers[f"loss_added_heads_{share}"] == added
+
+
+def test_attentions_keep_their_shares_of_the_heads(runs, monkeypatch):
+    left, score = [], shrinking._score
+
+    def counted(trained: Trained, model: Any) -> dict[str, float]:
+        left.append([site.num_heads for site in hw.find_heads(trained.heads.model)])
+        return score(trained, model)
+
+    monkeypatch.setattr(shrinking, "_score", counted)
+    measure_shrinking(*runs["logic"])
+    assert left == [[4, 4], [3, 3], [2, 2], [1, 1]]
 
 
 @pytest.mark.full
