@@ -1,14 +1,15 @@
-"""Settings checked by their annotations: `__post_init__ = check_fields` in a frozen dataclass."""
+"""Settings checked by their annotations, `__post_init__ = check_fields` in a frozen dataclass, and their JSON form."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from headwise.errors import (
+    DataError,
     SettingError,
     require_boolean,
     require_choice,
@@ -73,3 +74,40 @@ def _find_checks(kind: type) -> dict[str, tuple[bool, Check]]:
         elif typing.get_origin(hint) is Annotated:
             found[name] = optional, typing.get_args(hint)[1]
     return found
+
+
+def to_json(value: Any, pack: Callable[[Any, dict[str, Any]], Any], leaf: Callable[[Any], Any]) -> Any:
+    """Return settings as JSON data: `pack(settings, fields)` for a dataclass, a list for a tuple, else `leaf(value)`.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Window:
+        ...     size: int
+        >>> to_json((Window(3), 2), lambda settings, fields: {type(settings).__name__: fields}, lambda value: value)
+        [{'Window': {'size': 3}}, 2]
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: to_json(getattr(value, field.name), pack, leaf) for field in dataclasses.fields(value)}
+        return pack(value, held)
+    return [to_json(item, pack, leaf) for item in value] if isinstance(value, tuple) else leaf(value)
+
+
+def from_json(value: Any, unpack: Callable[[Mapping[str, Any]], tuple[type, Mapping[str, Any]]]) -> Any:
+    """Return the settings that `to_json` wrote; `unpack` gives the class and the fields of an object.
+
+    Raises:
+        DataError: The class has no such fields, or refuses a value.
+
+    Example:
+        >>> from_json([{"size": 3}, 2], lambda held: (dict, held))
+        ({'size': 3}, 2)
+    """
+    if isinstance(value, list):
+        return tuple(from_json(item, unpack) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    kind, held = unpack(value)
+    try:
+        return kind(**{name: from_json(item, unpack) for name, item in held.items()})
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the setting {kind.__name__} cannot be built from {held}: {error}") from error

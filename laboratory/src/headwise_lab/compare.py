@@ -158,8 +158,12 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
     task = named_task(comparison.task)
     data = task.load(comparison.data, comparison.scale, _find_cache(comparison), progress=console.is_terminal)
     console.print(data.summary(), highlight=False, markup=False, soft_wrap=True)
-    if comparison.tuned is not None:
-        _require_tuned_data(comparison.tuned, data.fingerprint)
+    tuned = None if comparison.tuned is None else dict(runs.read_json(comparison.tuned / TUNING)).get("data")
+    if comparison.tuned is not None and tuned != data.fingerprint:
+        raise SettingError(
+            f"{comparison.tuned} was tuned on data with digest {tuned}, and the data now has {data.fingerprint}; tune "
+            "the arms on this data, or name the other --data."
+        )
     for arm in comparison.arms:
         left = [
             seed for seed in comparison.seeds if not runs.is_finished(find_run_folder(comparison.out, arm.folder, seed))
@@ -179,15 +183,7 @@ def plan_runs(comparison: Comparison, console: Console) -> list[Job]:
 
 
 def describe_fixed(comparison: Comparison, data: Data | None = None) -> dict[str, Any]:
-    """Return what two comparisons must have in common for their runs to be comparable; nothing is written.
-
-    Args:
-        comparison: The comparison.
-        data: Its data; None reads it.
-
-    Raises:
-        DataError: The data cannot be read.
-    """
+    """Return what two comparisons must have in common for their runs to be comparable; data that is None is read."""
     task = named_task(comparison.task)
     cache = _find_cache(comparison)
     read = task.load(comparison.data, comparison.scale, cache, progress=False) if data is None else data
@@ -208,23 +204,13 @@ def is_divided(job: Job) -> bool:
 
 
 def publish(out: Path, console: Console, command: str) -> None:
-    """Show the table of the finished runs in a folder, and write its JSON form, figures and page.
-
-    Args:
-        out: Folder of the comparison.
-        console: Where the table is shown.
-        command: The command to show on the page.
-
-    Raises:
-        DataError: A file of a run is damaged.
-        NotFired: An arm did the same as plain.
-    """
+    """Show the table of the finished runs in a folder, and write its JSON form, figures and page with the command."""
     test_in_pairs(out, console)
     publish_table(read_table(out), out, console, command)
 
 
 def publish_table(table: Table, folder: Path, console: Console, command: str, title: str = "") -> None:
-    """Show a table, and write its JSON form, figures and page into a folder; arguments as for `publish`."""
+    """Show a table, and write its JSON form, figures and page into a folder."""
     runs.prepare_folder(folder / FIGURES)
     runs.write_json(folder / RESULTS, make_record(table))
     drawn = write_figures(table, folder / FIGURES)
@@ -234,11 +220,7 @@ def publish_table(table: Table, folder: Path, console: Console, command: str, ti
 
 
 def test_in_pairs(out: Path, console: Console) -> None:
-    """Run sacreBLEU's paired tests of each arm against its control if there are references; keep results in `out`.
-
-    Raises:
-        DataError: A file of a run is damaged.
-    """
+    """Run sacreBLEU's paired tests of each arm against its control if there are references; keep results in `out`."""
     if not (out / REFERENCES).exists():
         return
     pairs = pair_with_controls(read_results(out).runs)
@@ -264,9 +246,7 @@ def estimate_minutes(comparison: Comparison, arms: Sequence[Arm]) -> float | Non
     """Return how long runs of further arms take at the pace of the finished runs in the folder; None without any."""
     found = [read_train_seconds(place.parent) for place in comparison.out.glob(f"*/seed-*/{runs.RESULT}")]
     past = [seconds for seconds in found if seconds is not None]
-    if not past:
-        return None
-    return len(arms) * len(comparison.seeds) * fmean(past) / comparison.workers / 60
+    return len(arms) * len(comparison.seeds) * fmean(past) / comparison.workers / 60 if past else None
 
 
 def read_train_seconds(folder: Path) -> float | None:
@@ -293,16 +273,6 @@ def require_fits(arm: Arm, task: Task, data: Data, scale: Scale) -> None:
             build_optimizer(model, scale.recipe.learning_rate, scale.recipe, orthogonalize, methods.heads)
     except HeadwiseError as error:
         raise SettingError(f"arm {arm.name} does not fit the model of scale {scale.name}: {error}") from None
-
-
-def _require_tuned_data(folder: Path, fingerprint: str) -> None:
-    """Refuse a tuning that was done on other data."""
-    tuned = dict(runs.read_json(folder / TUNING)).get("data")
-    if tuned != fingerprint:
-        raise SettingError(
-            f"{folder} was tuned on data with digest {tuned}, and the data now has {fingerprint}; tune the arms on "
-            "this data, or name the other --data."
-        )
 
 
 def _find_cache(comparison: Comparison) -> Path:
@@ -335,14 +305,19 @@ def _claim(comparison: Comparison, task: Task, data: Data) -> None:
 
 def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
     """Return all runs or their parts, the baselines first, then seed by seed so that all arms advance evenly."""
-    shared = {"task": comparison.task, "scale": comparison.scale, "fingerprint": data.fingerprint}
-    places = {"data": comparison.data, "cache": _find_cache(comparison)}
+    shared: dict[str, Any] = {
+        "task": comparison.task,
+        "scale": comparison.scale,
+        "fingerprint": data.fingerprint,
+        "data": comparison.data,
+        "cache": _find_cache(comparison),
+    }
     model = f"{comparison.task} {comparison.scale.name}"
     rows = [
         Job(
             name,
             find_run_folder(comparison.out, name, 0),
-            BaselineSettings(name=name, **shared, **places),
+            BaselineSettings(name=name, **shared),
             weight=0.05,
             kind=f"{model} {name}",
         )
@@ -352,7 +327,7 @@ def _list_jobs(comparison: Comparison, task: Task, data: Data) -> list[Job]:
         Job(
             f"{arm.name} seed {seed}",
             find_run_folder(comparison.out, arm.folder, seed),
-            RunSettings(arm=arm, seed=seed, report_to=comparison.report_to, **shared, **places),
+            RunSettings(arm=arm, seed=seed, report_to=comparison.report_to, **shared),
             kind=f"{model} {arm.name}",
         )
         for seed in comparison.seeds

@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from typing_extensions import override
 
 from headwise.errors import DataError, HeadwiseError, SettingError, require_integer
 from headwise_lab.compare import CACHE, TUNING, require_fits
@@ -31,23 +30,17 @@ TUNED = "tuned.json"
 
 @dataclass(frozen=True)
 class Uniform:
-    """Numbers uniform between `low` and `high`."""
+    """Numbers uniform between `low` and `high`, or whose logarithm is uniform."""
 
     low: float
     high: float
+    logarithmic: bool = False
 
     def draw(self, source: random.Random) -> str:
         """Return a number, to three digits."""
+        if self.logarithmic:
+            return f"{math.exp(source.uniform(math.log(self.low), math.log(self.high))):.3g}"
         return f"{source.uniform(self.low, self.high):.3g}"
-
-
-class LogUniform(Uniform):
-    """Numbers whose logarithm is uniform between those of `low` and `high`."""
-
-    @override
-    def draw(self, source: random.Random) -> str:
-        """Return a number, to three digits."""
-        return f"{math.exp(source.uniform(math.log(self.low), math.log(self.high))):.3g}"
 
 
 @dataclass(frozen=True)
@@ -63,16 +56,16 @@ class Choice:
 
 # The settings that are tuned where an arm has them. Step sizes are not: under Adam they hardly matter.
 RANGES: dict[str, Uniform | Choice] = {
-    "alpha": LogUniform(1e-3, 1e2),
+    "alpha": Uniform(1e-3, 1e2, logarithmic=True),
     # on SICK the strongest of the study of doses, 3, was the best
-    "ratio": LogUniform(1e-2, 3.0),
-    "weight": LogUniform(1e-2, 1e1),
+    "ratio": Uniform(1e-2, 3.0, logarithmic=True),
+    "weight": Uniform(1e-2, 1e1, logarithmic=True),
     "rate": Uniform(0.02, 0.3),
     "iterations": Choice(("1", "2", "3", "4", "5")),
 }
 # Every arm, plain included, is tuned over the learning rate, this much below and above that of the scale, and over the
 # dropout of the model where it has any.
-RATE_FACTOR = LogUniform(1 / 3, 3.0)
+RATE_FACTOR = Uniform(1 / 3, 3.0, logarithmic=True)
 DROPOUT = Uniform(0.0, 0.5)
 
 
@@ -215,7 +208,8 @@ def tune(tuning: Tuning, console: Console) -> Tuned:
     for index, arm in enumerate(arms):
         runs = jobs[index :: len(arms)]
         if all(run_folder.is_finished(job.folder) for job in runs):
-            scored.append((fmean(_read_dev_score(job) for job in runs), arm))
+            results = [run_folder.read_json(job.folder / run_folder.RESULT) for job in runs]
+            scored.append((fmean(float(result["dev_score"]) for result in results), arm))
     if not scored:
         raise HeadwiseError(f"every draw of {tuning.arm} failed; the first: {failures[0]}")
     # of equals the first, which is nearest to the arm as given
@@ -246,16 +240,7 @@ def expect_best(scores: Sequence[float]) -> list[float]:
 def read_tuned(
     folder: Path, arms: Sequence[Arm], task: str, scale: Scale
 ) -> tuple[tuple[Arm, ...], dict[str, BestDraw]]:
-    """Return arms with the settings of their best draws, under the names and controls they had, and these draws.
-
-    Args:
-        folder: The folder that they were tuned into, with equal draws for each.
-        arms: The arms.
-        task: Name of the task.
-        scale: Sizes of data, model and training.
-
-    Returns:
-        The arms, and for each name the best draw.
+    """Return arms with the settings of their best draws, under the names and controls they had, and each best draw.
 
     Raises:
         DataError: The folder is not that of a tuning, or an arm was not tuned there.
@@ -276,11 +261,9 @@ def read_tuned(
             f"headwise tune {task} {','.join(missing)} --draws {draws} --seed {seed} --seeds {seeds} --out {folder}. "
             "Add the options of this comparison that say what is trained, such as --scale, --set and --data."
         )
-    found = {arm.name: _read_best(folder / arm.folder / TUNED) for arm in arms}
-    best = (
-        replace(tuned, name=arm.name, control=arm.control) for arm, (_, tuned) in zip(arms, found.values(), strict=True)
-    )
-    return tuple(best), {name: draw for name, (draw, _) in found.items()}
+    draws = {arm.name: _read_best(folder / arm.folder / TUNED) for arm in arms}
+    best = (replace(parse_arm(draws[arm.name].arm), name=arm.name, control=arm.control) for arm in arms)
+    return tuple(best), draws
 
 
 def draw_arm(tuning: Tuning, index: int) -> Arm:
@@ -291,25 +274,25 @@ def draw_arm(tuning: Tuning, index: int) -> Arm:
     """
     if index == 0:
         return parse_arm(tuning.arm)
+
+    def draw(where: Uniform | Choice, *name: str) -> str:
+        return where.draw(random.Random(derive_key(tuning.seed, "tune", index, " ".join(name))))
+
     parts = []
-    rate = tuning.scale.recipe.learning_rate * float(_draw(RATE_FACTOR, tuning.seed, index, "learning_rate"))
+    rate = tuning.scale.recipe.learning_rate * float(draw(RATE_FACTOR, "learning_rate"))
     given = parse_arm(tuning.arm)
-    for number, part in enumerate(parse_arm(tuning.arm).name.split("+")):
+    for number, part in enumerate(given.name.split("+")):
         name, _, rest = part.partition(":")
         settings = dict(piece.split("=") for piece in rest.split(",") if piece)
         for setting in list_settings(named_arms()[name]):
             if setting in RANGES and setting not in settings:
-                settings[setting] = _draw(RANGES[setting], tuning.seed, index, f"{name} {setting}")
+                settings[setting] = draw(RANGES[setting], name, setting)
         if number == 0 and given.learning_rate is None:
             settings["learning_rate"] = f"{rate:.3g}"
         if number == 0 and given.dropout is None and tuning.scale.sets_dropout:
-            settings["dropout"] = _draw(DROPOUT, tuning.seed, index, "dropout")
+            settings["dropout"] = draw(DROPOUT, "dropout")
         parts.append(name + (":" if settings else "") + ",".join(f"{s}={value}" for s, value in settings.items()))
     return parse_arm("+".join(parts))
-
-
-def _draw(where: Uniform | Choice, seed: int, index: int, name: str) -> str:
-    return where.draw(random.Random(derive_key(seed, "tune", index, name)))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -319,18 +302,14 @@ def _read_object(path: Path) -> dict[str, Any]:
     return record
 
 
-def _read_best(path: Path) -> tuple[BestDraw, Arm]:
-    """Return the best draw of an arm, and the arm."""
+def _read_best(path: Path) -> BestDraw:
+    """Return the best draw of an arm, whose text names one."""
     try:
         found = BestDraw.from_record(_read_object(path))
-        return found, parse_arm(found.arm)
+        parse_arm(found.arm)
+        return found
     except (SettingError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} does not hold the draws of an arm ({str(error)[:300]}); tune again.") from None
-
-
-def _read_dev_score(job: Job) -> float:
-    result: Mapping[str, Any] = run_folder.read_json(job.folder / run_folder.RESULT)
-    return float(result["dev_score"])
 
 
 def _make_job(tuning: Tuning, fingerprint: str, home: Path, arm: Arm, index: int, turn: int) -> Job:

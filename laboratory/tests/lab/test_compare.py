@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,17 +20,15 @@ from headwise.errors import DataError, SettingError
 from headwise_lab import compare as compare_module
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arms
-from headwise_lab.experiment.run_folder import Failure, Watch, first_difference, read_progress, write_json
+from headwise_lab.experiment.run_folder import Watch, first_difference, read_progress
 from headwise_lab.jobs.pool import count_workers
-from headwise_lab.jobs.progress import Bars, Lines, choose_watch
 from headwise_lab.jobs.workers import do_job, run_jobs
 from headwise_lab.results.runs import read_results
 from headwise_lab.tasks.logic.data import load_logic
 from headwise_lab.tasks.logic.task import LogicTask
+from lab.inline import do_inline
 from lab.jobs.pool_target import jobs, work
 from lab.tasks.logic.logic_toy import TOY
-
-# ---- the pool, with jobs that take no model ----
 
 
 class Recorded(Watch):
@@ -89,6 +88,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_while_a_worker_starts_shows_no_traceback(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
@@ -110,9 +110,7 @@ def test_ctrl_c_while_a_worker_starts_shows_no_traceback(tmp_path):
     assert time.monotonic() - began < 10
 
 
-# ---- progress ----
-
-
+@pytest.mark.full
 def test_a_comparison_without_repulsion_starts_without_torchs_compiler():
     code = """
 import sys
@@ -132,42 +130,8 @@ require_fits(named_arms()["svgd"], task, data, TOY)
     assert done.stdout.split() == ["False"], "it takes a second to import, before the first run begins"
 
 
-def console(terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=200)
-
-
-def shown(on: Console) -> str:
-    assert isinstance(on.file, io.StringIO)
-    return on.file.getvalue()
-
-
-def test_without_a_terminal_each_run_is_a_line(tmp_path):
-    on, (one, two) = console(), jobs(tmp_path, "a", "b")
-    with choose_watch(on, [one, two], finished=3) as watch:
-        assert isinstance(watch, Lines)
-        watch.started(one)
-        write_json(_made(one.folder) / "progress.json", {"step": 10, "steps": 10, "note": "dev 87.1 %"})
-        watch.ended(one, None)
-        watch.ended(two, Failure(two, "no.", refused=True))
-    lines = shown(on).splitlines()
-    assert lines[0] == "a 0 starts"
-    assert lines[1].startswith("a 0 is done (dev 87.1 %); 4 of 5 runs, about 10 s left")
-    assert lines[2] == f"b 1 failed: no. (log: {two.folder}/log.txt)"
-
-
-def test_on_a_terminal_there_is_a_bar_a_run_and_one_for_all(tmp_path):
-    on, (one, two) = console(terminal=True), jobs(tmp_path, "a", "b")
-    with choose_watch(on, [one, two], finished=2) as watch:
-        assert isinstance(watch, Bars)
-        watch.started(one)
-        write_json(_made(one.folder) / "progress.json", {"step": 5, "steps": 10, "note": "dev 50.0 %"})
-        watch.tick()
-        (overall, running) = watch._progress.tasks
-        assert overall.completed == pytest.approx(2.5 / 4)
-        assert (running.description, running.completed, running.fields["note"]) == ("a 0", 0.5, "dev 50.0 %")
-        assert "about" in overall.fields["note"]
-        watch.ended(one, None)
-        assert "3 of 4 runs" in watch._progress.tasks[0].description
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
 
 
 def test_a_progress_file_that_cannot_be_read_is_no_progress(tmp_path):
@@ -180,9 +144,6 @@ def test_the_first_setting_that_differs_is_named():
     assert first_difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2]}}) == ("b.c", [1], [2])
     assert first_difference({"a": 1}, {"a": 1, "new": 2}) == ("new", None, 2)
     assert first_difference({"a": 1}, {"a": 1}) is None
-
-
-# ---- a comparison ----
 
 
 def toy(out: Path, arms: str = "plain,svgd:alpha=1", seeds: int = 2, **changes) -> Comparison:
@@ -204,109 +165,103 @@ def test_a_comparison_goes_seed_by_seed_and_ends_with_its_table(inline, tmp_path
     assert {row["arm"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]} == {
         *("majority", "counts", "plain", "svgd:alpha=1.0")
     }
-    assert "svgd:alpha=1.0" in shown(on)
+    assert isinstance(on.file, io.StringIO)
+    assert "svgd:alpha=1.0" in on.file.getvalue()
     assert (tmp_path / "svgd@alpha=1.0" / "seed-1" / "result.json").exists()
     page = (tmp_path / "report.html").read_text()
     assert f"headwise compare logic --arms plain,svgd:alpha=1.0 --seeds 2 --scale toy --out {tmp_path}" in page
     assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png"}
 
 
-def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_added(inline, tmp_path):
-    compare(toy(tmp_path, "plain", 1), console())
-    before = (tmp_path / "plain" / "seed-0" / "result.json").stat().st_mtime_ns
-    del inline[:]
-    compare(toy(tmp_path, "plain,smooth", 2), console())
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of plain with one seed."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        do_inline(patch)
+        compare(toy(folder, "plain", 1), console())
+    return folder
+
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "out")
+
+
+def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_added(inline, out, monkeypatch):
+    before = (out / "plain" / "seed-0" / "result.json").stat().st_mtime_ns
+    fitted = []
+    monkeypatch.setattr("headwise_lab.compare.require_fits", lambda arm, *_: fitted.append(arm.name))
+    compare(toy(out, "plain,smooth", 2), console())
     assert inline == ["smooth seed 0", "plain seed 1", "smooth seed 1"]
-    assert (tmp_path / "plain" / "seed-0" / "result.json").stat().st_mtime_ns == before
-    compare(toy(tmp_path, "plain", 1), console())
-    record = json.loads((tmp_path / "comparison.json").read_text())
+    assert fitted == ["smooth"], "an arm that was trained here fits"
+    assert (out / "plain" / "seed-0" / "result.json").stat().st_mtime_ns == before
+    compare(toy(out, "plain", 1), console())
+    record = json.loads((out / "comparison.json").read_text())
     assert (record["arms"], record["seeds"]) == (["plain", "smooth"], [0, 1])
 
 
-def test_a_comparison_says_what_its_data_is_and_an_older_folder_learns_it(inline, tmp_path):
-    compare(toy(tmp_path, "plain", 1), console())
-    record = json.loads((tmp_path / "comparison.json").read_text())
-    assert (
-        record["described"] == read_results(tmp_path).described == load_logic(None, TOY, tmp_path / "cache").summary()
-    )
-    del record["described"], inline[:]
-    (tmp_path / "comparison.json").write_text(json.dumps(seal(record, tmp_path, ["test.npz"])))
-    assert read_results(tmp_path).described == ""
-    compare(toy(tmp_path, "plain", 1), console())
+def test_a_comparison_says_what_its_data_is_and_an_older_folder_learns_it(inline, out):
+    record = json.loads((out / "comparison.json").read_text())
+    assert record["described"] == read_results(out).described == load_logic(None, TOY, out / "cache").summary()
+    del record["described"]
+    (out / "comparison.json").write_text(json.dumps(seal(record, out, ["test.npz"])))
+    assert read_results(out).described == ""
+    compare(toy(out, "plain", 1), console())
     assert inline == [], "nothing is run again"
-    assert read_results(tmp_path).described
+    assert read_results(out).described
 
 
-def test_a_flipped_bit_in_what_all_runs_share_is_noticed_and_written_anew(inline, tmp_path):
-    compare(toy(tmp_path, "plain", 1), console())
-    table = (tmp_path / "results.json").read_text()
-    bins = tmp_path / "test.npz"
+def test_a_flipped_bit_in_what_all_runs_share_is_noticed_and_written_anew(inline, out):
+    table, bins = (out / "results.json").read_text(), out / "test.npz"
     content = bytearray(bins.read_bytes())
     content[len(content) // 2] ^= 4
     bins.write_bytes(content)
     with pytest.raises(DataError, match=r"test\.npz was changed since it was written.*give the command"):
-        read_results(tmp_path)
-    del inline[:]
-    compare(toy(tmp_path, "plain", 1), console())
+        read_results(out)
+    compare(toy(out, "plain", 1), console())
     assert inline == []
-    assert (tmp_path / "results.json").read_text() == table
-    path = tmp_path / "comparison.json"
+    assert (out / "results.json").read_text() == table
+    path = out / "comparison.json"
     path.write_text(path.read_text().replace('"plain"', '"plaim"'))
     with pytest.raises(DataError, match=r"comparison\.json was changed since it was written"):
-        read_results(tmp_path)
+        read_results(out)
     with pytest.raises(DataError, match=r"comparison\.json was changed since it was written.*delete it"):
-        compare(toy(tmp_path, "plain", 1), console())
+        compare(toy(out, "plain", 1), console())
 
 
-def test_a_folder_with_another_comparison_is_refused_before_anything_runs(inline, tmp_path):
-    compare(toy(tmp_path, "plain", 1), console())
-    del inline[:]
-    with pytest.raises(
-        SettingError, match=r"comparison\.json has sizes\.width 8 but 16 is requested; choose another --out"
-    ):
-        compare(toy(tmp_path, "plain", 1, width=16), console())
+def test_what_does_not_fit_is_refused_before_anything_runs(inline, out, tmp_path):
+    record = json.loads((out / "plain" / "seed-0" / "settings.json").read_text())
     # the comparison agrees, one of its runs does not
-    path = tmp_path / "plain" / "seed-1" / "settings.json"
-    record = json.loads((tmp_path / "plain" / "seed-0" / "settings.json").read_text())
+    path = out / "plain" / "seed-1" / "settings.json"
     path.parent.mkdir()
     path.write_text(json.dumps({**record, "seed": 1, "recipe": {**record["recipe"], "clip_norm": 7.0}}))
-    with pytest.raises(SettingError, match=r"seed-1/settings\.json has recipe\.clip_norm 7\.0 but 5\.0 is requested"):
-        compare(toy(tmp_path, "plain,smooth", 2), console())
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    other = r"comparison\.json has sizes\.width 8 but 16 is requested; choose another --out"
+    for comparison, message in (
+        (toy(out, "plain", 1, width=16), other),
+        (
+            toy(out, "plain,smooth", 2),
+            r"seed-1/settings\.json has recipe\.clip_norm 7\.0 but 5\.0 is requested",
+        ),
+        (toy(tmp_path / "a", "plain,em:capsules=3"), r"arm em:capsules=3 does not fit the model of scale toy: .*3"),
+        (toy(tmp_path / "b", "plain,svgd:layers=7"), r"arm svgd:layers=7 does not fit the model of scale toy: .*7"),
+        (toy(blocked / "out"), rf"cannot write to {blocked}/out \(Not a directory\); choose another --out\."),
+    ):
+        with pytest.raises(SettingError, match=message):
+            compare(comparison, console())
     assert inline == []
 
 
-@pytest.mark.usefixtures("inline")
-def test_an_arm_that_was_trained_here_is_not_fitted_again(tmp_path, monkeypatch):
-    compare(toy(tmp_path / "runs", arms="plain", seeds=1), console())
-    fitted = []
-    monkeypatch.setattr("headwise_lab.compare.require_fits", lambda arm, *_: fitted.append(arm.name))
-    compare(toy(tmp_path / "runs", arms="plain,smooth", seeds=2), console())
-    assert fitted == ["smooth"]
-
-
+@pytest.mark.full
 def test_translation_is_planned_without_a_models_library():
     code = "import sys, headwise_lab.tasks.translation.task; print('transformers' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False", "it takes seconds to import, before the first run begins"
 
 
-def test_an_arm_that_does_not_fit_the_model_is_refused_before_anything_runs(inline, tmp_path):
-    with pytest.raises(SettingError, match=r"arm em:capsules=3 does not fit the model of scale toy: .*3"):
-        compare(toy(tmp_path, "plain,em:capsules=3"), console())
-    with pytest.raises(SettingError, match=r"arm svgd:layers=7 does not fit the model of scale toy: .*7"):
-        compare(toy(tmp_path, "plain,svgd:layers=7"), console())
-    assert inline == []
-
-
-def test_an_output_that_cannot_be_written_is_refused(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(
-        SettingError, match=rf"cannot write to {blocked}/out \(Not a directory\); choose another --out\."
-    ):
-        compare(toy(blocked / "out"), console())
-
-
+@pytest.mark.full
 def test_real_workers_leave_the_same_bits_as_this_process(tmp_path):
     here = tmp_path / "here"
     comparison = dataclasses.replace(toy(tmp_path / "pool", "plain", 2), workers=2)
@@ -320,8 +275,3 @@ def test_real_workers_leave_the_same_bits_as_this_process(tmp_path):
 
 def test_workers_are_the_cores_of_this_process():
     assert 1 <= count_workers() <= (os.cpu_count() or 1)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ from headwise.routing.saved import (
     rebuild,
     write_tensors,
 )
+from headwise.settings import from_json, to_json
 from headwise.stock_folders import CONFIG, RECORD, REMEDY, TooLarge, build_within
 
 CLASSES = (Chunks, DistinctCapsules, EMRouting, Gate, PerHead, Residual, SharedTrunk, SimpleRouting, Trunk)
@@ -73,15 +74,18 @@ def record(value: Any) -> Any:
         >>> record(Residual(SimpleRouting(iterations=4)))["fields"]["routing"]["fields"]["iterations"]
         4
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        name = type(value).__name__
-        if SETTINGS.get(name, type(value)) is not type(value):
-            raise DataError(f"the setting {name} is not headwise's {name}, as which it would be loaded; rename it.")
-        # what a class computes itself it will compute again
-        held = {field.name: record(getattr(value, field.name)) for field in fields(value) if field.init}
-        return {"setting": name, "fields": held}
-    if isinstance(value, tuple):
-        return [record(item) for item in value]
+    return to_json(value, _pack, _require_plain)
+
+
+def _pack(setting: Any, held: dict[str, Any]) -> dict[str, Any]:
+    name = type(setting).__name__
+    if SETTINGS.get(name, type(setting)) is not type(setting):
+        raise DataError(f"the setting {name} is not headwise's {name}, as which it would be loaded; rename it.")
+    # what a class computes itself it will compute again
+    return {"setting": name, "fields": {field.name: held[field.name] for field in fields(setting) if field.init}}
+
+
+def _require_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise DataError(f"a setting holds a {type(value).__name__}; expected numbers, strings, tuples or settings.")
@@ -97,21 +101,18 @@ def restore(value: Any, classes: Sequence[type] = ()) -> Any:
         >>> restore(record(Residual(SimpleRouting(iterations=4)))).routing.iterations
         4
     """
-    if isinstance(value, list):
-        return tuple(restore(item, classes) for item in value)
-    if not isinstance(value, dict):
-        return value
-    name, held = str(value.get("setting")), value.get("fields")
     known = {**{cls.__name__: cls for cls in classes}, **SETTINGS}
-    if name not in known:
-        raise DataError(
-            f"the folder holds the setting {name!r}; expected one of {', '.join(sorted(known))}. If you defined it, "
-            "pass its class: load(settings=(...,))."
-        )
-    try:
-        return known[name](**{key: restore(item, classes) for key, item in dict(held or {}).items()})
-    except (TypeError, ValueError) as error:
-        raise DataError(f"the setting {name} cannot be built from {held}: {error}") from error
+
+    def unpack(written: Mapping[str, Any]) -> tuple[type, Mapping[str, Any]]:
+        name = str(written.get("setting"))
+        if name not in known:
+            raise DataError(
+                f"the folder holds the setting {name!r}; expected one of {', '.join(sorted(known))}. If you defined "
+                "it, pass its class: load(settings=(...,))."
+            )
+        return known[name], dict(written.get("fields") or {})
+
+    return from_json(value, unpack)
 
 
 def find_aggregators(model: nn.Module) -> dict[str, Aggregator]:

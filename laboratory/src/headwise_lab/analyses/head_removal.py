@@ -31,13 +31,6 @@ def measure_redundancy(settings: RunSettings, folder: Path) -> dict[str, Any]:
 
     With v the values of the test items under the whole model and v_h those without head h, whose means are the score,
     the cost is mean(v - v_h), for a loss mean(v_h - v), with an interval over items, paired.
-
-    Args:
-        settings: The run's settings.
-        folder: Its folder, where intermediate results are kept so that the analysis can be resumed.
-
-    Raises:
-        DataError: The run's weights cannot be read, or intermediate results are of other weights.
     """
     trained = load_trained(settings, folder)
     every = [(site, head) for site in trained.heads for head in range(site.num_heads)]

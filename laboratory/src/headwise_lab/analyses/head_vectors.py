@@ -44,9 +44,6 @@ def vector_cosine(vectors: Tensor) -> float:
 
     >>> vector_cosine(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]))
     0.3333333333333333
-
-    Raises:
-        SettingError: There are fewer than two vectors.
     """
     if len(vectors) < 2:
         raise SettingError(f"vectors are {len(vectors)}; expected at least two heads to compare.")

@@ -34,9 +34,6 @@ class AnalysisSettings:
     Attributes:
         name: One of `ANALYSES` or of the task's analyses.
         run: The run's settings.
-
-    Raises:
-        SettingError: The run's task has no such analysis.
     """
 
     name: str

@@ -1,28 +1,15 @@
-"""Arms: which methods are on in a run; the named arms of the papers and their controls.
-
-Which roles guide the heads of an arm, and which of them are replaced by a control.
-
-Methods of an arm: those of `headwise.integrations`, and those of the laboratory alone.
-"""
+"""Arms: the methods of a run; the named arms of the papers and their controls."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
-from headwise.errors import (
-    DataError,
-    SettingError,
-    require_boolean,
-    require_choice,
-    require_integer,
-    require_positive,
-    require_range,
-)
+from headwise.errors import DataError, SettingError, require_choice, require_range
 from headwise.gating.attach import GateHeads
 from headwise.gating.gates import MixtureOfHeads, SigmoidGate
 from headwise.heads.ablation import DropHeads
@@ -33,6 +20,7 @@ from headwise.repulsion.repel import Repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD, CosinePenalty, CosineRepulsion
 from headwise.routing.aggregate import Aggregate
 from headwise.routing.modules import EMRouting, SimpleRouting, Trunk
+from headwise.settings import Count, Dropout, Positive, check_fields
 from headwise.similarity.invariant import (
     CKA,
     HSIC,
@@ -120,9 +108,7 @@ class PairHeads:
     """
 
     second: bool
-
-    def __post_init__(self) -> None:
-        require_boolean("second", self.second)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -137,11 +123,8 @@ class Widen:
             the width or a third.
     """
 
-    units: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.units is not None:
-            require_integer("units", self.units, low=1)
+    units: Count | None = None
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -157,10 +140,8 @@ class Orthogonalize:
     """
 
     per_head: bool
-    momentum: float = 0.95
-
-    def __post_init__(self) -> None:
-        require_range("momentum", self.momentum, low=0.0, high=0.9999)
+    momentum: Annotated[float, partial(require_range, low=0.0, high=0.9999)] = 0.95
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -174,12 +155,9 @@ class LengthenQueries:
         rate: Factor on their learning rate, above 0.
     """
 
-    drawn: float = 1.0
-    rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_positive("drawn", self.drawn)
-        require_positive("rate", self.rate)
+    drawn: Positive = 1.0
+    rate: Positive = 1.0
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True)
@@ -193,35 +171,26 @@ class OtherModel:
     model: str
 
 
-# The methods of named arms, in the order in which an arm holds them; others come after these.
-Method = (
-    Repel
-    | Penalize
-    | Aggregate
-    | MixHeads
-    | GateHeads
-    | PairHeads
-    | Widen
-    | DropHeads
-    | Orthogonalize
-    | LengthenQueries
-    | Guided
-    | OtherModel
-)
+# A `hw.Method`, or one of the classes above.
+Method = Any
 M = TypeVar("M")
+# Where a rule and a term act, which is one place.
+PLACE = ("layers", "kinds")
 
-# What an arm has one of, in messages.
-SET_ONCE = {
+# The methods of named arms as messages call them, in the order in which an arm holds them; others come after these.
+METHODS: Mapping[type, str] = {
     Repel: "rule",
+    Penalize: "penalty",
     Aggregate: "aggregation",
-    DropHeads: "drophead",
-    Guided: "guided",
     MixHeads: "talking",
     GateHeads: "gates",
     PairHeads: "pairs of heads",
     Widen: "wider",
+    DropHeads: "drophead",
     Orthogonalize: "muon",
     LengthenQueries: "longer queries",
+    Guided: "guided",
+    OtherModel: "model",
 }
 
 
@@ -243,15 +212,12 @@ class Arm:
 
     name: str
     methods: tuple[Method, ...] = ()
-    learning_rate: float | None = None
-    dropout: float | None = None
+    learning_rate: Positive | None = None
+    dropout: Dropout | None = None
     control: str | None = "plain"
 
     def __post_init__(self) -> None:
-        if self.learning_rate is not None:
-            require_positive("learning_rate", self.learning_rate)
-        if self.dropout is not None:
-            require_range("dropout", self.dropout, low=0.0, high=0.999)
+        check_fields(self)
         types = [type(method) for method in self.methods]
         if len(set(types)) != len(types):
             raise SettingError(f"methods has {[kind.__name__ for kind in types]}; expected at most one of each type.")
@@ -395,11 +361,7 @@ def _list_named() -> dict[str, tuple[Method, str]]:
 
 
 def combine(arms: Iterable[Arm]) -> Arm:
-    """Return the arm that does what all of `arms` do; penalties are added with their weights.
-
-    Raises:
-        SettingError: Two arms set the same thing differently, or one of several has no heads.
-    """
+    """Return the arm that does what all of `arms` do; penalties are added with their weights."""
     parts = [arm for arm in arms if arm.name != "plain"]
     if not parts:
         return Arm("plain", control=None)
@@ -465,16 +427,16 @@ def _find_rivals_control(method: Method) -> str:
 
 def _combine_methods(arms: Sequence[Arm]) -> tuple[Method, ...]:
     found = [(arm.name, method) for arm in arms for method in arm.methods]
-    methods: list[Method] = [method for _, method in found if not isinstance(method, Penalize)]
-    for kind in dict.fromkeys([*SET_ONCE, *map(type, methods)]):
-        same = [(name, method) for name, method in found if isinstance(method, kind)]
+    by_type: dict[type, list[tuple[str, Any]]] = {}
+    for name, method in found:
+        by_type.setdefault(type(method), []).append((name, method))
+    penalties = by_type.pop(Penalize, [])
+    for kind, same in by_type.items():
         # the same rate twice is no contradiction
         if len(same) > 1 and not (kind is DropHeads and len({method for _, method in same}) == 1):
-            raise _set_twice(same[0][0], same[1][0], SET_ONCE.get(kind, kind.__name__))
-    penalties = [(name, method) for name, method in found if isinstance(method, Penalize)]
-    if len(penalties) == 1:
-        methods.append(penalties[0][1])
-    elif penalties:
+            raise _set_twice(same[0][0], same[1][0], METHODS.get(kind, kind.__name__))
+    methods = [same[0][1] for same in by_type.values()]
+    if len(penalties) > 1:
         term = Sum(tuple(part for _, penalty in penalties for part in penalty.weighted))
         weights = _agree("kind weights", [(name, penalty.kind_weights) for name, penalty in penalties])
         given = [(name, penalty.weight) for name, penalty in penalties]
@@ -483,13 +445,12 @@ def _combine_methods(arms: Sequence[Arm]) -> tuple[Method, ...]:
             first, second, *_ = strengths.values()
             raise _set_twice(first, second, "the strength of the penalty")
         methods.append(Penalize(term, weight=next(iter(strengths)) or 1.0, kind_weights=weights))
-    placed = [(name, method) for name, method in found if isinstance(method, Repel | Penalize)]
-    layers = _agree("layers", [(name, method.layers) for name, method in placed])
-    kinds = _agree("kinds", [(name, method.kinds) for name, method in placed])
+    methods += [method for _, method in penalties if len(penalties) == 1]
     # rule and term act in the same place, also where one of them alone names it
+    placed = [(name, method) for name, method in found if isinstance(method, Repel | Penalize)]
+    place = {field: _agree(field, [(name, getattr(method, field)) for name, method in placed]) for field in PLACE}
     return sort_methods(
-        dataclasses.replace(method, layers=layers, kinds=kinds) if isinstance(method, Repel | Penalize) else method
-        for method in {type(method): method for method in methods}.values()
+        dataclasses.replace(method, **place) if isinstance(method, Repel | Penalize) else method for method in methods
     )
 
 
@@ -508,7 +469,7 @@ def _set_twice(first: str, second: str, name: str) -> SettingError:
 
 def sort_methods(methods: Iterable[Method]) -> tuple[Method, ...]:
     """Return methods in the order in which an arm holds them."""
-    order = {kind: place for place, kind in enumerate(get_args(Method))}
+    order = {kind: place for place, kind in enumerate(METHODS)}
     return tuple(sorted(methods, key=lambda method: order.get(type(method), len(order))))
 
 

@@ -2,8 +2,6 @@
 
 `+` combines arms, `:` starts the settings of one, `,` separates settings and arms: a piece that
 begins with `name=` is a setting of the arm before it. The canonical text of an arm leaves out what is default.
-
-The record of an arm: JSON made from the fields of its methods, and read back.
 """
 
 from __future__ import annotations
@@ -21,8 +19,10 @@ from headwise.errors import DataError, SettingError, require_choice
 from headwise.kernels import IMQ, RBF, Cosine, Fixed, Median, NormalizedRBF, RadialRBF, ReleasedMedian
 from headwise.routing.algorithms import DistinctCapsules, PerHead, SharedTrunk
 from headwise.routing.modules import Gate, Residual
+from headwise.settings import from_json
 from headwise.similarity.terms import GroupedQueries, PositionSquaredDifference, Sum
 from headwise_lab.experiment.arm import Arm, combine, find_control, named_arms
+from headwise_lab.experiment.run_folder import as_record
 
 # Settings whose value is itself a value with settings: the words that choose one.
 WORDS: Mapping[str, Mapping[str, Any]] = {
@@ -87,11 +87,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def parse_arm(text: str) -> Arm:
-    """Return the arm that a text such as "svgd:alpha=0.5+em" names.
-
-    Raises:
-        SettingError: As `parse_arms`.
-    """
+    """Return the arm that a text such as "svgd:alpha=0.5+em" names."""
     order = list(named_arms())
     parts = [_parse_part(part) for part in re.split(r"\+(?=\s*[A-Za-z])", text.strip())]
     return combine(sorted(parts, key=lambda arm: order.index(arm.name.partition(":")[0])))
@@ -110,13 +106,6 @@ def list_settings(arm: Arm) -> dict[str, Path]:
 def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
     """Return a named arm with settings changed, under its canonical name.
 
-    Args:
-        arm: One of the named arms, as it is.
-        settings: Setting name to the text of its value.
-
-    Raises:
-        SettingError: The arm has no such setting or cannot take that value.
-
     >>> with_settings(named_arms()["svgd"], {"alpha": "0.5", "step_size": "0.2"}).control
     'smooth:step_size=0.2'
     """
@@ -127,28 +116,22 @@ def with_settings(arm: Arm, settings: Mapping[str, str]) -> Arm:
         known = list_settings(changed)
         if name not in known:
             raise SettingError(f"arm {arm.name} has no setting {name!r}; it has {', '.join(known)}.")
-        value = _parse_value(f"{arm.name}:{name}", text, name, _find_types(changed, known[name]))
-        changed = _replace(changed, known[name], value)
+        changed = _replace(changed, known[name], _parse_value(changed, known[name], f"{arm.name}:{name}", text))
+    found = {name: _get(changed, path) for name, path in list_settings(changed).items()}
+    before = list_settings(arm)
     differing = {
-        name: _write_value(name, _get(changed, path))
-        for name, path in list_settings(changed).items()
-        if not _has(arm, path) or _get(changed, path) != _get(arm, path)
+        name: _write_value(name, value)
+        for name, value in found.items()
+        if name not in before or value != _get(arm, before[name])
     }
     written = ",".join(f"{name}={value}" for name, value in differing.items())
-    name = f"{arm.name}:{written}" if differing else arm.name
-    return dataclasses.replace(changed, name=name, control=_parse_control(changed, differing))
-
-
-def _parse_control(arm: Arm, settings: Mapping[str, str]) -> str | None:
-    """Return the name of an arm's control, with those settings of the arm that the control has too.
-
-    Otherwise a control would act elsewhere, or smooth otherwise, and the arm differ from it in more than one thing.
-    """
-    control = find_control(arm.methods)
-    if control is None:
-        return None
-    shared = list_settings(named_arms()[control]).keys() - TUNED - REPLACED
-    return with_settings(named_arms()[control], {name: settings[name] for name in settings if name in shared}).name
+    control = find_control(changed.methods)
+    if control is not None:
+        # with the settings that both have, or the control would act elsewhere, or smooth otherwise
+        shared = list_settings(named_arms()[control]).keys() - TUNED - REPLACED
+        own = {name: value for name, value in differing.items() if name in shared}
+        control = with_settings(named_arms()[control], own).name
+    return dataclasses.replace(changed, name=f"{arm.name}:{written}" if differing else arm.name, control=control)
 
 
 def _parse_part(text: str) -> Arm:
@@ -198,14 +181,6 @@ def _get(value: Any, path: Path) -> Any:
     return value
 
 
-def _has(value: Any, path: Path) -> bool:
-    try:
-        _get(value, path)
-    except AttributeError:
-        return False
-    return True
-
-
 def _replace(value: Any, path: Path, new: Any) -> Any:
     if not path:
         return new
@@ -215,19 +190,17 @@ def _replace(value: Any, path: Path, new: Any) -> Any:
     return dataclasses.replace(value, **{step: _replace(getattr(value, step), tuple(rest), new)})
 
 
-def _find_types(arm: Arm, path: Path) -> tuple[Any, ...]:
-    """Return the types a field may hold."""
-    owner = _get(arm, path[:-1])
-    hint = typing.get_type_hints(type(owner))[str(path[-1])]
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-def _parse_value(place: str, text: str, name: str, allowed: tuple[Any, ...]) -> Any:
+def _parse_value(arm: Arm, path: Path, place: str, text: str) -> Any:
+    """Return the value that a text gives the setting at a path."""
+    name = str(path[-1])
     if name in WORDS:
         return _parse_word(place, text, name)
-    if type(None) in allowed and text.lower() == ("all" if name in PLACES else "none"):
+    hint = typing.get_type_hints(type(_get(arm, path[:-1])))[name]
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(hint) if union else (hint,)
+    if type(None) in kinds and text.lower() == ("all" if name in PLACES else "none"):
         return None
-    kind = next(kind for kind in allowed if kind is not type(None))
+    kind = next(kind for kind in kinds if kind is not type(None))
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return tuple(piece.strip() if item is str else _parse_scalar(place, piece, item) for piece in text.split("/"))
@@ -251,10 +224,11 @@ def _parse_word(place: str, text: str, name: str) -> Any:
         return words[text.lower()]
     if name == "bandwidth":
         try:
-            return Fixed(float(text))
-        except ValueError as error:
-            if isinstance(error, SettingError):
-                raise
+            number = float(text)
+        except ValueError:
+            pass
+        else:
+            return Fixed(number)
     expected = ", ".join(words) + (" or a number" if name == "bandwidth" else "")
     raise SettingError(f"{place} is {text!r}; expected one of {expected}.")
 
@@ -270,48 +244,29 @@ def _write_value(name: str, value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def record_arm(value: Any) -> Any:
-    """Return an arm, or what it holds, as JSON data: the fields of a dataclass, and the name of its class as "kind".
-
-    What is None by default and is None is left out, so that a method may have a further setting later.
+def record_arm(arm: Arm) -> dict[str, Any]:
+    """Return an arm as JSON data, without what is None by default: a method may have a further setting later.
 
     >>> record_arm(named_arms()["drophead"])
     {'kind': 'Arm', 'name': 'drophead', 'methods': [{'kind': 'DropHeads', 'rate': 0.1}], 'control': 'plain'}
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {
-            field.name: record_arm(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.metadata.get("recorded", True)
-        }
-        defaults = {field.name: field.default for field in dataclasses.fields(value)}
-        kept = {name: one for name, one in held.items() if one is not None or defaults[name] is not None}
-        return {"kind": type(value).__name__, **kept}
-    return [record_arm(item) for item in value] if isinstance(value, tuple) else value
+    return as_record(arm, sparse=True)
 
 
 def restore_arm(record: Any) -> Any:
-    """Return the arm, or what an arm holds, of a record.
-
-    Raises:
-        DataError: It names a class that no arm of the laboratory holds, or one with other fields.
-        SettingError: A value is out of range.
+    """Return the arm of a record.
 
     >>> restore_arm(record_arm(named_arms()["svgd"])) == named_arms()["svgd"]
     True
     """
-    if isinstance(record, list):
-        return tuple(restore_arm(item) for item in record)
-    if not isinstance(record, Mapping):
-        return record
-    held = {name: restore_arm(value) for name, value in record.items() if name != "kind"}
-    known = _list_classes()
-    if record.get("kind") not in known:
-        raise DataError(f"the record has a {record.get('kind')!r}; expected one of {', '.join(sorted(known))}.")
-    try:
-        return known[record["kind"]](**held)
-    except TypeError as error:
-        raise DataError(f"no {record['kind']} can be built from {', '.join(held) or 'no field'} ({error}).") from error
+
+    def unpack(held: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+        known = _list_classes()
+        if held.get("kind") not in known:
+            raise DataError(f"the record has a {held.get('kind')!r}; expected one of {', '.join(sorted(known))}.")
+        return known[held["kind"]], {name: value for name, value in held.items() if name != "kind"}
+
+    return from_json(record, unpack)
 
 
 @cache

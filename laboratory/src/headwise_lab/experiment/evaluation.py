@@ -5,14 +5,17 @@ The metrics of tasks: how per-item statistics become a score whose mean over tes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
 
 from headwise import metrics
 from headwise.errors import ShapeError, require_choice, require_integer
@@ -29,32 +32,35 @@ ACCURACY, MATTHEWS, SPEARMAN = range(3)
 Array = NDArray[np.float64]
 
 
-class Metric(Protocol):
-    """A metric of at most 1, shown times 100."""
+@dataclass(frozen=True)
+class Metric(ABC):
+    """A metric of at most 1, shown times 100.
 
-    @property
-    def name(self) -> str:
-        """Its name, as in "accuracy"."""
-        ...
+    Attributes:
+        name: Its name, as in "accuracy".
+        unit: The unit, "%" or "".
+        least: The lowest possible value: 0, or -1 for a correlation.
+        own_test: Whether each model is tested on items that it generated, so that models cannot be compared.
+        columns: Shape of the statistics of one item.
+        expected: Their meaning, in messages.
+    """
 
-    @property
-    def unit(self) -> str:
-        """The unit, "%" or ""."""
-        ...
+    name: str = ""
+    unit: str = ""
+    least: float = 0.0
+    own_test: bool = False
+    columns: ClassVar[tuple[int, ...]] = (2,)
+    expected: ClassVar[str]
 
-    @property
-    def least(self) -> float:
-        """The lowest possible value: 0, or -1 for a correlation."""
-        ...
-
-    @property
-    def own_test(self) -> bool:
-        """Whether each model is tested on items that it generated, so that models cannot be compared."""
-        ...
-
-    def values(self, statistics: NDArray) -> NDArray[np.float64]:
+    def values(self, statistics: NDArray) -> Array:
         """Return one number per test item, [N], whose mean is the metric, from statistics [N] or [N, K]."""
-        ...
+        if not statistics.ndim or statistics.shape[1:] != self.columns:
+            raise ShapeError(f"statistics have shape {statistics.shape}; expected {self.expected}.")
+        return self.share(statistics.astype(np.float64))
+
+    @abstractmethod
+    def share(self, statistics: Array) -> Array:
+        """Return the values, from statistics of the right shape."""
 
 
 @dataclass(frozen=True)
@@ -91,27 +97,24 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """The share of items answered correctly; the statistic of an item is whether it was."""
+class Accuracy(Metric):
+    """The share of items answered correctly; the statistic of an item is whether it was.
+
+    >>> Accuracy().values(np.array([True, False])).tolist()
+    [1.0, 0.0]
+    """
 
     name: str = "accuracy"
     unit: str = "%"
-    least: float = 0.0
-    own_test: bool = False
+    columns, expected = (), "one answer per item, (N,)"
 
-    def values(self, statistics: NDArray) -> NDArray[np.float64]:
-        """Return 1.0 where an item was answered correctly.
-
-        >>> Accuracy().values(np.array([True, False])).tolist()
-        [1.0, 0.0]
-        """
-        if statistics.ndim != 1:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected one answer per item, (N,).")
-        return statistics.astype(np.float64)
+    @override
+    def share(self, statistics: Array) -> Array:
+        return statistics
 
 
 @dataclass(frozen=True)
-class Bleu:
+class Bleu(Metric):
     """Corpus BLEU (Papineni et al. 2002) as a mean over sentences.
 
     The statistics of a sentence are its matched and its possible n-grams of orders 1 to 4, its length and that of its
@@ -119,86 +122,73 @@ class Bleu:
     BLEU(S) = min(1, e^(1 - r/h)) (prod_n c_n / t_n)^(1/4), and the value of a sentence is BLEU(S) + N grad BLEU(S) . s.
     BLEU does not depend on the scale of S, so the mean of the values is BLEU; their spread is that of BLEU under
     resampling of sentences, to first order (the infinitesimal jackknife). Without a match of some order all are 0.
+
+    >>> perfect = np.array([[4, 3, 2, 1, 4, 3, 2, 1, 4, 4], [6, 5, 4, 3, 6, 5, 4, 3, 6, 6]])
+    >>> Bleu().values(perfect).tolist()
+    [1.0, 1.0]
     """
 
     name: str = "BLEU"
-    unit: str = ""
-    least: float = 0.0
-    own_test: bool = False
+    columns, expected = (2 * ORDERS + 2,), f"(N, {2 * ORDERS + 2})"
 
-    def values(self, statistics: NDArray) -> NDArray[np.float64]:
-        """Return the share of each sentence, [N], from statistics [N, 10].
-
-        >>> perfect = np.array([[4, 3, 2, 1, 4, 3, 2, 1, 4, 4], [6, 5, 4, 3, 6, 5, 4, 3, 6, 6]])
-        >>> Bleu().values(perfect).tolist()
-        [1.0, 1.0]
-        """
-        if statistics.ndim != 2 or statistics.shape[1] != 2 * ORDERS + 2:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected (N, {2 * ORDERS + 2}).")
-        shares = statistics.astype(np.float64)
-        total = shares.sum(axis=0)
+    @override
+    def share(self, statistics: Array) -> Array:
+        total = statistics.sum(axis=0)
         matched, possible, length, reference = total[:ORDERS], total[ORDERS:-2], total[-2], total[-1]
         if not matched.all():
-            return np.zeros(len(shares))
+            return np.zeros(len(statistics))
         penalty = min(0.0, 1.0 - reference / length)
         score = float(np.exp(penalty + np.log(matched / possible).mean()))
-        logarithm = (shares[:, :ORDERS] / matched - shares[:, ORDERS:-2] / possible).mean(axis=1)
+        logarithm = (statistics[:, :ORDERS] / matched - statistics[:, ORDERS:-2] / possible).mean(axis=1)
         if penalty < 0.0:
-            logarithm += (reference * shares[:, -2] / length - shares[:, -1]) / length
-        return score * (1.0 + len(shares) * logarithm)
+            logarithm += (reference * statistics[:, -2] / length - statistics[:, -1]) / length
+        return score * (1.0 + len(statistics) * logarithm)
 
 
 @dataclass(frozen=True)
-class Loss:
+class Loss(Metric):
     """The mean loss of a prediction; the statistics of an item are the sum of its losses and their number.
 
     With t_i the sums and n_i the counts over N items, the mean is m = sum t / sum n, and the value of an item is
     m + N (t_i - m n_i) / sum n: the mean of the values is m, their spread that of m under resampling, to first order.
+
+    >>> Loss().values(np.array([[6.0, 2], [2.0, 2]])).tolist()
+    [3.0, 1.0]
     """
 
     name: str = "loss"
     unit: str = "nats"
+    expected = "a sum and a count per item, (N, 2)"
 
-    def values(self, statistics: NDArray) -> NDArray[np.float64]:
-        """Return the share of each item, [N], from statistics [N, 2].
-
-        >>> Loss().values(np.array([[6.0, 2], [2.0, 2]])).tolist()
-        [3.0, 1.0]
-        """
-        if statistics.ndim != 2 or statistics.shape[1] != 2:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected a sum and a count per item, (N, 2).")
-        sums, counts = statistics.astype(np.float64).T
+    @override
+    def share(self, statistics: Array) -> Array:
+        sums, counts = statistics.T
         mean = sums.sum() / counts.sum()
         return mean + len(sums) * (sums - mean * counts) / counts.sum()
 
 
 @dataclass(frozen=True)
-class Likelihood:
+class Likelihood(Loss):
     """The geometric mean of the probability of a prediction: e^-m, with m the mean of `Loss`, one over the perplexity.
 
-    The statistics of an item are the sum of its losses and their number. With t_i the sums and n_i the counts over N
-    items, the value of an item is e^-m (1 - N (t_i - m n_i) / sum n): the mean of the values is e^-m, their spread that
-    of e^-m under resampling, to first order.
+    With the statistics of `Loss`, the value of an item is e^-m (1 - N (t_i - m n_i) / sum n).
+
+    >>> Likelihood().values(np.log(2.0) * np.array([[1.0, 1 / np.log(2.0)]])).tolist()
+    [0.5]
     """
 
     name: str = "likelihood"
     unit: str = "%"
-    least: float = 0.0
-    own_test: bool = False
 
-    def values(self, statistics: NDArray) -> NDArray[np.float64]:
-        """Return the share of each item, [N], from statistics [N, 2].
-
-        >>> Likelihood().values(np.log(2.0) * np.array([[1.0, 1 / np.log(2.0)]])).tolist()
-        [0.5]
-        """
-        losses = Loss().values(statistics)
+    @override
+    def share(self, statistics: Array) -> Array:
+        losses = Loss.share(self, statistics)
         mean = losses.mean()
         return np.exp(-mean) * (1.0 - (losses - mean))
 
 
 @dataclass(frozen=True)
-class Auc:
+class Auc(Metric):
     """Area under the ROC curve of replaced tokens: the probability that one scores above one that was not replaced.
 
     Tokens are replaced by the model's generator, so each model has a different test.
@@ -208,32 +198,29 @@ class Auc:
     second, number]. With S their sums over N items, S_1 / S_2 = S_3 / S_4 is the area A, and an item with s has
     A + N ((s_1 - A s_2) / S_2 + (s_3 - A s_4) / S_4): the mean of the values is A, their spread that of A under
     resampling of items, to first order (DeLong et al. 1988; for clusters, Obuchowski 1997).
+
+    >>> Auc().values(np.array([[0.5, 1, 1.5, 2], [0.5, 1, 0.5, 2]])).tolist()
+    [0.75, 0.25]
     """
 
     name: str = "AUC-ROC, own test"
     unit: str = "%"
-    least: float = 0.0
     own_test: bool = True
+    columns, expected = (4,), "two pairs of sums per item, (N, 4)"
 
-    def values(self, statistics: NDArray) -> NDArray[np.float64]:
-        """Return the share of each item, [N], from statistics [N, 4].
-
-        >>> Auc().values(np.array([[0.5, 1, 1.5, 2], [0.5, 1, 0.5, 2]])).tolist()
-        [0.75, 0.25]
-        """
-        if statistics.ndim != 2 or statistics.shape[1] != 4:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected two pairs of sums per item, (N, 4).")
-        shares = statistics.astype(np.float64)
-        total = shares.sum(axis=0)
+    @override
+    def share(self, statistics: Array) -> Array:
+        total = statistics.sum(axis=0)
         # one kind may be absent
         first, second = np.maximum(total[[1, 3]], 1.0)
         one, other = total[0] / first, total[2] / second
-        spread = (shares[:, 0] - one * shares[:, 1]) / first + (shares[:, 2] - other * shares[:, 3]) / second
-        return (one + other) / 2 + len(shares) * spread
+        spread = (statistics[:, 0] - one * statistics[:, 1]) / first
+        spread = spread + (statistics[:, 2] - other * statistics[:, 3]) / second
+        return (one + other) / 2 + len(statistics) * spread
 
 
 @dataclass(frozen=True)
-class GlueScore:
+class GlueScore(Metric):
     """The score of a GLUE set as a mean over items; the statistics of an item are [kind of score, answer, truth].
 
     Matthews correlation is a function f of the four counts S that does not depend on their scale, and an item with
@@ -243,22 +230,18 @@ class GlueScore:
 
     (Croux and Dehon 2010), F and G the mid-ranks over N, and an item has rho + IF minus the mean of IF. The mean of the
     values is the score; their spread is that of the score under resampling of items, to first order.
+
+    >>> GlueScore().values(np.array([[0, 1, 1], [0, 1, 0]])).tolist()
+    [1.0, 0.0]
     """
 
     name: str = "GLUE score"
-    unit: str = ""
     least: float = -1.0
-    own_test: bool = False
+    columns, expected = (3,), "kind, answer and truth, (N, 3)"
 
-    def values(self, statistics: NDArray) -> Array:
-        """Return the share of each item, [N], from statistics [N, 3].
-
-        >>> GlueScore().values(np.array([[0, 1, 1], [0, 1, 0]])).tolist()
-        [1.0, 0.0]
-        """
-        if statistics.ndim != 2 or statistics.shape[1] != 3:
-            raise ShapeError(f"statistics have shape {statistics.shape}; expected kind, answer and truth, (N, 3).")
-        kind, (answers, truth) = int(statistics[0, 0]), statistics[:, 1:].astype(np.float64).T
+    @override
+    def share(self, statistics: Array) -> Array:
+        kind, (answers, truth) = int(statistics[0, 0]), statistics[:, 1:].T
         if kind == ACCURACY:
             return (answers == truth).astype(np.float64)
         return _share_matthews(answers, truth) if kind == MATTHEWS else _share_spearman(answers, truth)
@@ -415,10 +398,6 @@ class Diversity:
 def diversity(heads: Heads | None, probe: Callable[[], Iterable[None]]) -> Diversity:
     """Return how alike the heads are, at each site and on average.
 
-    Args:
-        heads: The heads; None for a model without attention.
-        probe: Returns what runs the model on one batch per item, anew each time; see `Task.probe`.
-
     Returns:
         "effective_heads", "effective_heads_weighted" (by variance) and "debiased_cka" of the contributions of heads,
         or of their outputs where no linear output projection follows; "distance" (Dist of An et al. 2020, per token),
@@ -458,38 +437,36 @@ class _Site:
     """Sums over batches of the measures of one site."""
 
     def __init__(self, site: Site) -> None:
-        self.tokens = 0
+        self.tokens, self.sums = 0, defaultdict[str, float](float)
         self.output_weights = site.find_output_weights()
-        self.sums: dict[str, float] = dict.fromkeys(("distance", "output_cosine"), 0.0)
-        self.moments: metrics.OutputMoments | None = None
-        self.contributions: metrics.OutputMoments | None = None
+        # of outputs, and of contributions where a linear output projection follows
+        self.moments: list[metrics.OutputMoments] = []
 
     def add(self, capture: Capture) -> None:
         outputs, weights, keep = capture.outputs, capture.weights, capture.query_keep
         assert outputs is not None
-        count = capture.queries
-        self.tokens += count
-        self.sums["distance"] += count * float(metrics.head_distance(outputs, keep))
-        self.sums["output_cosine"] += count * float(metrics.output_cosine(outputs, keep))
+        self.tokens += capture.queries
+        means = {
+            "distance": metrics.head_distance(outputs, keep),
+            "output_cosine": metrics.output_cosine(outputs, keep),
+        }
         if weights is not None:
-            own = count * float(metrics.attention_jensen_shannon(weights, keep))
-            self.sums["position_js"] = self.sums.get("position_js", 0.0) + own
-        moments = metrics.output_moments(outputs, keep)
-        self.moments = moments if self.moments is None else self.moments + moments
+            means["position_js"] = metrics.attention_jensen_shannon(weights, keep)
+        for name, mean in means.items():
+            self.sums[name] += capture.queries * float(mean)
+        found = [metrics.output_moments(outputs, keep)]
         if self.output_weights is not None:
-            moments = metrics.output_moments(outputs, keep, output_weights=self.output_weights)
-            self.contributions = moments if self.contributions is None else self.contributions + moments
+            found.append(metrics.output_moments(outputs, keep, output_weights=self.output_weights))
+        self.moments = [one + other for one, other in zip(self.moments, found, strict=True)] if self.moments else found
 
     def means(self) -> dict[str, float]:
         """Return each of `PAIRWISE` that was read."""
-        assert self.moments is not None
-        contributions = self.moments if self.contributions is None else self.contributions
-        number, weighted, _ = contributions.effective_heads()
+        number, weighted, _ = self.moments[-1].effective_heads()
         return {
             "effective_heads": number,
             "effective_heads_weighted": weighted,
-            "debiased_cka": float(contributions.debiased_cka()),
-            "output_cka": float(self.moments.linear_cka()),
+            "debiased_cka": float(self.moments[-1].debiased_cka()),
+            "output_cka": float(self.moments[0].linear_cka()),
             **{name: total / self.tokens for name, total in self.sums.items()},
         }
 

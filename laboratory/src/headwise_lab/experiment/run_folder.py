@@ -1,10 +1,6 @@
 """The folder of a run: its settings, progress and result; files are replaced atomically.
 
-A run is finished exactly when `result.json` exists; that file is written last.
-
-The files of a finished run, whose digests its result holds: what was changed since is noticed and named.
-
-A run to do, its failure, and callbacks while runs are done.
+A run is finished exactly when `result.json` exists; that file is written last, with the digests of the others.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +30,7 @@ from headwise.atomic import (
 )
 from headwise.errors import DataError, HeadwiseError, SettingError
 from headwise.input_files import describe_place, encode_json, is_file, parse_json, read_whole
+from headwise.settings import to_json
 
 SETTINGS = "settings.json"
 EPOCHS = "epochs.jsonl"
@@ -54,18 +51,6 @@ EPOCH = "epoch-"
 UNFINISHED = ".writing"
 
 
-class InFolder(Protocol):
-    """What is done in a folder of its own."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder."""
-        ...
-
-
-T = TypeVar("T", bound=InFolder)
-
-
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """The progress of a run, as recorded in `progress.json`.
@@ -82,12 +67,7 @@ class Cell:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create `folder` with its parents and check that it is writable.
-
-    Raises:
-        SettingError: The folder cannot be created or written to.
-        DataError: It is a link to itself, or the root of all folders.
-    """
+    """Create `folder` with its parents and check that it is writable."""
     try:
         follow(folder).mkdir(parents=True, exist_ok=True)
         # a file without a name, of which nothing is left where the process is killed
@@ -99,11 +79,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def claim(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the settings of a run into its folder, or check those that it has.
-
-    Raises:
-        SettingError: The folder holds a run with another setting; the message names the setting.
-    """
+    """Write the settings of a run into its folder, or raise `SettingError` unless it has the same."""
     path = folder / SETTINGS
     if not path.exists():
         prepare_folder(folder)
@@ -112,11 +88,7 @@ def claim(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def require_same(path: Path, record: Mapping[str, Any]) -> None:
-    """Check that a file of settings, if it exists, equals `record`.
-
-    Raises:
-        SettingError: They differ; the message names the first different setting.
-    """
+    """Raise `SettingError`, which names the first different setting, unless a file of settings equals `record`."""
     if not path.exists():
         return
     difference = first_difference(read_json(path), parse_json(encode_json(record)))
@@ -135,14 +107,12 @@ def is_finished(folder: Path) -> bool:
     return (folder / RESULT).exists()
 
 
-def list_left(jobs: Iterable[T]) -> list[T]:
+def list_left(jobs: Sequence[Any]) -> list[Any]:
     """Return the jobs that are not finished, after cleaning the folders of the others."""
-    left = []
+    left = [job for job in jobs if not is_finished(job.folder)]
     for job in jobs:
-        if is_finished(job.folder):
+        if job not in left:
             clean(job.folder)
-        else:
-            left.append(job)
     return left
 
 
@@ -163,22 +133,17 @@ def analysis_file(folder: Path, name: str) -> Path:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in `folder`, or None."""
-    found = {
-        int(step): path
-        for path in folder.glob(f"{CHECKPOINT}*")
-        if (step := path.name.removeprefix(CHECKPOINT)).isdecimal() and path.is_dir()
-    }
-    return found[max(found)] if found else None
+    found = (path for path in folder.glob(f"{CHECKPOINT}*") if path.is_dir())
+    steps = {int(step): path for path in found if (step := path.name.removeprefix(CHECKPOINT)).isdecimal()}
+    return steps[max(steps)] if steps else None
 
 
-def keep_checkpoint(written: Path, folder: Path) -> Path:
-    """Move a complete checkpoint "checkpoint-STEP" into a run's folder, remove older ones, and return its path."""
+def keep_checkpoint(written: Path, folder: Path) -> None:
+    """Move a complete checkpoint "checkpoint-STEP" into a run's folder, and remove older ones."""
     place = folder / written.name
     put(written, place)
-    for path in folder.glob(f"{CHECKPOINT}*"):
-        if path != place:
-            shutil.rmtree(path, ignore_errors=True)
-    return place
+    for path in {*folder.glob(f"{CHECKPOINT}*")} - {place}:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_progress(folder: Path) -> Cell | None:
@@ -191,11 +156,7 @@ def read_progress(folder: Path) -> Cell | None:
 
 
 def read_json(path: Path, remedy: str = "") -> Any:
-    """Return the content of a JSON file.
-
-    Args:
-        path: The file.
-        remedy: What to do where it cannot be read; empty for a file that a run writes again.
+    """Return the content of a JSON file; `remedy` says what to do where it cannot be read and no run writes it again.
 
     Raises:
         DataError: The file is missing or is not JSON, or it has a digest and was changed.
@@ -213,11 +174,7 @@ def read_json(path: Path, remedy: str = "") -> Any:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Write `value` as JSON, atomically; see `write_whole`.
-
-    Raises:
-        HeadwiseError: A number is not finite, or the file cannot be written; nothing changes.
-    """
+    """Write `value` as JSON, atomically; raises HeadwiseError, and changes nothing, if a number is not finite."""
     write_whole(path, _encode(path, value, indent=1).encode(), durable=durable)
 
 
@@ -227,11 +184,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object per line, atomically.
-
-    Raises:
-        HeadwiseError: A number is not finite; nothing is written.
-    """
+    """Write one JSON object per line, as `write_json`."""
     write_text(path, "".join(_encode(path, record) for record in records))
 
 
@@ -248,28 +201,26 @@ def write_arrays(path: Path, **arrays: NDArray) -> None:
         np.savez(stream, allow_pickle=False, **arrays)
 
 
-def as_record(value: Any) -> Any:
+def as_record(value: Any, *, sparse: bool = False) -> Any:
     """Return `value` as JSON data: a dataclass becomes its fields with its type's name (or `record_kind`) under "kind".
 
-    Fields with the metadata {"recorded": False} are left out.
+    Fields with the metadata {"recorded": False} are left out, and in a sparse record those that are None by default.
 
     >>> as_record(Cell(step=1, steps=4))
     {'kind': 'Cell', 'step': 1, 'steps': 4, 'note': ''}
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: as_record(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.metadata.get("recorded", True)
+
+    def pack(settings: Any, held: dict[str, Any]) -> dict[str, Any]:
+        left_out = {
+            field.name
+            for field in dataclasses.fields(settings)
+            if not field.metadata.get("recorded", True)
+            or (sparse and field.default is None and held[field.name] is None)
         }
-        return {"kind": getattr(value, "record_kind", type(value).__name__), **fields}
-    if isinstance(value, Mapping):
-        return {str(key): as_record(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_record(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
+        kept = {name: one for name, one in held.items() if name not in left_out}
+        return {"kind": getattr(settings, "record_kind", type(settings).__name__), **kept}
+
+    return to_json(value, pack, lambda leaf: str(leaf) if isinstance(leaf, Path) else leaf)
 
 
 def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
@@ -317,9 +268,6 @@ def require_intact(folder: Path, *starts: str) -> None:
     Args:
         folder: The run's folder.
         starts: How the names of the files begin; none for all files that are there.
-
-    Raises:
-        DataError: There is no result, or a file was changed, or one of `starts` is missing; the message names it.
     """
     record = read_json(folder / RESULT)
     if not is_sealed(record):
@@ -335,21 +283,13 @@ def require_intact(folder: Path, *starts: str) -> None:
 
 
 def require_intact_export(folder: Path) -> None:
-    """Compare the files of a model's folder with the digests in its seal, or in the finished run that it lies in.
-
-    Raises:
-        DataError: As `require_intact`.
-    """
+    """Compare the files of a model's folder with the digests in its seal, or in the finished run that it lies in."""
     require_folder_unchanged(folder)
     require_intact_in_run(folder)
 
 
 def require_intact_in_run(folder: Path) -> None:
-    """Compare the files of a model's folder with the digests in the finished run that it lies in, if it does.
-
-    Raises:
-        DataError: As `require_intact`.
-    """
+    """Compare the files of a model's folder with the digests in the finished run that it lies in, if it does."""
     run = folder.absolute().parent
     if is_file(run / RESULT):
         require_intact(run, f"{folder.absolute().name}/")

@@ -1,4 +1,4 @@
-"""Helpers for reading finished runs whose tokens are words."""
+"""What the readers of finished runs share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,18 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.errors import DataError
+from headwise.stock_folders import Model
 from headwise.texts.batching import Encoded, Row, collate_rows
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.arm import Arm, OtherModel
-from headwise_lab.training.trained import read_arm
+from headwise_lab.experiment.task import Task
+from headwise_lab.training.trained import build_run_model, read_arm, restore_run
 
 
 def read_attending_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
-    """Return the arm of a run whose model has attention.
-
-    Raises:
-        DataError: Its model has none, or the record does not describe the arm.
-    """
+    """Return what outlives training in the arm of a run; raises DataError if its model has no attention."""
     arm = read_arm(folder, record)
     other = arm.find(OtherModel)
     if other is not None:
@@ -26,12 +24,16 @@ def read_attending_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
     return arm
 
 
-def read_words(folder: Path, *others: str) -> list[list[str]]:
-    """Return the vocabulary that a run keeps, and other lists kept with it.
+def load_run(folder: Path, record: Mapping[str, Any], task: Task, make: Callable[[], Model]) -> Model:
+    """Return the model of a finished run: `make()` with what of its arm outlives training, and the trained weights."""
+    arm = read_attending_arm(folder, record)
+    model = build_run_model(folder, make)
+    restore_run(folder, arm, model, task, seed=int(record["seed"]))
+    return model
 
-    Raises:
-        DataError: The run does not keep them.
-    """
+
+def read_words(folder: Path, *others: str) -> list[list[str]]:
+    """Return the vocabulary that a run keeps, and other lists kept with it; raises DataError if it does not."""
     kept = run_folder.read_json(folder / run_folder.VOCABULARY)
     listed: list[Any] = [kept.get(name) if isinstance(kept, dict) else None for name in ("vocabulary", *others)]
     if not all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in listed):

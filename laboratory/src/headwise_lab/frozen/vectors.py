@@ -71,12 +71,7 @@ def fingerprint(frozen: Frozen) -> str:
 
 
 def find_shape(frozen: Frozen) -> Shape:
-    """Return what of a model can be read of a sentence, as it answers to one.
-
-    Raises:
-        DataError: It does not read sentences.
-        LayoutError: The outputs of its heads cannot be read.
-    """
+    """Return what of a model can be read of a sentence, as it answers to one."""
     _require_sentences(frozen)
     with torch.no_grad(), Taps(frozen.heads, outputs=True) as taps:
         (batch,) = frozen.read([TRIAL])
@@ -113,15 +108,15 @@ def encodings(
     """
     _require_sentences(frozen)
     place = cache / digest(encode_json([model, heads, list(sentences)]))
-    kept = _read_kept(place, len(sentences))
+    kept = _read_kept(place)
     if kept is not None:
         return kept
     with hold(place, wait=True):
         # another probe may have written the same meanwhile
-        if _read_kept(place, len(sentences)) is None:
+        if _read_kept(place) is None:
             with new_folder(place, replaced=None) as partial, name_write_errors(cache):
                 _write(frozen, sentences, partial, heads=heads, advance=advance)
-    kept = _read_kept(place, len(sentences))
+    kept = _read_kept(place)
     if kept is None:
         raise DataError(f"{place} cannot be read though it was just written; name another folder with --cache.")
     return kept
@@ -132,20 +127,16 @@ def _require_sentences(frozen: Frozen) -> None:
         raise DataError(f"{frozen.name} reads no sentences; {PROBED}.")
 
 
-def _read_kept(place: Path, count: int) -> Encodings | None:
-    """Return the stored arrays of `count` sentences; None if they are missing or damaged."""
+def _read_kept(place: Path) -> Encodings | None:
+    """Return the stored arrays; None if they are missing or damaged."""
     try:
         record = parse_json(read_whole(place / SHAPES))
         require_unchanged(place / SHAPES, record, remedy="delete it.")
         counts = tuple(map(int, record["heads"]))
         layers = np.load(place / LAYERS, mmap_mode="r") if record["layers"] else None
         heads = tuple(np.load(place / _name_file(layer), mmap_mode="r") for layer in range(len(counts)))
-        wanted = record["shapes"]
-        shapes = [list(array.shape) for array in ([] if layers is None else [layers]) + [*heads]]
     except Exception:
         # whatever numpy raises for a damaged file
-        return None
-    if shapes != wanted or any(shape[-2] != count for shape in shapes):
         return None
     return Encodings(layers, heads, counts)
 
@@ -192,7 +183,7 @@ def _write(
         raise DataError(f"{frozen.name} gave states that are not finite; there is nothing to probe.")
     for array in written:
         array.flush()
-    record = {"layers": layers is not None, "heads": counts, "shapes": [array.shape for array in written]}
+    record = {"layers": layers is not None, "heads": counts}
     names = sorted(path.name for path in place.iterdir())
     (place / SHAPES).write_text(encode_json(seal(record, place, names)), encoding="utf-8")
 

@@ -6,21 +6,20 @@ Both libraries are optional. Every process must see the folders under the same p
 import dataclasses
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from headwise.errors import SettingError, require_choice
 from headwise_lab.experiment.run_folder import Failure, Job, Watch
 from headwise_lab.jobs.serving import attempt
-from headwise_lab.jobs.workers import do_job
+from headwise_lab.jobs.workers import AGAIN, POLL_SECONDS, Engine, Submitted, do_job
 
 LAUNCHERS = ("local", "slurm", "ray")
-POLL_SECONDS = 0.2
-AGAIN = "give the same command again."
-# The error of a process that died may contain its whole log.
-LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ class Launcher:
         options: For Slurm, parameters of submitit's executor (slurm_partition, timeout_min, gpus_per_node, ...), or
             cluster="local" for local processes started by submitit; for Ray, `address` and options of its tasks
             (num_cpus, num_gpus, ...).
-
-    Raises:
-        SettingError: The launcher is unknown, or "local" was given options.
     """
 
     name: str = "local"
@@ -49,45 +45,13 @@ class Launcher:
 LOCAL = Launcher()
 
 
-class Submitted(Protocol):
-    """A submitted job."""
-
-    def done(self) -> bool:
-        """Return whether it has ended or failed, without waiting."""
-        ...
-
-    def result(self) -> Failure | None:
-        """Return the result of `do_one`; raises if its process died."""
-        ...
-
-    def cancel(self) -> None:
-        """End it."""
-        ...
-
-
-class Engine(Protocol):
-    """Runs jobs elsewhere."""
-
-    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
-        """Submit `function(job)`."""
-        ...
-
-    def close(self) -> None:
-        """Release its resources."""
-        ...
-
-
 def do_one(job: Job) -> Failure | None:
     """Do a job in the process it was sent to, with its log in its folder."""
     return attempt(do_job, job, lambda: False)
 
 
 def open_engine(launcher: Launcher, out: Path) -> Engine:
-    """Return the engine of a launcher that is not local.
-
-    Args:
-        launcher: The launcher.
-        out: A folder for the engine's own files.
+    """Return the engine of a launcher that is not local, with a folder for its own files.
 
     Raises:
         SettingError: Its library is not installed or rejects an option.
@@ -95,73 +59,21 @@ def open_engine(launcher: Launcher, out: Path) -> Engine:
     return _Slurm(launcher.options, out) if launcher.name == "slurm" else _Ray(launcher.options)
 
 
-def run_elsewhere(engine: Engine, jobs: Sequence[Job], at_once: int, watch: Watch) -> list[Failure]:
-    """Submit jobs to an engine in order, a limited number at once, and return the failures.
-
-    A job whose process died or was preempted is a failure; its checkpoint is in its folder, and the same command
-    resumes it.
-
-    Args:
-        engine: The engine; closed at the end.
-        jobs: The jobs.
-        at_once: Maximum number of jobs submitted at once.
-        watch: Notified when a job starts and ends, and ticked in between.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; submitted jobs were canceled.
-    """
-    pending, failures = [_resolve_paths(job) for job in jobs], list[Failure]()
-    shown = {place.folder: job for place, job in zip(pending, jobs, strict=True)}
-    running: list[tuple[Job, Submitted]] = []
-    try:
-        while pending or running:
-            while pending and len(running) < at_once:
-                job = pending.pop(0)
-                running.append((job, engine.submit(do_one, job)))
-                watch.started(shown[job.folder])
-            still = []
-            for job, submitted in running:
-                if not submitted.done():
-                    still.append((job, submitted))
-                    continue
-                failure = _read_outcome(shown[job.folder], submitted)
-                failures += [] if failure is None else [failure]
-                watch.ended(shown[job.folder], failure)
-            running = still
-            watch.tick()
-            time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt as error:
-        error.args = ("stopped; submitted runs were canceled and resume from their last checkpoints: " + AGAIN,)
-        raise
-    finally:
-        for _, submitted in running:
-            submitted.cancel()
-        engine.close()
-    return failures
-
-
-def _read_outcome(job: Job, submitted: Submitted) -> Failure | None:
-    try:
-        failure = submitted.result()
-    except Exception as error:
-        told = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-        reason = f"its process ended ({told}); run the same command again to resume."
-        return Failure(job, reason, refused=False)
-    return None if failure is None else dataclasses.replace(failure, job=job)
-
-
 def _resolve_paths(job: Job) -> Job:
     """Return a job whose paths mean the same in another working directory."""
     settings: Any = job.settings
     places = {name: getattr(settings, name, None) for name in ("data", "cache")}
-    absolute: dict[str, Any] = {name: _resolve(place) for name, place in places.items() if isinstance(place, Path)}
-    scale = getattr(settings, "scale", None)
-    if dataclasses.is_dataclass(scale) and not isinstance(scale, type):
-        files = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
+    changed: dict[str, Any] = {name: _resolve(place) for name, place in places.items() if isinstance(place, Path)}
+    scale: Any = getattr(settings, "scale", None)
+    if scale is not None:
         # what is no file is an installed package
-        found = {name: file.resolve() for name, file in files.items() if isinstance(file, Path) and file.exists()}
-        absolute["scale"] = dataclasses.replace(scale, **found)
-    settings = dataclasses.replace(settings, **absolute) if absolute else settings
+        files = {
+            field.name: file.resolve()
+            for field in dataclasses.fields(scale)
+            if isinstance(file := getattr(scale, field.name), Path) and file.exists()
+        }
+        changed["scale"] = dataclasses.replace(scale, **files)
+    settings = dataclasses.replace(settings, **changed) if changed else settings
     return dataclasses.replace(job, folder=job.folder.resolve(), settings=settings)
 
 
@@ -181,7 +93,33 @@ def _import_library(name: str, extra: str) -> Any:
         ) from None
 
 
-class _Slurm:
+class Elsewhere(Engine):
+    """An engine whose jobs run in another working directory, perhaps on another machine."""
+
+    @abstractmethod
+    def send(self, job: Job) -> Submitted:
+        """Submit a job with absolute paths."""
+
+    def close(self) -> None:
+        """Release what the engine holds: nothing by default."""
+
+    @override
+    def submit(self, job: Job) -> Submitted:
+        return self.send(_resolve_paths(job))
+
+    @override
+    def wait(self, watch: Watch) -> None:
+        time.sleep(POLL_SECONDS)
+
+    @override
+    def end(self, running: Mapping[Job, Submitted]) -> str:
+        for submitted in running.values():
+            submitted.cancel()
+        self.close()
+        return f"stopped; submitted runs were canceled and resume from their last checkpoints: {AGAIN}"
+
+
+class _Slurm(Elsewhere):
     """Slurm by submitit, which writes its files next to the runs."""
 
     def __init__(self, options: Mapping[str, Any], out: Path) -> None:
@@ -194,15 +132,12 @@ class _Slurm:
         except (NameError, TypeError, ValueError, RuntimeError) as error:
             raise SettingError(f"launcher slurm: submitit refused ({error})") from None
 
-    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
-        """Submit to the queue."""
-        return self._executor.submit(function, job)
-
-    def close(self) -> None:
-        """Nothing is held."""
+    @override
+    def send(self, job: Job) -> Submitted:
+        return self._executor.submit(do_one, job)
 
 
-class _Ray:
+class _Ray(Elsewhere):
     """The Ray cluster at `address`, or one started on this machine."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -219,28 +154,15 @@ class _Ray:
         except (ValueError, TypeError, ConnectionError) as error:
             raise SettingError(f"launcher ray: Ray refused ({error})") from None
 
-    def submit(self, function: Callable[[Job], Failure | None], job: Job) -> Submitted:
-        """Start a task."""
-        return _RayTask(self._ray, self._remote(function).remote(job))
+    @override
+    def send(self, job: Job) -> Submitted:
+        reference = self._remote(do_one).remote(job)
+        future = reference.future()
+        # a future of Ray cannot end its task
+        future.cancel = lambda: self._ray.cancel(reference, force=True)
+        return future
 
+    @override
     def close(self) -> None:
-        """Stop the cluster if it was started here."""
         if self._own:
             self._ray.shutdown()
-
-
-class _RayTask:
-    def __init__(self, ray: Any, reference: Any) -> None:
-        self._ray, self._reference = ray, reference
-
-    def done(self) -> bool:
-        """Return whether its value or error is available."""
-        return bool(self._ray.wait([self._reference], timeout=0)[0])
-
-    def result(self) -> Failure | None:
-        """Return its value."""
-        return self._ray.get(self._reference)
-
-    def cancel(self) -> None:
-        """End its process."""
-        self._ray.cancel(self._reference, force=True)

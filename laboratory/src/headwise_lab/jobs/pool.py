@@ -10,10 +10,9 @@ from headwise_lab.analyses.registry import AnalysisSettings, find_analysis, is_a
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.jobs.launchers import Engine, run_elsewhere
 from headwise_lab.jobs.progress import choose_watch
 from headwise_lab.jobs.torchrun import run_together
-from headwise_lab.jobs.workers import do_job, run_jobs
+from headwise_lab.jobs.workers import Engine, do_job, run_jobs, run_on
 from headwise_lab.training import processes
 
 
@@ -27,16 +26,12 @@ def do_jobs(
         if processes.launched():
             return run_together(jobs, watch)
         if engine is not None:
-            return run_elsewhere(engine, jobs, workers, watch)
+            return run_on(engine, jobs, workers, watch)
         return run_jobs(do_job, jobs, workers, watch)
 
 
 def do_analyses(name: str, jobs: Sequence[Job], workers: int, console: Console) -> list[Failure]:
-    """Do an analysis on each of these runs that has a trained model and not yet this analysis.
-
-    Returns:
-        The analyses that failed.
-    """
+    """Do an analysis on each of these runs that has a trained model and not yet this analysis; return the failures."""
     every = [
         Job(f"{name} of {job.name}", job.folder, AnalysisSettings(name, run), kind=f"{name} of {job.kind}")
         for job in jobs

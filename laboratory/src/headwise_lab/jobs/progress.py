@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from typing_extensions import override
 
 from headwise.cli.output import asked_output
 from headwise_lab.experiment.run_folder import LOG, Failure, Job, Watch, read_progress
@@ -18,23 +20,16 @@ LEAST_SHARE = 0.02
 
 
 def choose_watch(console: Console, jobs: Sequence[Job], finished: int) -> Bars | Lines:
-    """Return bars on a terminal and plain lines elsewhere.
-
-    Args:
-        console: The console.
-        jobs: The unfinished runs.
-        finished: Number of runs finished before.
-    """
+    """Return bars on a terminal and plain lines elsewhere, for unfinished jobs and a number of finished ones."""
     return (Bars if console.is_terminal else Lines)(console, jobs, finished)
 
 
-class Lines(Watch):
-    """One line when a run starts and one when it ends; with --verbose also one for each epoch."""
+class _Counted(Watch):
+    """Counts and times runs, and prints failures; subclasses show the progress."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
         self.console, self.finished, self.total = console, finished, finished + len(jobs)
         self._clock = Clock(jobs)
-        self._noted: dict[Job, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -42,50 +37,66 @@ class Lines(Watch):
     def __exit__(self, *error: object) -> None:
         pass
 
+    @override
     def started(self, job: Job) -> None:
-        """Print that a run starts."""
         self._clock.start(job)
-        resumed = read_progress(job.folder)
-        where = f" at step {resumed.step:,}" if resumed is not None and resumed.step else ""
-        self._noted[job] = "" if resumed is None else resumed.note
-        self._say(f"{job.name} starts{where}")
 
-    def tick(self) -> None:
-        """Print what active runs have noted since."""
-        if not asked_output().verbose:
-            return
-        for job, before in self._noted.items():
-            cell = read_progress(job.folder)
-            if cell is not None and cell.note != before:
-                self._noted[job] = cell.note
-                self._say(f"{job.name}: {cell.note} at step {cell.step:,} of {cell.steps:,}")
-
+    @override
     def ended(self, job: Job, failure: Failure | None) -> None:
-        """Print how a run ended and the remaining time."""
         self._clock.end(job)
+        self.finished += failure is None
         if failure is not None:
             self._say(str(failure))
-            return
-        self._noted.pop(job, None)
-        self.finished += 1
-        cell = read_progress(job.folder)
-        note = f" ({cell.note})" if cell is not None and cell.note else ""
-        self._say(f"{job.name} is done{note}; {self.finished} of {self.total} runs{self._clock.remaining_text()}")
 
+    @override
     def silent(self, job: Job, minutes: int) -> None:
-        """Print that a run has written nothing for so long."""
-        self._say(_describe_silence(job, minutes))
+        self._say(
+            f"{job.name} has written nothing for {minutes} minutes: it may be scoring a split, or hang (log: "
+            f"{job.folder / LOG}); Ctrl-C stops it, and the same command resumes."
+        )
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Bars(Watch):
+class Lines(_Counted):
+    """One line when a run starts and one when it ends; with --verbose also one for each epoch."""
+
+    def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
+        super().__init__(console, jobs, finished)
+        self._noted: dict[Job, str] = {}
+
+    @override
+    def started(self, job: Job) -> None:
+        super().started(job)
+        resumed = read_progress(job.folder)
+        where = f" at step {resumed.step:,}" if resumed is not None and resumed.step else ""
+        self._noted[job] = "" if resumed is None else resumed.note
+        self._say(f"{job.name} starts{where}")
+
+    @override
+    def tick(self) -> None:
+        for job, before in self._noted.items() if asked_output().verbose else ():
+            cell = read_progress(job.folder)
+            if cell is not None and cell.note != before:
+                self._noted[job] = cell.note
+                self._say(f"{job.name}: {cell.note} at step {cell.step:,} of {cell.steps:,}")
+
+    @override
+    def ended(self, job: Job, failure: Failure | None) -> None:
+        super().ended(job, failure)
+        if failure is None:
+            self._noted.pop(job, None)
+            cell = read_progress(job.folder)
+            note = f" ({cell.note})" if cell is not None and cell.note else ""
+            self._say(f"{job.name} is done{note}; {self.finished} of {self.total} runs{self._clock.remaining_text()}")
+
+
+class Bars(_Counted):
     """Live bars, one for each active run and one for all with the remaining time."""
 
     def __init__(self, console: Console, jobs: Sequence[Job], finished: int) -> None:
-        self.finished, self.total = finished, finished + len(jobs)
-        self._clock = Clock(jobs)
+        super().__init__(console, jobs, finished)
         self._bars: dict[Job, TaskID] = {}
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -94,7 +105,7 @@ class Bars(Watch):
             TextColumn("{task.fields[note]}", markup=False),
         )
         self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4, expand=True)
-        self._all = self._progress.add_task(self._title(), total=1.0, note="")
+        self._all = self._progress.add_task("", total=1.0, note="")
         self.tick()
 
     def __enter__(self) -> Self:
@@ -104,27 +115,19 @@ class Bars(Watch):
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
+    @override
     def started(self, job: Job) -> None:
-        """Add a bar."""
-        self._clock.start(job)
+        super().started(job)
         self._bars[job] = self._progress.add_task(job.name, total=1.0, note="")
 
+    @override
     def ended(self, job: Job, failure: Failure | None) -> None:
-        """Remove the bar; a failure stays on the screen."""
-        self._clock.end(job)
         self._progress.remove_task(self._bars.pop(job))
-        if failure is None:
-            self.finished += 1
-        else:
-            self._progress.console.print(str(failure), highlight=False, markup=False, soft_wrap=True)
+        super().ended(job, failure)
         self.tick()
 
-    def silent(self, job: Job, minutes: int) -> None:
-        """Print above the bars that a run has written nothing for so long."""
-        self._progress.console.print(_describe_silence(job, minutes), highlight=False, markup=False, soft_wrap=True)
-
+    @override
     def tick(self) -> None:
-        """Update the bars."""
         for job, bar in self._bars.items():
             cell = read_progress(job.folder)
             if cell is not None and cell.steps:
@@ -132,10 +135,8 @@ class Bars(Watch):
         before = self.total - len(self._clock.jobs)
         share = (before + len(self._clock.jobs) * self._clock.share()) / self.total
         note = self._clock.remaining_text().removeprefix(", ")
-        self._progress.update(self._all, description=self._title(), completed=share, note=note)
-
-    def _title(self) -> str:
-        return f"{self.finished} of {self.total} runs"
+        title = f"{self.finished} of {self.total} runs"
+        self._progress.update(self._all, description=title, completed=share, note=note)
 
 
 class Clock:
@@ -152,11 +153,11 @@ class Clock:
     def __init__(self, jobs: Sequence[Job], now: Callable[[], float] = time.monotonic) -> None:
         self.jobs, self._now = tuple(jobs), now
         self._work = sum(job.weight for job in self.jobs)
-        # start of each run that is active, and its share at that time
+        # start of each active run, and its share at that time
         self._active: dict[Job, tuple[float, float]] = {}
         self._ended: set[Job] = set()
-        # seconds and shares of runs, summed by kind over what has ended
-        self._spent: dict[str, tuple[float, float]] = {}
+        # seconds and shares of ended runs, by kind
+        self._seconds, self._done = defaultdict[str, float](float), defaultdict[str, float](float)
         self._at_once, self._shown = 1, math.inf
 
     def start(self, job: Job) -> None:
@@ -169,7 +170,8 @@ class Clock:
         self._ended.add(job)
         if job in self._active:
             began, share = self._active.pop(job)
-            self._spent[job.kind] = self._add(job, self._now() - began, 1.0 - share)
+            self._seconds[job.kind] += self._now() - began
+            self._done[job.kind] += 1.0 - share
 
     def share(self) -> float:
         """Return the share of the work that is done, parts of runs included."""
@@ -177,41 +179,18 @@ class Clock:
 
     def remaining_text(self) -> str:
         """Return ", about 4 min left", or nothing while the pace of a kind of run is not known."""
-        seconds = self._estimate()
-        if seconds is None:
-            return ""
-        self._shown = min(self._shown, seconds)
-        return f", about {_format_duration(self._shown)} left"
-
-    def _estimate(self) -> float | None:
-        """Return the remaining seconds, or None."""
-        left = {job: 1.0 - _read_share(job) for job in self.jobs if job not in self._ended}
-        pace = self._find_pace()
-        if not left or any(job.kind not in pace for job in left):
-            return None
-        seconds = {job: share * pace[job.kind] for job, share in left.items()}
-        return max(sum(seconds.values()) / self._at_once, *seconds.values())
-
-    def _find_pace(self) -> dict[str, float]:
-        """Return the seconds of a whole run by kind, of those that have progressed."""
-        spent = dict(self._spent)
+        shares = {job: _read_share(job) for job in self.jobs if job not in self._ended}
+        spent, done = self._seconds.copy(), self._done.copy()
         for job, (began, first) in self._active.items():
-            done = _read_share(job) - first
-            if done >= LEAST_SHARE:
-                seconds, share = spent.get(job.kind, (0.0, 0.0))
-                spent[job.kind] = seconds + self._now() - began, share + done
-        return {kind: seconds / share for kind, (seconds, share) in spent.items() if share > 0.0}
-
-    def _add(self, job: Job, seconds: float, share: float) -> tuple[float, float]:
-        before = self._spent.get(job.kind, (0.0, 0.0))
-        return before[0] + seconds, before[1] + share
-
-
-def _describe_silence(job: Job, minutes: int) -> str:
-    return (
-        f"{job.name} has written nothing for {minutes} minutes: it may be scoring a split, or hang (log: "
-        f"{job.folder / LOG}); Ctrl-C stops it, and the same command resumes."
-    )
+            progressed = _read_share(job) - first
+            if progressed >= LEAST_SHARE:
+                spent[job.kind] += self._now() - began
+                done[job.kind] += progressed
+        if not shares or any(done[job.kind] <= 0.0 for job in shares):
+            return ""
+        left = [(1.0 - share) * spent[job.kind] / done[job.kind] for job, share in shares.items()]
+        self._shown = min(self._shown, max(sum(left) / self._at_once, *left))
+        return f", about {_format_duration(self._shown)} left"
 
 
 def _read_share(job: Job) -> float:

@@ -31,7 +31,7 @@ Target = Callable[[Any, Path, Heartbeat], None]
 def serve(connection: Connection, stop: Any) -> None:
     """Body of a worker process: receive the target, then do jobs until None, a stop or the end of the parent."""
     asked: list[int] = []
-    busy = False
+    busy, orphaned = False, threading.Event()
 
     def ask(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
@@ -43,14 +43,13 @@ def serve(connection: Connection, stop: Any) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, ask)
-    heard = _make_heartbeat(stop)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(orphaned,), daemon=True).start()
     with suppress(EOFError, ConnectionError):
         with importing():
             target: Target = connection.recv()
         while (job := connection.recv()) is not None and not stop.is_set():
             busy = True
-            failure = attempt(target, job, lambda: bool(asked) or heard())
+            failure = attempt(target, job, lambda: bool(asked) or stop.is_set() or orphaned.is_set())
             if asked and failure is None:
                 # it has saved, and is not done
                 os._exit(BY_SIGNAL + asked[0])
@@ -60,29 +59,14 @@ def serve(connection: Connection, stop: Any) -> None:
     os._exit(0)
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(orphaned: threading.Event) -> None:
     """End this process soon after its parent, which may have been killed, has ended; a step may take minutes."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        time.sleep(LEAVING_SECONDS)
-        os._exit(1)
-
-
-def _make_heartbeat(stop: Any) -> Heartbeat:
-    parent = multiprocessing.parent_process()
-    seen = time.monotonic()
-
-    def heartbeat() -> bool:
-        nonlocal seen
-        if stop.is_set():
-            return True
-        if parent is not None and time.monotonic() - seen > 1.0:
-            seen = time.monotonic()
-            return not parent.is_alive()
-        return False
-
-    return heartbeat
+    assert parent is not None
+    parent.join()
+    orphaned.set()
+    time.sleep(LEAVING_SECONDS)
+    os._exit(1)
 
 
 def attempt(target: Target, job: Job, heartbeat: Heartbeat) -> Failure | None:

@@ -5,7 +5,7 @@ Accelerate shares a training; it does not let one process lead a command of many
 
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from headwise.errors import HeadwiseError
 from headwise_lab.experiment.run_folder import LOG, Failure, Job, Watch
@@ -22,23 +22,21 @@ def run_together(jobs: Sequence[Job], watch: Watch) -> list[Failure]:
     A refusal is the same in all processes, and the next run follows. Any other error ends the command in all of them;
     the same command resumes from the checkpoints.
     """
+
+    def heartbeat() -> bool:
+        watch.tick()
+        return False
+
     failures = []
     for job in jobs:
         watch.started(job)
-
-        def heartbeat() -> bool:
-            watch.tick()
-            return False
-
-        failure = None
+        failure, shared = None, isinstance(job.settings, RunSettings)
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
-            if isinstance(job.settings, RunSettings):
+            if shared:
                 processes.agree(job)
+            with nullcontext() if shared else processes.alone():
                 do_job(job.settings, job.folder, heartbeat)
-            else:
-                with processes.alone():
-                    do_job(job.settings, job.folder, heartbeat)
         except KeyboardInterrupt as error:
             error.args = (f"stopped; {job.name} resumes from its last checkpoint: give the same command again.",)
             raise

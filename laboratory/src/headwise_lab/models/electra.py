@@ -40,10 +40,6 @@ class ElectraSizes:
             then adds next to nothing to a state, and learns nothing for thousands of steps.
         sinusoids: Whether position vectors are initialized as sinusoids of that deviation, so that what
             is learned of one distance holds at all positions. They are trained in either case.
-
-    Raises:
-        SettingError: A value is outside its range, a width cannot be divided among the heads, or embeddings have an odd
-            width for sinusoids.
     """
 
     vocabulary: int = 30_522

@@ -22,9 +22,6 @@ class SizedAttention(MultiheadAttention):
         num_heads: Number of heads H.
         head_size: Width e of a head; None for d / H.
 
-    Raises:
-        SettingError: A size is below 1.
-
     Example:
         >>> attention = SizedAttention(10, 3, head_size=4)
         >>> states = torch.randn(2, 5, 10)
@@ -118,9 +115,6 @@ class Encoder(nn.Module):
         head_size: Likewise.
         hidden: Likewise.
         embedding: Module that returns the vectors of token ids, [.., d]; None for a new table.
-
-    Raises:
-        SettingError: A size is below 1, the width odd or not a multiple of `heads`, or dropout outside [0, 1).
 
     Example:
         >>> encoder = Encoder(9, width=8, layers=2, heads=2, norm_first=True, dropout=0.0)

@@ -41,12 +41,6 @@ class Donors:
     """Gives each sentence the parse of a training sentence of equal length with another tree or other relations.
 
     If there is none, the words of the sentence are shuffled over its own tree.
-
-    Args:
-        table: Returns the words and the parse of a sentence by its number.
-        lengths: Number of words of each sentence, by its number.
-        pool: Numbers of the training sentences.
-        seed: Seed of the draws.
     """
 
     def __init__(

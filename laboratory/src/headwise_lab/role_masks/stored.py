@@ -1,14 +1,11 @@
-"""The files in the folder of a run with roles from which masks of new sentences are made.
-
-Files and digest of a spaCy pipeline, found without loading spaCy.
-"""
+"""The files from which masks of new sentences are made, and those of a spaCy pipeline, found without loading it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from headwise.errors import DataError
 from headwise.input_files import is_file
@@ -22,11 +19,7 @@ CONFIG = "config.cfg"
 
 
 def list_pipeline_files(pipeline: Path) -> list[Path]:
-    """Return the files of a pipeline, given by its folder or the name of an installed package.
-
-    Raises:
-        DataError: Neither exists, or the folder is none of a pipeline.
-    """
+    """Return the files of a pipeline, given by its folder or the name of an installed package."""
     folder = pipeline
     if folder.is_dir():
         if not is_file(folder / CONFIG):
@@ -44,27 +37,11 @@ def list_pipeline_files(pipeline: Path) -> list[Path]:
 
 
 def hash_pipeline(pipeline: Path) -> str:
-    """Return a digest of everything a pipeline's parses depend on.
-
-    Raises:
-        DataError: There is no such pipeline.
-    """
+    """Return a digest of everything a pipeline's parses depend on."""
     return digest("parsed", list_pipeline_files(pipeline))
 
 
 RARITY, ROLES = "idf.json", "roles.json"
-
-
-class KeptRoles(NamedTuple):
-    """The input of masks of new sentences.
-
-    Attributes:
-        rarity: Rarity of words in the training split.
-        pipeline: The spaCy pipeline that parsed; None if texts were not parsed.
-    """
-
-    rarity: IDF
-    pipeline: Path | None
 
 
 def write_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
@@ -75,18 +52,10 @@ def write_roles(folder: Path, rarity: IDF, pipeline: Path | None) -> None:
     run_folder.write_json(folder / ROLES, {"pipeline": place, "digest": parsed_by})
 
 
-def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles:
-    """Return what a finished run with roles keeps.
+def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> tuple[IDF, Path | None]:
+    """Return the rarity of words that a finished run with roles keeps, and the pipeline that parsed its texts, if any.
 
-    Args:
-        folder: The run's folder.
-        guided: Its roles.
-        pipeline: The pipeline that parsed its texts; None for the path used in training. Ignored if they were not
-            parsed.
-
-    Raises:
-        DataError: A file is missing or damaged, the pipeline is missing or different, or the roles are those of
-            other parses, which a run does not keep.
+    A pipeline of None is looked for at the path used in training; any is ignored where texts were not parsed.
     """
     if guided.shuffled:
         raise DataError(
@@ -111,7 +80,7 @@ def read_roles(folder: Path, guided: Guided, pipeline: Path | None) -> KeptRoles
                 "one (--pipeline DIR)."
             )
     require_parses(guided, pipeline is not None)
-    return KeptRoles(IDF.load(folder / RARITY), pipeline)
+    return IDF.load(folder / RARITY), pipeline
 
 
 def _find_pipeline(path: Path, name: Any) -> Path:

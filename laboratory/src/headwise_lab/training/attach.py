@@ -1,11 +1,8 @@
-"""An arm on a model, which is what a run trains: the model's start, and the arm's methods attached to it.
-
-What some arms change in a model before its parameters are drawn: how heads attend, and how wide layers are.
-"""
+"""An arm on a model: what it changes in the model, the parameters that are drawn, and its methods attached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,18 +21,11 @@ from headwise.heads.view import HeadView
 from headwise.nn.difference import pair_heads
 from headwise.nn.hooks import Handle
 from headwise.repulsion.repel import Repel, Repulsion
-from headwise.roles.guide import Guidance, guide
+from headwise.roles.guide import guide
 from headwise.routing.aggregate import Aggregate
-from headwise.routing.modules import Gate, Residual, Routing, Setting
+from headwise.routing.modules import Gate, Residual, Setting
 from headwise.similarity.penalty import Disagreement, Penalize
-from headwise_lab.experiment.arm import (
-    Arm,
-    Guided,
-    LengthenQueries,
-    OtherModel,
-    PairHeads,
-    Widen,
-)
+from headwise_lab.experiment.arm import Arm, Guided, LengthenQueries, OtherModel, PairHeads, Widen
 from headwise_lab.experiment.scale import Scale
 from headwise_lab.experiment.seeding import derive_key, initialize_parameters
 from headwise_lab.experiment.task import Data, MaskMaker, Task
@@ -46,11 +36,7 @@ FEED_FORWARD = ("feed_forward", "mlp")
 
 
 def pair_all_heads(heads: Heads, *, second: bool) -> None:
-    """Pair the heads of each attention; find heads again afterwards.
-
-    Raises:
-        LayoutError: An attention cannot be paired.
-    """
+    """Pair the heads of each attention; find heads again afterwards."""
     for site in heads:
         if reads_pairs(site):
             pair_decoder_heads(site, site.layer + 1, second=second)
@@ -74,15 +60,9 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
     Args:
         heads: The attentions.
         units: Number of further units; None for about as many parameters as gates on features have, (d + 1) d.
-
-    Raises:
-        SettingError: A layer has no such feed-forward layer.
     """
-    holders: dict[int, Any] = {}
-    for site in heads:
-        holder: Any = site.model.get_submodule(site.name.rpartition(".")[0])
-        holders[id(holder)] = holder
-    for holder in holders.values():
+    holders: Any = {site.model.get_submodule(site.name.rpartition(".")[0]): None for site in heads}
+    for holder in holders:
         layer = next((found for name in FEED_FORWARD if (found := getattr(holder, name, None)) is not None), None)
         parts = [] if layer is None else list(layer.modules())
         linears = [part for part in parts if isinstance(part, nn.Linear)]
@@ -96,13 +76,13 @@ def widen_feed_forward(heads: Heads, units: int | None = None) -> None:
         slopes = [part for part in parts if isinstance(part, nn.PReLU) and part.num_parameters == hidden]
         each = sum(width + (part.bias is not None) for part in linears[:-1]) + width + len(slopes)
         new = hidden + (round((width + 1) * width / each) if units is None else units)
+        linears[-1].in_features = new
         for part in linears[:-1]:
             part.out_features = new
-        linears[-1].in_features = new
+            if part.bias is not None:
+                part.bias = nn.Parameter(part.bias.new_empty(new))
         for part in linears:
             part.weight = nn.Parameter(part.weight.new_empty(part.out_features, part.in_features))
-            if part.bias is not None:
-                part.bias = nn.Parameter(part.bias.new_empty(part.out_features))
         for part in slopes:
             part.num_parameters = new
             part.weight = nn.Parameter(part.weight.new_empty(new))
@@ -133,12 +113,7 @@ def attach_arm(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> 
 
 
 def build_model(task: Task, arm: Arm, data: Data, scale: Scale, *, seed: int) -> tuple[nn.Module, MaskMaker | None]:
-    """Return the model of an arm before anything of the arm is on it, and what makes its role masks, if it has roles.
-
-    Raises:
-        SettingError: The task has no such model, no words that roles could be made from, or no dropout to change.
-        DataError: A role needs what the data does not have.
-    """
+    """Return the model of an arm without anything of the arm on it, and what makes its role masks, if it has roles."""
     other, guided = arm.find(OtherModel), arm.find(Guided)
     dropout = task.remaining_arm(arm, data).dropout
     if dropout is not None:
@@ -194,25 +169,27 @@ class Methods:
         masks: MaskMaker | None = None,
         rule_layers: tuple[int, ...] | None = None,
     ) -> None:
-        self.arm, self.seed, self.masks = arm, seed, masks
+        self.arm, self.masks = arm, masks
         self.heads: Heads | None = None
-        self.run: Attached | None = None
-        if part is None:
-            initialize_parameters(model, seed)
-            return
-        if (pairs := arm.find(PairHeads)) is not None:
-            pair_all_heads(find_heads(part), second=pairs.second)
-        self.heads = heads = find_heads(part)
-        if (wider := arm.find(Widen)) is not None:
-            widen_feed_forward(heads, wider.units)
-        methods = [_fit(own, seed, rule_layers, compile_routing) for own in arm.methods if isinstance(own, Method)]
-        self.run = Attached(methods, find=lambda _: heads, seed=derive_key(seed, "noise"))
-        self.run.build(part)
+        self.run = Attached([])
+        if part is not None:
+            if (pairs := arm.find(PairHeads)) is not None:
+                pair_all_heads(find_heads(part), second=pairs.second)
+            self.heads = heads = find_heads(part)
+            if (wider := arm.find(Widen)) is not None:
+                widen_feed_forward(heads, wider.units)
+            methods = [_fit(own, seed, rule_layers, compile_routing) for own in arm.methods if isinstance(own, Method)]
+            self.run = Attached(methods, find=lambda _: heads, seed=derive_key(seed, "noise"))
+            self.run.build(part)
         initialize_parameters(model, seed)
-        self._lengthen_queries()
-        self.run.attach(part)
-        if masks is not None:
-            _guide(model, heads, masks)
+        if (longer := arm.find(LengthenQueries)) is not None:
+            with torch.no_grad():
+                for query in self._list_queries():
+                    query.of(query.parameter).mul_(longer.drawn)
+        if self.heads is not None:
+            self.run.attach(self.heads.model)
+            if masks is not None:
+                _guide(model, self.heads, masks)
 
     @property
     def penalty(self) -> Disagreement | None:
@@ -225,30 +202,19 @@ class Methods:
         return self._find(Repulsion)
 
     def _find(self, kind: type[H]) -> H | None:
-        return None if self.run is None else next(iter(self.run.of(kind)), None)
-
-    def repel(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips.
-
-        Raises:
-            SettingError: The arm trains queries faster that are one parameter with keys or values.
-        """
-        longer = self.arm.find(LengthenQueries)
-        if longer is not None and longer.rate != 1.0:
-            _train_faster(optimizer, self._list_queries(), longer.rate)
-        if self.run is not None and self.heads is not None:
-            self.run.attach(self.heads.model, optimizer)
-
-    def _lengthen_queries(self) -> None:
-        longer = self.arm.find(LengthenQueries)
-        if longer is not None:
-            with torch.no_grad():
-                for part in self._list_queries():
-                    part.of(part.parameter).mul_(longer.drawn)
+        return next(iter(self.run.of(kind)), None)
 
     def _list_queries(self) -> list[HeadView]:
         assert self.heads is not None  # an arm of another model has one method
         return [part for head_slice in self.heads.projection("query").slices() for part in head_slice.parts]
+
+    def repel(self, optimizer: torch.optim.Optimizer) -> None:
+        """Attach the arm's rule to the optimizer; the loop calls `apply_repulsion` before it clips."""
+        longer = self.arm.find(LengthenQueries)
+        if longer is not None and longer.rate != 1.0:
+            _train_faster(optimizer, self._list_queries(), longer.rate)
+        if self.heads is not None:
+            self.run.attach(self.heads.model, optimizer)
 
     def begin_step(self, step: int, steps: int, warmup: int) -> None:
         """Set what depends on the step, counted from 0, of a training of `steps` steps of which `warmup` warm up."""
@@ -258,7 +224,7 @@ class Methods:
 
     def loss(self, loss: Tensor) -> Tensor:
         """Return the loss of training with the arm's penalty added, and the balance of a mixture of heads."""
-        return loss if self.run is None else self.run.loss(loss)
+        return self.run.loss(loss)
 
     def apply_repulsion(self) -> Tensor | None:
         """Apply the rule to the gradients and return its force ratio; without a rule, that of a measured penalty.
@@ -266,19 +232,15 @@ class Methods:
         The norm of all repulsion over the norm of all driving terms: a group that the loss hardly moves, as queries and
         keys are at the start, would dominate a mean of the groups' ratios. NaN where the loss moves no head, and
         infinite where a rule without finite forces left a gradient as it was. For a penalty whose strength is measured
-        against the loss, the norm of its gradient over that of the loss's, as last measured; else None.
+        against the loss, the mean over attentions of |gradient of the penalty| / |gradient of the loss|, as last
+        measured; else None.
         """
-        repulsion = self.repulsion
-        if repulsion is None:
-            return self._find_penalty_share()
-        repulsion.apply()
-        last = repulsion.last
-        driving = last.driving_norm.norm()
-        ratio = torch.where(driving == 0, torch.nan, last.repulsion_norm.norm() / driving)
-        return torch.where(last.finite.all(), ratio, torch.inf)
-
-    def _find_penalty_share(self) -> Tensor | None:
-        """Return the mean over attentions of |gradient of the penalty| / |gradient of the loss|, as last measured."""
+        if self.repulsion is not None:
+            self.repulsion.apply()
+            last = self.repulsion.last
+            driving = last.driving_norm.norm()
+            ratio = torch.where(driving == 0, torch.nan, last.repulsion_norm.norm() / driving)
+            return torch.where(last.finite.all(), ratio, torch.inf)
         relative = None if self.penalty is None else self.penalty.relative
         if relative is None or not relative.shares:
             return None
@@ -298,7 +260,7 @@ class Methods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the methods draw from, for a checkpoint; called in all processes."""
-        state: dict[str, Any] = {} if self.run is None else self.run.state_dict()
+        state = self.run.state_dict()
         dropping = self._find(HeadDropping)
         if dropping is not None and dropping.generator is not None:
             # several processes drop other heads each
@@ -307,7 +269,7 @@ class Methods:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if self.run is None:
+        if not self.run.methods:
             return
         dropping, rank = self._find(HeadDropping), processes.rank()
         begun = {} if dropping is None else dropping.state_dict()
@@ -332,6 +294,12 @@ def _fit(method: Method, seed: int, rule_layers: tuple[int, ...] | None, compile
     return method
 
 
+def _compile(setting: Setting) -> Setting:
+    if isinstance(setting, Residual):
+        return replace(setting, routing=replace(setting.routing, chunks=replace(setting.routing.chunks, compile=True)))
+    return setting if isinstance(setting, Gate) else replace(setting, chunks=replace(setting.chunks, compile=True))
+
+
 def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadView], factor: float) -> None:
     """Move queries to parameter groups of their own, whose learning rate is `factor` times as high."""
     for part in queries:
@@ -342,8 +310,7 @@ def _train_faster(optimizer: torch.optim.Optimizer, queries: list[HeadView], fac
             )
     found = {id(part.parameter) for part in queries}
     for group in list(optimizer.param_groups):
-        moved = [one for one in group["params"] if id(one) in found]
-        if moved:
+        if moved := [one for one in group["params"] if id(one) in found]:
             group["params"] = [one for one in group["params"] if id(one) not in found]
             optimizer.add_param_group({**group, "params": moved, "lr": factor * group["lr"]})
 
@@ -355,23 +322,9 @@ def _guide(model: Any, heads: Heads, masks: MaskMaker) -> None:
             model, lambda ids, real: masks({"input_ids": ids, "attention_mask": real}), sites=heads.kind("self")
         )
         return
-    model.register_forward_pre_hook(_make_hook(masks, guide(heads)), with_kwargs=True, prepend=True)
+    guidance = guide(heads)
 
-
-def _make_hook(masks: MaskMaker, guidance: Guidance) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def before(_model: nn.Module, _arguments: tuple[Any, ...], batch: dict[str, Any]) -> None:
         guidance(masks(batch))
 
-    return before
-
-
-def _compile(setting: Setting) -> Setting:
-    if isinstance(setting, Gate):
-        return setting
-    if isinstance(setting, Residual):
-        return replace(setting, routing=_compile_routing(setting.routing))
-    return _compile_routing(setting)
-
-
-def _compile_routing(setting: Routing) -> Routing:
-    return replace(setting, chunks=replace(setting.chunks, compile=True))
+    model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)

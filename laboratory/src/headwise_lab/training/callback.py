@@ -51,19 +51,26 @@ class RunCallback(TrainerCallback):
         save_seconds: float = SAVE_SECONDS,
         averaged: int = 1,
     ) -> None:
-        self.folder, self.steps_per_epoch = folder, steps_per_epoch
-        self.batches, self.dropout_seed = batches, dropout_seed
-        self.evaluate, self.heartbeat, self.save_seconds = evaluate, heartbeat, save_seconds
-        self.averaged = averaged
+        self.folder, self.steps_per_epoch, self.batches, self.dropout_seed = (
+            folder,
+            steps_per_epoch,
+            batches,
+            dropout_seed,
+        )
+        self.evaluate, self.heartbeat, self.save_seconds, self.averaged = evaluate, heartbeat, save_seconds, averaged
         self.records: list[dict[str, Any]] = []
         self.step_seconds: deque[float] = deque(maxlen=KEPT_STEPS)
         self.train_seconds = 0.0
         self.stopped = False
         # digests of the weights of single epochs, by file
         self.kept_weights: dict[str, str] = {}
-        self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64)
-        self._counted, self._forced = 0, torch.zeros((), dtype=torch.int64)
+        self._forget(torch.device("cpu"))
         self._began = self._saved = self._shown = self._step_began = time.monotonic()
+
+    def _forget(self, device: torch.device) -> None:
+        """Begin the sums of an epoch."""
+        self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64, device=device)
+        self._counted, self._forced = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, loss: Tensor, force_ratio: Tensor | None) -> None:
         """Count one step's loss and force ratio; tensors, so that no step waits for a value.
@@ -124,7 +131,6 @@ class RunCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clocks, and the random numbers of a new run."""
         if state.global_step == 0:
             # several processes drop other entries; the first one those that one process alone would
             torch.manual_seed(self.dropout_seed + processes.rank())
@@ -135,19 +141,16 @@ class RunCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Choose the order of the epoch."""
         self.batches.set_epoch(state.global_step // self.steps_per_epoch)
 
     @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the step's clock."""
         self._step_began = time.monotonic()
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step's time; show, save or stop where it is time for that."""
         now = time.monotonic()
         self.step_seconds.append(now - self._step_began)
         if state.global_step % self.steps_per_epoch == 0:
@@ -160,14 +163,12 @@ class RunCallback(TrainerCallback):
         if self.stopped or due:
             control.should_save = True
             self._saved = now
-        if self.stopped:
-            control.should_training_stop = True
+        control.should_training_stop |= self.stopped
 
     @override
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the epoch's record and save."""
         if self.stopped:
             return
         train_loss = float(processes.mean(self._loss) / max(self._counted, 1))
@@ -183,13 +184,14 @@ class RunCallback(TrainerCallback):
         self.records.append(record | {"force_ratio": force_ratio})
         if processes.rank() == 0:
             write_lines(self.folder / EPOCHS, self.records)
-            self._log(f"epoch {epoch}, step {state.global_step:,} of {state.max_steps:,}: ")
-        if self.averaged > 1 and processes.rank() == 0:
-            self.kept_weights |= write_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
-        self._loss, self._force, self._norm = torch.zeros(3, dtype=torch.float64, device=self._loss.device)
-        self._counted, self._forced = 0, torch.zeros_like(self._forced)
-        control.should_save = True
-        control.should_log = True
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in flatten_numbers(self.records[-1]).items())
+            # `tail -f` follows it
+            with (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"epoch {epoch}, step {state.global_step:,} of {state.max_steps:,}: {numbers}\n")
+            if self.averaged > 1:
+                self.kept_weights |= write_epoch_weights(kwargs["model"], self.folder, epoch, self.averaged)
+        self._forget(self._loss.device)
+        control.should_save = control.should_log = True
         self._saved = time.monotonic()
         self._show(state)
         if state.global_step < state.max_steps and processes.agree(self.heartbeat()):
@@ -199,24 +201,15 @@ class RunCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop the clock."""
         self.train_seconds += time.monotonic() - self._began
         self._began = time.monotonic()
         self._show(state)
-
-    def _log(self, start: str) -> None:
-        """Add the epoch to the log, which `tail -f` follows."""
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in flatten_numbers(self.records[-1]).items())
-        with (self.folder / LOG).open("a", encoding="utf-8") as log:
-            log.write(f"{start}{numbers}\n")
 
     def _show(self, state: TrainerState) -> None:
         self._shown = time.monotonic()
         if processes.rank() > 0:
             return
-        note = ""
-        if self.records:
-            note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}"
+        note = f"dev {100 * self.records[-1]['dev']['pooled']:.1f}" if self.records else ""
         progress = {"step": state.global_step, "steps": state.max_steps, "note": note}
         write_json(self.folder / PROGRESS, progress, durable=False)
 

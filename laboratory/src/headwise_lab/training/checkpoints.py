@@ -21,11 +21,7 @@ def seal_checkpoint(checkpoint: Path) -> None:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Make sure that a checkpoint holds what was written, and nothing else.
-
-    Raises:
-        DataError: A file is missing, was added or has changed; the message names it and what to do.
-    """
+    """Make sure that a checkpoint holds what was written, and nothing else."""
     manifest, remedy = checkpoint / MANIFEST, f"delete {checkpoint} to start that run again."
     try:
         digests = read_json(manifest)
@@ -41,29 +37,16 @@ def _list_files(checkpoint: Path) -> list[str]:
 
 
 def write_epoch_weights(model: nn.Module, folder: Path, epoch: int, most: int) -> dict[str, str]:
-    """Write a model's weights as those of an epoch, whole or not at all, and drop those of `most` epochs before.
-
-    Returns:
-        The digest of their file, by its name.
-    """
-    place = _find_weights(folder, epoch)
+    """Write a model's weights after an epoch, drop the weights of `most` epochs before; return the digest by name."""
+    place = folder / f"{EPOCH}{epoch}.safetensors"
     with new_file(place) as temporary:
         save_model(model, str(temporary))
-    _find_weights(folder, epoch - most).unlink(missing_ok=True)
+    (folder / f"{EPOCH}{epoch - most}.safetensors").unlink(missing_ok=True)
     return {place.name: digest_file(place)}
 
 
 def load_mean_weights(model: nn.Module, folder: Path, digests: Mapping[str, str]) -> None:
-    """Give a model the mean of the weights kept in a run's folder.
-
-    Args:
-        model: The model.
-        folder: The run's folder.
-        digests: Digests of their files, by name; those of epochs before the run was resumed may be unknown.
-
-    Raises:
-        DataError: No weights were kept, or a file was changed.
-    """
+    """Give a model the mean of the weights kept in a run's folder."""
     remedy = f"delete {folder} to start that run again."
     files = sorted(folder.glob(f"{EPOCH}*.safetensors"))
     if not files:
@@ -75,16 +58,12 @@ def load_mean_weights(model: nn.Module, folder: Path, digests: Mapping[str, str]
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  safe_open is no mapping
                 tensor = opened.get_tensor(name)
-                share = tensor.double() / len(files) if tensor.is_floating_point() else tensor
-                mean[name] = mean[name] + share if name in mean and tensor.is_floating_point() else share
-                dtype = tensor.dtype
-                if path == files[-1]:
-                    mean[name] = mean[name].to(dtype)
+                if tensor.is_floating_point():
+                    share = tensor.double() / len(files)
+                    total = mean[name] + share if name in mean else share
+                    tensor = total.to(tensor.dtype) if path == files[-1] else total
+                mean[name] = tensor
     temporary = folder / f".{EPOCH}mean.safetensors"
     save_file(mean, str(temporary))
     load_model(model, str(temporary))
     temporary.unlink()
-
-
-def _find_weights(folder: Path, epoch: int) -> Path:
-    return folder / f"{EPOCH}{epoch}.safetensors"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,10 @@ def find_run(job: Job) -> Path:
 
 
 def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None:
-    """Write the result of a run from those of its parts, of which `folder` is one, once all of them are finished.
+    """Write the result of a run once all its parts, of which `folder` is one, are finished.
 
     Answers are concatenated in the order of the parts. The dev score, the measures of heads and other numbers are means
     over the parts; the training time is their sum.
-
-    Raises:
-        SettingError: The run's folder holds another one.
-        DataError: A file of a part is damaged.
     """
     if settings.whole is None:
         return
@@ -79,15 +75,12 @@ def gather_parts(settings: RunSettings | BaselineSettings, folder: Path) -> None
         "train_seconds": sum(part["train_seconds"] for part in results),
         "answers": _average([part["answers"] for part in results]),
         "sites": {site: _average([part["sites"][site] for part in results]) for site in results[0].get("sites") or {}},
-        **{name: _mean([part.get(name) for part in results]) for name in ("dev_score", "step_seconds", *MEASURES)},
+        **_average(results, ("dev_score", "step_seconds", *MEASURES)),
     }
     write_result(run, result)
 
 
-def _average(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    return {name: _mean([part.get(name) for part in parts]) for name in parts[0]}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _average(parts: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, float | None]:
+    """Return the mean of each number over the parts that have it."""
+    known = {name: [part[name] for part in parts if part.get(name) is not None] for name in names or parts[0]}
+    return {name: statistics.fmean(values) if values else None for name, values in known.items()}

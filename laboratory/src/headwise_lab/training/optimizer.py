@@ -1,7 +1,4 @@
-"""The optimizer of every run.
-
-Muon on the projections of heads and another optimizer on the rest of a model, as one optimizer.
-"""
+"""The optimizer of every run; Muon on the projections of heads and another one on the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -50,15 +47,15 @@ class MuonAndRest(Optimizer):
         *,
         momentum: float,
     ) -> None:
-        whole = {id(parameter) for parameter in blocks.wholes}
-        owners = list(zip(blocks, blocks.wholes, strict=True))
-        first, others = [], []
+        whole, first, others = {id(parameter) for parameter in blocks.wholes}, [], []
         for group in groups:
             given = {id(parameter) for parameter in group["params"]}
-            first.append({**group, "params": [block for block, owner in owners if id(owner) in given]})
-            others.append({**group, "params": [one for one in group["params"] if id(one) not in whole]})
-        self.muon = torch.optim.Muon([group for group in first if group["params"]], momentum=momentum, adjust_lr_fn=RMS)
-        self.rest = make_rest([group for group in others if group["params"]])
+            own = [block for block, owner in zip(blocks, blocks.wholes, strict=True) if id(owner) in given]
+            rest = [one for one in group["params"] if id(one) not in whole]
+            first += [{**group, "params": own}] if own else []
+            others += [{**group, "params": rest}] if rest else []
+        self.muon = torch.optim.Muon(first, momentum=momentum, adjust_lr_fn=RMS)
+        self.rest = make_rest(others)
         blocks.attach(self.muon)
         # the groups are shared, so that a schedule reaches those of both
         super().__init__([*self.muon.param_groups, *self.rest.param_groups], {})
@@ -72,7 +69,7 @@ class MuonAndRest(Optimizer):
         self.rest.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the whole model."""
+        """Clear the gradients of both."""
         self.muon.zero_grad(set_to_none)
         self.rest.zero_grad(set_to_none)
 

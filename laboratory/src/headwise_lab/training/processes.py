@@ -28,6 +28,21 @@ _ALONE = ContextVar("alone", default=False)
 T = TypeVar("T")
 
 
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set variables of the environment in the block, and what they were before afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def launched() -> bool:
     """Whether a launcher started several processes for this command."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
@@ -50,12 +65,7 @@ def end() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this process be the only one for a while: what it does then, it never waits for the others in.
-
-    >>> with alone():
-    ...     count()
-    1
-    """
+    """Let this process be the only one for a while: what it does then, it never waits for the others in."""
     before = _ALONE.set(True)
     try:
         yield
@@ -85,11 +95,7 @@ def wait() -> None:
 
 
 def agree(value: T) -> T:
-    """Return what the first process has, in every process; small values that pickle.
-
-    >>> agree((True, 0.5))
-    (True, 0.5)
-    """
+    """Return what the first process has, in every process; small values that pickle."""
     if count() == 1:
         return value
     held = [value]
@@ -98,11 +104,7 @@ def agree(value: T) -> T:
 
 
 def by_first(function: Callable[[], T]) -> T:
-    """Return what a function returns, called by the first process `alone`; what it refuses is raised in all of them.
-
-    >>> by_first(lambda: 4)
-    4
-    """
+    """Return what a function returns, called by the first process `alone`; what it refuses is raised in all of them."""
     if count() == 1:
         return function()
     answer: Any = (None, None)
@@ -119,11 +121,7 @@ def by_first(function: Callable[[], T]) -> T:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor over the processes.
-
-    >>> total(torch.tensor(3.0))
-    tensor(3.)
-    """
+    """Return the sum of a tensor over the processes."""
     if count() == 1:
         return tensor
     added = tensor.detach().clone()
@@ -132,11 +130,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensor of each process, in the order of their ranks; of one shape, and on the CPU.
-
-    >>> gather(torch.tensor(3.0))
-    [tensor(3.)]
-    """
+    """Return the tensor of each process, in the order of their ranks; of one shape, and on the CPU."""
     if count() == 1:
         return [tensor]
     found = [torch.empty_like(tensor) for _ in range(count())]

@@ -50,11 +50,7 @@ class Start:
         return bool(self.task)
 
     def folder(self, arm: str, seed: int, starts: int) -> Path:
-        """Return the folder of the model that a run begins with.
-
-        Raises:
-            DataError: It is not there.
-        """
+        """Return the folder of the model that a run begins with."""
         if not self.task:
             only = find_model_folder(self.place)
             if only is None:
@@ -81,11 +77,7 @@ class Start:
         return found
 
     def pretraining(self, arm: str, seed: int, starts: int) -> int | None:
-        """Return the seed of the pre-training that a run goes back to; None where all runs begin with one model.
-
-        Raises:
-            DataError: The run it begins with is not there.
-        """
+        """Return the seed of the pre-training that a run goes back to; None where all runs begin with one model."""
         if not self.task:
             return None
         run = self.folder(arm, seed, starts).parent
@@ -98,11 +90,7 @@ class Start:
         return None if before["start"] is None else int(before["start"])
 
     def any_folder(self) -> Path:
-        """Return the folder of one of the models, for what all of them share.
-
-        Raises:
-            DataError: There is none yet.
-        """
+        """Return the folder of one of the models, for what all of them share."""
         if not self.task:
             return self.folder("", 0, 1)
         name = MODEL if self.task == "glue" else DISCRIMINATOR
@@ -114,15 +102,7 @@ class Start:
 
 
 def find_start(place: Path | None, expected: str = FORMS) -> Start:
-    """Return where the models of a place come from.
-
-    Args:
-        place: The place.
-        expected: What a message says that it should be.
-
-    Raises:
-        DataError: No place was named, or it holds no model.
-    """
+    """Return where the models of a place come from."""
     if place is None:
         raise DataError(f"glue needs --pretrained: {expected}.")
     if (place / COMPARISON).is_file():
@@ -141,26 +121,13 @@ def find_start(place: Path | None, expected: str = FORMS) -> Start:
 
 
 def require_kept(arm: Arm, place: Path | None, remedy: str = "leave it out") -> None:
-    """Refuse an arm that would undo what the model of a folder learned.
-
-    Args:
-        arm: The arm.
-        place: The folder.
-        remedy: What a message says to do.
-
-    Raises:
-        SettingError: It pairs heads, or has wider feed-forward layers.
-    """
-    if arm.find(PairHeads) is not None:
-        raise SettingError(
-            f"arm {arm.name} pairs heads, after which attention computes nothing that the model of {place} learned; "
-            f"{remedy}."
-        )
-    if arm.find(Widen) is not None:
-        raise SettingError(
-            f"arm {arm.name} has wider feed-forward layers, which are drawn anew and forget what the model of {place} "
-            f"learned; {remedy}."
-        )
+    """Refuse an arm that would undo what the model of a folder learned: paired heads, or wider layers."""
+    for kind, undone in (
+        (PairHeads, "pairs heads, after which attention computes nothing that the model of {} learned"),
+        (Widen, "has wider feed-forward layers, which are drawn anew and forget what the model of {} learned"),
+    ):
+        if arm.find(kind) is not None:
+            raise SettingError(f"arm {arm.name} {undone.format(place)}; {remedy}.")
 
 
 class Classifier(nn.Module):
@@ -191,8 +158,7 @@ class Classifier(nn.Module):
         for name, module in self.named_modules():
             if next(module.parameters(recurse=False), None) is None:
                 continue
-            kept = name.startswith(backbone) and name.removeprefix("network.") not in fresh
-            if kept:
+            if name.startswith(backbone) and name.removeprefix("network.") not in fresh:
                 # a run draws its parameters module by module: these begin as they were found
                 object.__setattr__(module, "reset_parameters", _stay)
             elif isinstance(module, nn.Linear | nn.Embedding):
@@ -236,11 +202,7 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def require_positions(folder: Path, length: int, *, trust_remote_code: bool = False) -> None:
-    """Refuse texts of more tokens than a model has positions for.
-
-    Raises:
-        DataError: It has fewer.
-    """
+    """Refuse texts of more tokens than a model has positions for."""
     try:
         with open_within(folder, trusted=trust_remote_code):
             config: Any = AutoConfig.from_pretrained(

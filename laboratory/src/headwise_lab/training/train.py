@@ -1,11 +1,10 @@
 """One run: data, model, arm, training (or the rest of it), scores on the test split, result."""
 
 import math
-import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from typing_extensions import override
 
@@ -32,11 +31,7 @@ from headwise_lab.experiment.task import Data, Task
 from headwise_lab.training import processes
 from headwise_lab.training.attach import Methods, attach_arm
 from headwise_lab.training.callback import RunCallback, flatten_numbers
-from headwise_lab.training.checkpoints import (
-    load_mean_weights,
-    seal_checkpoint,
-    verify_checkpoint,
-)
+from headwise_lab.training.checkpoints import load_mean_weights, seal_checkpoint, verify_checkpoint
 from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.processes import OwnBatches, weigh_loss
 
@@ -69,7 +64,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
     task, scale = named_task(settings.task), settings.scale
     data = load_data(settings)
     model, methods = attach_arm(task, settings.arm, data, scale, seed=settings.seed)
-    trainer = _build_trainer(settings, folder, task, model, methods, data, heartbeat)
+    trainer = HeadTrainer(settings, folder, task, model, methods, data, heartbeat)
     checkpoint = processes.agree(run_folder.latest_checkpoint(folder))
     if checkpoint is not None:
         processes.by_first(lambda: verify_checkpoint(checkpoint))
@@ -78,7 +73,7 @@ def train_run(settings: RunSettings, folder: Path, heartbeat: Heartbeat = never)
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not trainer.run.stopped:
-        processes.by_first(lambda: _finish(settings, folder, task, model, methods, data, trainer))
+        processes.by_first(lambda: _finish(settings, trainer, data))
 
 
 class HeadTrainer(Trainer):
@@ -91,33 +86,81 @@ class HeadTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments,
-        *,
+        settings: RunSettings,
         folder: Path,
-        split: Dataset,
-        batches: Sampler[list[int]],
-        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        task: Task,
+        model: nn.Module,
         methods: Methods,
-        run: RunCallback,
-        optimizer: torch.optim.Optimizer,
+        data: Data,
+        heartbeat: Heartbeat,
     ) -> None:
+        recipe, seed = settings.scale.recipe, settings.seed
+        rate = task.remaining_arm(settings.arm, data).learning_rate or recipe.learning_rate
+        self.folder, self.task, self.trained, self.split, self.methods = folder, task, model, data.train, methods
+        self.batches: Any = task.batches(data, settings.scale, derive_key(seed, "order"))
+        steps = math.ceil(len(self.batches) / recipe.accumulation)
+        staging = folder / run_folder.UNFINISHED
+        processes.by_first(lambda: shutil.rmtree(staging, ignore_errors=True))
+        cpu = not torch.cuda.is_available()
+        args = TrainingArguments(
+            output_dir=str(staging),
+            num_train_epochs=recipe.epochs,
+            learning_rate=rate,
+            warmup_steps=recipe.warmup(recipe.epochs * steps),
+            lr_scheduler_type=recipe.schedule,
+            max_grad_norm=recipe.clip_norm,
+            gradient_accumulation_steps=recipe.accumulation,
+            bf16=recipe.bfloat16 and not cpu,
+            seed=seed,
+            use_cpu=cpu,
+            ddp_backend="gloo" if processes.count() > 1 and cpu else None,
+            ddp_find_unused_parameters=True,
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            report_to=["tensorboard", *settings.report_to],
+            run_name=f"{settings.arm.name} seed {seed}",
+            log_level="error",
+            logging_strategy="no",
+            eval_strategy="no",
+            save_strategy="no",
+            # the callback looks at the loss once an epoch, without waiting for the device in each step
+            logging_nan_inf_filter=False,
+        )
+        orthogonalize = settings.arm.find(Orthogonalize)
+        if orthogonalize is not None:
+            # blocks of heads share the memory of the weights, which must not move afterwards
+            model.to(args.device)
+        self.run = RunCallback(
+            folder,
+            steps,
+            batches=self.batches,
+            dropout_seed=derive_key(seed, "dropout"),
+            evaluate=lambda: _evaluate_on_dev(task, model, methods, data),
+            heartbeat=heartbeat,
+            save_seconds=settings.save_seconds,
+            averaged=recipe.averaged,
+        )
+        optimizer = build_optimizer(model, rate, recipe, orthogonalize, methods.heads)
         methods.repel(optimizer)
-        super().__init__(model=model, args=args, train_dataset=split, callbacks=[run], optimizers=(optimizer, None))
+        threading.excepthook = _hold_back
+        with processes.environment(TENSORBOARD_LOGGING_DIR=str(folder / run_folder.EVENTS)):
+            super().__init__(
+                model=model, args=args, train_dataset=data.train, callbacks=[self.run], optimizers=(optimizer, None)
+            )
         self.remove_callback(PrinterCallback)
         # losses are means over a micro-batch: the Trainer divides them by the accumulation, whatever a forward takes
         self.model_accepts_loss_kwargs = False
-        self.trained, self.folder, self.split, self.batches, self.collate = model, folder, split, batches, collate
-        self.methods, self.run = methods, run
 
     @override
     def get_train_dataloader(self) -> DataLoader:
         """Return the training split in the batches of the run."""
-        if processes.count() == 1:
-            return self.accelerator.prepare(_build_loader(self.split, self.batches, self.collate))
+        count = processes.count()
         # accelerate would give whole batches to the processes in turn, a larger batch than that of one process
-        own = OwnBatches(self.batches, processes.rank(), processes.count())
-        loader = _build_loader(self.split, own, self.collate)
+        own: Any = self.batches if count == 1 else OwnBatches(self.batches, processes.rank(), count)
+        loader = DataLoader(self.split, batch_sampler=own, collate_fn=self.task.collate)
+        if count == 1:
+            return self.accelerator.prepare(loader)
         return prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True
         )
@@ -203,11 +246,7 @@ class HeadTrainer(Trainer):
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state of a run and of its methods in a checkpoint.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Return the state of a run and of its methods in a checkpoint; raises DataError if it cannot be read."""
     with _explaining(checkpoint):
         require_tensors_alone(checkpoint / RUN)
         state = torch.load(checkpoint / RUN, weights_only=True)
@@ -228,98 +267,10 @@ def _explaining(checkpoint: str | Path | None) -> Iterator[None]:
         ) from None
 
 
-def _build_loader(split: Dataset, batches: Sampler[list[int]], collate: Callable[..., dict[str, Tensor]]) -> DataLoader:
-    return DataLoader(split, batch_sampler=batches, collate_fn=collate)
-
-
-def _build_trainer(
-    settings: RunSettings,
-    folder: Path,
-    task: Task,
-    model: nn.Module,
-    methods: Methods,
-    data: Data,
-    heartbeat: Heartbeat,
-) -> HeadTrainer:
-    recipe, seed = settings.scale.recipe, settings.seed
-    rate = task.remaining_arm(settings.arm, data).learning_rate or recipe.learning_rate
-    batches: Any = task.batches(data, settings.scale, derive_key(seed, "order"))
-    steps = math.ceil(len(batches) / recipe.accumulation)
-    staging = folder / run_folder.UNFINISHED
-    processes.by_first(lambda: shutil.rmtree(staging, ignore_errors=True))
-    args = TrainingArguments(
-        output_dir=str(staging),
-        num_train_epochs=recipe.epochs,
-        learning_rate=rate,
-        warmup_steps=recipe.warmup(recipe.epochs * steps),
-        lr_scheduler_type=recipe.schedule,
-        max_grad_norm=recipe.clip_norm,
-        gradient_accumulation_steps=recipe.accumulation,
-        bf16=recipe.bfloat16 and torch.cuda.is_available(),
-        seed=seed,
-        use_cpu=not torch.cuda.is_available(),
-        ddp_backend="gloo" if processes.count() > 1 and not torch.cuda.is_available() else None,
-        ddp_find_unused_parameters=True,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to=["tensorboard", *settings.report_to],
-        run_name=f"{settings.arm.name} seed {seed}",
-        log_level="error",
-        logging_strategy="no",
-        eval_strategy="no",
-        save_strategy="no",
-        # the callback looks at the loss once an epoch, without waiting for the device in each step
-        logging_nan_inf_filter=False,
-    )
-    orthogonalize = settings.arm.find(Orthogonalize)
-    if orthogonalize is not None:
-        # blocks of heads share the memory of the weights, which must not move afterwards
-        model.to(args.device)
-    run = RunCallback(
-        folder,
-        steps,
-        batches=batches,
-        dropout_seed=derive_key(seed, "dropout"),
-        evaluate=lambda: _evaluate_on_dev(task, model, methods, data),
-        heartbeat=heartbeat,
-        save_seconds=settings.save_seconds,
-        averaged=recipe.averaged,
-    )
-    with _events_in(folder / run_folder.EVENTS):
-        return HeadTrainer(
-            model,
-            args,
-            folder=folder,
-            split=data.train,
-            batches=batches,
-            collate=task.collate,
-            methods=methods,
-            run=run,
-            optimizer=build_optimizer(model, rate, recipe, orthogonalize, methods.heads),
-        )
-
-
 def _hold_back(args: threading.ExceptHookArgs) -> None:
     """Print what ended a thread, but for TensorBoard's, whose error is raised again in the thread that trains."""
     if type(args.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(args)
-
-
-@contextmanager
-def _events_in(folder: Path) -> Iterator[None]:
-    """Make a Trainer that is built in the block write TensorBoard's files to a folder."""
-    name = "TENSORBOARD_LOGGING_DIR"
-    before = os.environ.get(name)
-    os.environ[name] = str(folder)
-    threading.excepthook = _hold_back
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _evaluate_on_dev(task: Task, model: nn.Module, methods: Methods, data: Data) -> dict[str, Any]:
@@ -327,17 +278,10 @@ def _evaluate_on_dev(task: Task, model: nn.Module, methods: Methods, data: Data)
         return {"dev": task.on_dev(model, data)}
 
 
-def _finish(
-    settings: RunSettings,
-    folder: Path,
-    task: Task,
-    model: nn.Module,
-    methods: Methods,
-    data: Data,
-    trainer: HeadTrainer,
-) -> None:
+def _finish(settings: RunSettings, trainer: HeadTrainer, data: Data) -> None:
     """Write weights and predictions, then the result that makes the run a finished one, then drop the checkpoint."""
-    run = trainer.run
+    run, folder, task = trainer.run, trainer.folder, trainer.task
+    model, methods = trainer.trained, trainer.methods
     score, answered, signatures = None, {}, {}
     if settings.scale.recipe.averaged > 1:
         load_mean_weights(model, folder, run.kept_weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -25,9 +25,6 @@ from headwise_lab.experiment.settings import RunSettings, load_data
 from headwise_lab.experiment.task import MaskMaker, Task
 from headwise_lab.results.runs import COMPARISON
 from headwise_lab.training.attach import Methods, build_model, find_target
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 # What JSON data of another form raises where it is read.
 MALFORMED = (HeadwiseError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
@@ -51,18 +48,11 @@ def load_trained(settings: RunSettings, folder: Path) -> Trained:
     if not run_folder.is_finished(folder) or not (folder / run_folder.WEIGHTS).exists():
         raise DataError(f"{folder} holds no finished run; give the comparison's command again to go on with it.")
     require_intact(folder)
-    task, scale = named_task(settings.task), settings.scale
+    task, scale, seed = named_task(settings.task), settings.scale, settings.seed
     data = load_data(settings)
-    model, masks = build_model(task, settings.arm, data, scale, seed=settings.seed)
-    methods = restore_run(
-        folder,
-        task.remaining_arm(settings.arm, data),
-        model,
-        task,
-        seed=settings.seed,
-        masks=masks,
-        compile_routing=scale.compile_routing,
-    )
+    arm = task.remaining_arm(settings.arm, data)
+    model, masks = build_model(task, settings.arm, data, scale, seed=seed)
+    methods = restore_run(folder, arm, model, task, seed=seed, masks=masks, compile_routing=scale.compile_routing)
     if methods.heads is None:
         raise DataError(f"the model of arm {settings.arm.name} has no heads to look at; leave that arm out.")
     return Trained(task, data, model, methods.heads)
@@ -99,11 +89,7 @@ def restore_run(
 
 
 def build_run_model(folder: Path, make: Callable[[], Model]) -> Model:
-    """Return a new model of the sizes that a finished run's settings name, unless it is far larger than its weights.
-
-    Raises:
-        DataError: It is, or the weights cannot be read, or no model has such sizes.
-    """
+    """Return a new model of the sizes that a finished run's settings name, unless it is far larger than its weights."""
     path, settings = folder / run_folder.WEIGHTS, folder / run_folder.SETTINGS
     tensors = len(list_weights(folder))
     try:
@@ -116,11 +102,7 @@ def build_run_model(folder: Path, make: Callable[[], Model]) -> Model:
 
 
 def list_weights(folder: Path) -> list[str]:
-    """Return the names of the tensors that a finished run keeps.
-
-    Raises:
-        DataError: They cannot be read.
-    """
+    """Return the names of the tensors that a finished run keeps; raises DataError if they cannot be read."""
     try:
         with safe_open(str(require_kept_file(folder, run_folder.WEIGHTS)), "pt") as weights:
             return list(weights.keys())
@@ -153,30 +135,19 @@ def _shorten(reason: object) -> str:
 
 
 def read_arm(folder: Path, record: Mapping[str, Any]) -> Arm:
-    """Return what of the arm of a run's settings outlives training, as it was written when the run began.
-
-    Raises:
-        DataError: The record does not have it.
-    """
+    """Return what outlives training in the arm of a run's settings; raises DataError if they do not have it."""
     try:
         arm = restore_arm(record["arm"])
         return Arm(arm.name, tuple(method for method in arm.methods if lasts(method)))
     except MALFORMED as error:
-        raise DataError(
-            f"{folder / run_folder.SETTINGS} does not say what its arm is ({str(error)[:200]}); was it made by another "
-            "version?"
-        ) from error
+        raise _explain_settings(folder, "what its arm is", error) from error
 
 
-Scale = TypeVar("Scale", bound="DataclassInstance")
+Scale = TypeVar("Scale")
 
 
 def read_finished(folder: Path, task: str) -> Mapping[str, Any]:
-    """Return the settings of a finished run of a task, one with a model, as it wrote them when it began.
-
-    Raises:
-        DataError: The folder holds no run, an unfinished one, one of another task or a baseline.
-    """
+    """Return the settings of a finished run of a task, one with a model, as it wrote them when it began."""
     if not folder.is_dir():
         raise DataError(
             f"{folder} {describe_place(folder)}; expected the folder of a finished run of headwise compare {task}."
@@ -205,27 +176,23 @@ def read_finished(folder: Path, task: str) -> Mapping[str, Any]:
 
 
 def read_scale(folder: Path, record: Mapping[str, Any], kind: type[Scale]) -> Scale:
-    """Return the scale that a run's settings name; fields it lacks take their defaults.
-
-    Raises:
-        DataError: The settings do not have it.
-    """
-    known = {field.name for field in fields(kind)}
+    """Return the scale of a run's settings, with defaults for what is missing; raises DataError if they have none."""
+    scale: Any = kind
     try:
+        known = {field.name for field in fields(scale)}
         return kind(**{name: value for name, value in record["scale"].items() if name in known})
     except MALFORMED as error:
-        raise DataError(
-            f"{folder / run_folder.SETTINGS} does not say the sizes of the model ({str(error)[:200]}); was it made by "
-            "another version?"
-        ) from error
+        raise _explain_settings(folder, "the sizes of the model", error) from error
+
+
+def _explain_settings(folder: Path, what: str, reason: object) -> DataError:
+    return DataError(
+        f"{folder / run_folder.SETTINGS} does not say {what} ({str(reason)[:200]}); was it made by another version?"
+    )
 
 
 def require_kept_file(folder: Path, name: str) -> Path:
-    """Return a file that a run keeps when it ends.
-
-    Raises:
-        DataError: It is missing.
-    """
+    """Return a file that a run keeps when it ends; raises DataError if it is missing."""
     if not (folder / name).is_file():
         raise DataError(f"{folder / name} is missing; a run keeps it when it ends: train this one again.")
     return folder / name

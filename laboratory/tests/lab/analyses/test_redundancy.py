@@ -51,6 +51,7 @@ def record(run):
     return read_json(analysis_file(folder, "redundancy"))
 
 
+@pytest.mark.full
 def test_every_head_of_encoder_decoder_and_cross_attention_is_removed_once(record, run):
     heads = [(head["kind"], head["layer"], head["head"]) for head in record["heads"]]
     assert sorted(heads) == sorted(
@@ -60,6 +61,7 @@ def test_every_head_of_encoder_decoder_and_cross_attention_is_removed_once(recor
     assert not (run[1] / UNFINISHED).exists()
 
 
+@pytest.mark.full
 def test_a_cost_is_that_of_zeroing_the_heads_columns_of_the_output_projection(record, run):
     trained = load_trained(*run)
     model, data = trained.model, trained.data
@@ -87,6 +89,7 @@ def test_a_cost_is_that_of_zeroing_the_heads_columns_of_the_output_projection(re
     assert record["scores"]["BLEU"] > 0
 
 
+@pytest.mark.full
 def test_a_cost_lies_in_its_interval_and_the_summary_is_kept_with_it(record, run):
     for head in record["heads"]:
         for cost in head["drops"].values():
@@ -99,6 +102,7 @@ def test_a_cost_lies_in_its_interval_and_the_summary_is_kept_with_it(record, run
     assert record["numbers"]["loss_raising_share"] == pytest.approx(np.mean(np.array(costs) < 0))
 
 
+@pytest.mark.full
 def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, monkeypatch):
     settings, folder = run
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("analysis-*"))
@@ -120,27 +124,27 @@ def test_a_stopped_analysis_goes_on_to_the_same_record(record, run, tmp_path, mo
     assert left[0] == 0
 
 
-def test_what_was_kept_of_other_weights_is_refused(run, tmp_path):
+@pytest.mark.full
+def test_what_was_kept_and_is_damaged_or_of_other_weights_is_refused(run, tmp_path):
     settings, folder = run
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("analysis-*"))
-    begun = {"scores": {"BLEU": 0.5, "loss": 1.0}, "items": 8, "heads": []}
-    (tmp_path / "run" / UNFINISHED).write_text(json.dumps(begun))
-    with pytest.raises(DataError, match=r"unfinished-redundancy\.json was measured at BLEU 0\.5, this model has"):
-        measure_redundancy(settings, tmp_path / "run")
+    damaged = r"unfinished-redundancy\.json is not the record of an analysis; delete it"
+    for begun, message in (
+        ([], damaged),
+        ({"scores": []}, damaged),
+        ({"scores": {"BLEU": "x"}, "items": 8, "heads": []}, damaged),
+        ({"scores": {"loss": 1.0}, "heads": [5]}, damaged),
+        (
+            {"scores": {"BLEU": 0.5, "loss": 1.0}, "items": 8, "heads": []},
+            r"unfinished-redundancy\.json was measured at BLEU 0\.5, this model has",
+        ),
+    ):
+        (tmp_path / "run" / UNFINISHED).write_text(json.dumps(begun))
+        with pytest.raises(DataError, match=message):
+            measure_redundancy(settings, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "begun",
-    [[], {"scores": []}, {"scores": {"BLEU": "x"}, "items": 8, "heads": []}, {"scores": {"loss": 1.0}, "heads": [5]}],
-)
-def test_what_was_kept_and_is_damaged_is_refused(begun, run, tmp_path):
-    settings, folder = run
-    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("analysis-*"))
-    (tmp_path / "run" / UNFINISHED).write_text(json.dumps(begun))
-    with pytest.raises(DataError, match=r"unfinished-redundancy\.json is not the record of an analysis; delete it"):
-        measure_redundancy(settings, tmp_path / "run")
-
-
+@pytest.mark.full
 def test_heads_under_routing_are_removed_too(tmp_path):
     arm = parse_arm("em:layers=0,kinds=decoder,capsules=4")
     corpus = write_toy_corpus(tmp_path / "pairs")
@@ -157,6 +161,7 @@ def test_heads_under_routing_are_removed_too(tmp_path):
     }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_a_comparison_of_logic_ends_with_the_worth_of_heads_and_does_not_measure_them_again(tmp_path):
     scale = dataclasses.replace(
@@ -223,10 +228,8 @@ def test_redundant_raising_and_unshown_heads_are_counted_over_all_models():
     }
 
 
-@pytest.mark.parametrize(
-    "content", ['{"scores": {"BLEU": 0.1}, "items": 3}', '{"scores": [], "items": 3, "heads": []}']
-)
-def test_a_damaged_record_is_refused_by_name(tmp_path, content):
-    analysis_file(tmp_path, "redundancy").write_text(content)
-    with pytest.raises(DataError, match=r"analysis-redundancy\.json is not the record of an analysis; delete it"):
-        read_head_drops(tmp_path)
+def test_a_damaged_record_is_refused_by_name(tmp_path):
+    for content in ('{"scores": {"BLEU": 0.1}, "items": 3}', '{"scores": [], "items": 3, "heads": []}'):
+        analysis_file(tmp_path, "redundancy").write_text(content)
+        with pytest.raises(DataError, match=r"analysis-redundancy\.json is not the record of an analysis; delete it"):
+            read_head_drops(tmp_path)

@@ -11,6 +11,7 @@ import torch
 
 import headwise as hw
 from headwise.errors import LayoutError, SettingError
+from headwise_lab.analyses import shrinking
 from headwise_lab.analyses.registry import AnalysisSettings, analyze
 from headwise_lab.analyses.shrinking import measure_shrinking
 from headwise_lab.experiment.arm_text import parse_arm
@@ -39,24 +40,34 @@ SMALL = dataclasses.replace(
 SCALES = {"logic": SMALL, "lm": dataclasses.replace(TOY, key_value_heads=4), "translation": SMALLEST}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunSettings, Path]]:
-    """A toy run of each task."""
-    root = tmp_path_factory.mktemp("runs")
-    data = {"logic": None, "lm": prepare_toy(root / "text"), "translation": write_toy_corpus(root / "pairs")}
-    made = {}
-    for task, scale in SCALES.items():
-        settings = RunSettings(task, scale, parse_arm("plain"), seed=3, data=data[task], cache=root / "cache")
-        train_run(settings, root / task)
-        made[task] = settings, root / task
-    return made
+TASKS = [task if task == "logic" else pytest.param(task, marks=pytest.mark.full) for task in SCALES]
 
 
-@pytest.fixture(scope="module")
-def records(runs) -> dict[str, dict[str, Any]]:
-    for settings, folder in runs.values():
+class Runs(dict[str, tuple[RunSettings, Path]]):
+    """A toy run of each task, made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, task: str) -> tuple[RunSettings, Path]:
+        makers = {"lm": prepare_toy, "translation": write_toy_corpus}
+        data = makers[task](self.root / f"data-{task}") if task in makers else None
+        settings = RunSettings(task, SCALES[task], parse_arm("plain"), seed=3, data=data, cache=self.root / "cache")
+        train_run(settings, self.root / task)
+        self[task] = settings, self.root / task
+        return self[task]
+
+    def record(self, task: str) -> dict[str, Any]:
+        """What was measured of a run."""
+        settings, folder = self[task]
         analyze(AnalysisSettings("shrinking", settings), folder)
-    return {task: read_json(analysis_file(folder, "shrinking")) for task, (_, folder) in runs.items()}
+        return read_json(analysis_file(folder, "shrinking"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 def lose(trained: Trained, split: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +87,7 @@ def lose(trained: Trained, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([loss for loss, _ in found]), torch.tensor([number for _, number in found])
 
 
-@pytest.mark.parametrize("task", SCALES)
+@pytest.mark.parametrize("task", TASKS)
 def test_heads_are_weighed_by_the_losses_of_dev(task: str, runs):
     trained = load_trained(*runs[task])
     found = torch.cat(list(trained.task.dev_losses(trained.model, trained.data))).double()
@@ -86,8 +97,8 @@ def test_heads_are_weighed_by_the_losses_of_dev(task: str, runs):
     torch.testing.assert_close(found.sort().values, (sums.double() / counts).sort().values, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("task", SCALES)
-def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated(task: str, runs, records):
+@pytest.mark.parametrize("task", TASKS)
+def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated(task: str, runs):
     trained = load_trained(*runs[task])
     heads = trained.heads
     worth = hw.importance(
@@ -99,7 +110,7 @@ def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated
         scores = METRICS[trained.task.metric].values(trained.task.greedy(trained.model, trained.data))
     for ablation in ablations:
         ablation.remove()
-    numbers = records[task]["numbers"]
+    numbers = runs.record(task)["numbers"]
     expected = float(sums.sum() / counts.sum())
     assert numbers["loss_heads_75"] == pytest.approx(expected, rel=1e-5)
     assert numbers["score_heads_75"] == pytest.approx(float(scores.mean()), rel=1e-5, abs=1e-9)
@@ -112,7 +123,20 @@ def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated
         assert numbers[f"loss_added_heads_{share}"] == added
 
 
-def test_key_value_heads_are_merged_where_attentions_can_have_fewer(runs, records):
+def test_attentions_keep_their_shares_of_the_heads(runs, monkeypatch):
+    left, score = [], shrinking._score
+
+    def counted(trained: Trained, model: Any) -> dict[str, float]:
+        left.append([site.num_heads for site in hw.find_heads(trained.heads.model)])
+        return score(trained, model)
+
+    monkeypatch.setattr(shrinking, "_score", counted)
+    measure_shrinking(*runs["logic"])
+    assert left == [[4, 4], [3, 3], [2, 2], [1, 1]]
+
+
+@pytest.mark.full
+def test_key_value_heads_are_merged_where_attentions_can_have_fewer(runs):
     trained = load_trained(*runs["lm"])
     network: Any = trained.model.network
     calls = []
@@ -122,16 +146,19 @@ def test_key_value_heads_are_merged_where_attentions_can_have_fewer(runs, record
         hook.remove()
         hw.merge(hw.find_heads(network), 1, batches=calls)
         sums, counts = lose(trained, "test")
-    numbers = records["lm"]["numbers"]
-    assert records["lm"]["unmerged"] is None
+    record = runs.record("lm")
+    numbers = record["numbers"]
+    assert record["unmerged"] is None
     assert numbers["loss_kv_heads_25"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-5)
     assert numbers["loss_added_kv_heads_25"] == numbers["loss_kv_heads_25"] - numbers["loss_heads_100"]
     assert {"loss_kv_heads_50", "score_kv_heads_50"} <= numbers.keys()
     for task in ("logic", "translation"):
-        assert "has a key/value head for each query head" in records[task]["unmerged"]
-        assert not [name for name in records[task]["numbers"] if "kv" in name]
+        record = runs.record(task)
+        assert "has a key/value head for each query head" in record["unmerged"]
+        assert not [name for name in record["numbers"] if "kv" in name]
 
 
+@pytest.mark.full
 def test_two_key_value_heads_have_no_quarter(runs, tmp_path):
     settings = dataclasses.replace(runs["lm"][0], scale=TOY)
     train_run(settings, tmp_path / "run")

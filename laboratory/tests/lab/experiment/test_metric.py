@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import sacrebleu
 
 from headwise.errors import SettingError, ShapeError
-from headwise_lab.experiment.evaluation import METRICS, Accuracy, Bleu, Measure
+from headwise_lab.experiment.evaluation import METRICS, Accuracy, Auc, Bleu, Likelihood, Measure
 
 
 def corpus(sentences: int, seed: int, *, shorter: int = 0) -> tuple[list[str], list[str]]:
@@ -28,16 +30,11 @@ def statistics(hypotheses: list[str], references: list[str]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shorter", [0, 2])
-def test_the_mean_of_the_values_is_sacrebleus_corpus_score(shorter):
-    hypotheses, references = corpus(60, seed=1, shorter=shorter)
-    expected = sacrebleu.corpus_bleu(hypotheses, [references])
+def test_the_mean_of_the_values_is_sacrebleus_corpus_score_and_their_spread_that_of_resampling(shorter):
+    hypotheses, references = corpus(400, seed=2, shorter=shorter)
+    counted, expected = statistics(hypotheses, references), sacrebleu.corpus_bleu(hypotheses, [references])
     assert (expected.bp < 1) == (shorter > 0)
-    assert 100 * Bleu().values(statistics(hypotheses, references)).mean() == pytest.approx(expected.score, abs=1e-9)
-
-
-@pytest.mark.parametrize("shorter", [0, 2])
-def test_the_spread_of_the_values_is_that_of_bleu_under_resampling(shorter):
-    counted = statistics(*corpus(400, seed=2, shorter=shorter))
+    assert 100 * Bleu().values(counted).mean() == pytest.approx(expected.score, abs=1e-9)
     generator = np.random.default_rng(3)
     scores = [Bleu().values(counted[generator.integers(0, 400, 400)]).mean() for _ in range(400)]
     # the standard deviation of 400 resamples is itself known to 3.5 %
@@ -50,18 +47,14 @@ def test_a_corpus_without_any_match_of_four_words_scores_nothing():
 
 
 def test_statistics_of_another_shape_are_refused():
-    with pytest.raises(ShapeError, match=r"\(3,\)"):
-        Bleu().values(np.ones(3))
-    with pytest.raises(ShapeError, match=r"\(3, 2\)"):
-        Accuracy().values(np.ones((3, 2)))
+    for metric, shape in ((Bleu(), (3,)), (Accuracy(), (3, 2)), (Auc(), (3, 3)), (Likelihood(), (3,))):
+        with pytest.raises(ShapeError, match=re.escape(f"statistics have shape {shape}; expected")):
+            metric.values(np.ones(shape))
 
 
-def test_metrics_are_found_by_their_names():
+def test_metrics_are_found_by_their_names_and_a_measure_says_which_way_is_better():
     assert {"accuracy", "BLEU", "AUC-ROC, own test", "GLUE score"} <= set(METRICS)
     assert all(metric.name == name for name, metric in METRICS.items())
-
-
-def test_a_measure_says_which_way_is_better_and_nothing_else():
     assert Measure("chrF", "chrF").title == "chrF ↑"
     with pytest.raises(SettingError, match="better"):
         Measure("chrF", "chrF", better="more")

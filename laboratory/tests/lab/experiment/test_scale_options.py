@@ -29,20 +29,14 @@ def test_sizes_are_typed_and_named_and_places_are_not():
     assert with_options(CPU, ScaleOptions("cpu"), "classification") is CPU
 
 
-def test_one_fold_is_one_cut():
+def test_one_fold_is_one_cut_and_a_size_may_be_absent_or_one_of_some_words():
     paper = CLASSIFICATION_SCALES["paper"]
     assert paper.folds == 10
     scale = with_options(paper, ScaleOptions("paper", folds=1), "classification")
     assert (scale.folds, scale.name) == (None, "paper-folds=1")
     with pytest.raises(SettingError, match="folds"):
         with_options(paper, ScaleOptions("paper", folds=2), "classification")
-
-
-def test_a_size_that_may_be_absent_is_set_by_a_number():
     assert with_options(CPU, ScaleOptions("cpu", sizes=("train_examples=50",)), "classification").train_examples == 50
-
-
-def test_a_size_that_is_one_of_some_words_is_set_by_a_word():
     scale = with_options(LM_SCALES["demo"], ScaleOptions("demo", sizes=("family=qwen3",)), "lm")
     assert (scale.family, scale.name) == ("qwen3", "demo-family=qwen3")
     with pytest.raises(SettingError, match=r"^--set family=gpt: expected llama or qwen3\.$"):
@@ -55,24 +49,18 @@ def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places()
     assert options.words(for_others=True)[:4] == ["--scale", "cpu", "--pipeline", "DIR"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_a_scale_does_not_have_or_cannot_be_is_refused():
+    for options, message in (
         (ScaleOptions("cpu", pipeline=Path("p")), "task logic takes no --pipeline; omit it"),
         (ScaleOptions("cpu", folds=5), "task logic takes no --folds; omit it"),
-        (
-            ScaleOptions("cpu", sizes=("layers",)),
-            "--set layers: expected size=value, with one of the sizes width, layers",
-        ),
+        (ScaleOptions("cpu", sizes=("layers",)), "--set layers: expected size=value, with one of the sizes width, lay"),
         (ScaleOptions("cpu", sizes=("name=x",)), "--set name=x: expected size=value"),
         (ScaleOptions("cpu", sizes=("layers=two",)), "--set layers=two: expected an integer"),
         (ScaleOptions("cpu", sizes=("norm_first=1",)), "--set norm_first=1: expected true or false"),
         (ScaleOptions("cpu", sizes=("layers=0",)), "layers is 0; expected an integer of at least 1"),
-    ],
-)
-def test_what_a_scale_does_not_have_or_cannot_be_is_refused(options, message):
-    with pytest.raises(SettingError, match=message):
-        with_options(LOGIC_SCALES["cpu"], options, "logic")
+    ):
+        with pytest.raises(SettingError, match=message):
+            with_options(LOGIC_SCALES["cpu"], options, "logic")
 
 
 LOGIC = Path(inspect.getfile(LogicScale)).with_name("task.toml").read_text(encoding="utf-8")

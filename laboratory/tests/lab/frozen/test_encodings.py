@@ -59,52 +59,46 @@ def of_another_width(path: Path) -> None:
     np.save(path, np.zeros((len(SENTENCES), 23), dtype=np.float32))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("layers.npy", cut),
-        ("layers.npy", emptied),
-        ("heads-1.npy", Path.unlink),
-        ("heads-0.npy", of_fewer),
-        ("heads-0.npy", of_another_width),
-        ("shapes.json", emptied),
-        ("shapes.json", lambda path: path.write_text("3")),
-    ],
-)
-def test_a_damaged_cache_is_made_again(frozen, tmp_path, name, damage):
+DAMAGES = [
+    ("layers.npy", cut),
+    ("layers.npy", emptied),
+    ("heads-1.npy", Path.unlink),
+    ("heads-0.npy", of_fewer),
+    ("heads-0.npy", of_another_width),
+    ("shapes.json", emptied),
+    ("shapes.json", lambda path: path.write_text("3")),
+]
+
+
+def test_a_damaged_cache_is_made_again_and_everybody_may_read_it(frozen, tmp_path):
     first = encodings(frozen, SENTENCES, tmp_path, model="m")
     layers, heads = np.array(first.layers), [np.array(one) for one in first.heads]
     (place,) = tmp_path.iterdir()
-    damage(place / name)
-    again = encodings(frozen, SENTENCES, tmp_path, model="m")
-    assert np.array_equal(layers, again.layers)
-    assert all(np.array_equal(one, other) for one, other in zip(heads, again.heads, strict=True))
-    assert [*tmp_path.iterdir()] == [place]
-
-
-def test_everybody_may_read_the_cache(frozen, tmp_path):
-    encodings(frozen, SENTENCES, tmp_path, model="m")
-    (place,) = tmp_path.iterdir()
     assert place.stat().st_mode & 0o555 == 0o555
+    for name, damage in DAMAGES:
+        damage(place / name)
+        again = encodings(frozen, SENTENCES, tmp_path, model="m")
+        assert np.array_equal(layers, again.layers), name
+        assert all(np.array_equal(one, other) for one, other in zip(heads, again.heads, strict=True)), name
+        assert [*tmp_path.iterdir()] == [place]
 
 
-@pytest.mark.parametrize("length", [[], "", True, 0, float("inf")], ids=repr)
-def test_a_tokenizer_whose_longest_text_is_no_number_is_refused(tmp_path, length):
+def test_a_tokenizer_without_a_longest_text_and_a_model_without_layers_are_refused(tmp_path):
     folder = write_bert(tmp_path)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": length}))
-    with pytest.raises(DataError, match=re.escape(f"{path}: model_max_length is {length!r}; expected a number")):
-        open_frozen(folder)
-
-
-def test_a_model_without_layers_is_refused_with_its_folder(tmp_path):
-    folder = write_bert(tmp_path)
+    kept = path.read_text()
+    for length in ([], "", True, 0, float("inf")):
+        path.write_text(json.dumps({**json.loads(kept), "model_max_length": length}))
+        with pytest.raises(DataError, match=re.escape(f"{path}: model_max_length is {length!r}; expected a number")):
+            open_frozen(folder)
+    path.write_text(kept)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 0}))
     with pytest.raises(LayoutError, match=re.escape(f"{folder}: ")):
         open_frozen(folder)
 
 
+@pytest.mark.full
 def test_a_model_that_takes_no_tokens_or_fails_on_a_text_is_refused_by_folder(tmp_path):
     folder = write_models(tmp_path) / "llama"
     path = folder / "config.json"

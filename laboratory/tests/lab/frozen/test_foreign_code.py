@@ -85,40 +85,23 @@ def name_tokenizer(folder: Path) -> None:
     )
 
 
-def name_kernel(folder: Path) -> None:
-    change(folder, "config.json", attn_implementation="kernels-community/flash-attn2")
-
-
-def name_kernel_of_a_part(folder: Path) -> None:
-    change(folder, "config.json", text_config={"_attn_implementation": {"": "someone/kernel@main:forward"}})
-
-
-def name_flash_attention(folder: Path) -> None:
+# By name, the file that is changed and its new values.
+WAYS: dict[str, tuple[str, dict[str, object]]] = {
+    "model": ("config.json", {"auto_map": NAMES, "model_type": "own"}),
+    "kernel": ("config.json", {"attn_implementation": "kernels-community/flash-attn2"}),
+    "kernel of a part": (
+        "config.json",
+        {"text_config": {"_attn_implementation": {"": "someone/kernel@main:forward"}}},
+    ),
     # from the Hub, where flash_attn is not installed and kernels is
-    change(folder, "config.json", attn_implementation="flash_attention_2")
-
-
-def name_experts(folder: Path) -> None:
-    change(folder, "config.json", experts_implementation="deepgemm")
-
-
-def ask_for_kernels(folder: Path) -> None:
-    change(folder, "config.json", use_kernels=True)
-
-
-def name_adapter(folder: Path) -> None:
-    change(folder, "adapter_config.json", base_model_name_or_path=".", megatron_core="own", peft_type="LORA")
-
-
-WAYS = [
-    name_model,
-    name_kernel,
-    name_kernel_of_a_part,
-    name_flash_attention,
-    name_experts,
-    ask_for_kernels,
-    name_adapter,
-]
+    "flash attention": ("config.json", {"attn_implementation": "flash_attention_2"}),
+    "experts": ("config.json", {"experts_implementation": "deepgemm"}),
+    "kernels": ("config.json", {"use_kernels": True}),
+    "adapter": (
+        "adapter_config.json",
+        {"base_model_name_or_path": ".", "megatron_core": "own", "peft_type": "LORA"},
+    ),
+}
 READERS: dict[str, Callable[[Path], object]] = {
     "inspect": open_frozen,
     "classifier": lambda folder: Classifier(folder, 2),
@@ -127,20 +110,20 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_code_that_a_folder_names_does_not_run(way: Callable[[Path], None], reader: str, folder: Path):
-    way(folder)
-    if (way, reader) == (name_model, "tokenizer"):
-        # it needs none of the code of the model
-        open_tokenizer(folder)
+@pytest.mark.parametrize("way", WAYS)
+def test_code_that_a_folder_names_does_not_run(way: str, folder: Path):
+    file, values = WAYS[way]
+    change(folder, file, **values)
+    for name, read in READERS.items():
+        if (way, name) == ("model", "tokenizer"):
+            # it needs none of the code of the model
+            read(folder)
+        else:
+            with pytest.raises(DataError, match=r"--trust-remote-code, or trust_remote_code=True in Python") as refusal:
+                read(folder)
+            assert str(folder) in str(refusal.value)
+            assert "\n" not in str(refusal.value)
         assert not ran(folder)
-        return
-    with pytest.raises(DataError, match=r"--trust-remote-code, or trust_remote_code=True in Python") as refusal:
-        READERS[reader](folder)
-    assert str(folder) in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert not ran(folder)
 
 
 def test_a_tokenizer_of_the_folder_does_not_run(folder: Path):
@@ -152,6 +135,7 @@ def test_a_tokenizer_of_the_folder_does_not_run(folder: Path):
     assert ran(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["inspect", "probe", "compare"])
 def test_a_command_refuses_the_folder_in_a_sentence_and_runs_its_code_when_told_to(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -177,6 +161,7 @@ def write_probing(place: Path) -> Path:
     return place / "past_present.txt"
 
 
+@pytest.mark.full
 def test_nobody_is_asked_where_stdin_says_yes(folder: Path, tmp_path: Path):
     name_model(folder)
     found = subprocess.run(
@@ -224,24 +209,27 @@ def test_every_loading_of_a_folder_says_whether_its_code_may_run():
     assert not silent, f"{silent} load a folder without trust_remote_code=."
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("num_hidden_layers", 2**31), ("num_attention_heads", -3), ("num_labels", 10**12), ("hidden_size", 10**40)],
-)
-def test_a_number_that_nothing_counts_to_is_refused_in_a_sentence(key: str, value: int, folder: Path):
-    change(folder, "config.json", **{key: value})
-    with pytest.raises(DataError, match=rf"config\.json: {key} is {str(value)[:20]}; expected 0 to"):
-        open_frozen(folder)
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[1]", bytes(range(256)), b'{"model_type": 3}'])
-def test_a_damaged_file_of_a_folder_is_refused_in_a_sentence(file: str, content: bytes, folder: Path):
-    (folder / file).write_bytes(content)
-    if (file, content) == ("tokenizer_config.json", b'{"model_type": 3}'):
-        open_frozen(folder)
-        return
-    with pytest.raises(DataError) as refusal:
-        open_frozen(folder)
-    assert str(folder) in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+def test_a_number_that_nothing_counts_to_and_a_damaged_file_are_refused_in_a_sentence(folder: Path):
+    kept = (folder / "config.json").read_bytes()
+    for key, value in {
+        "num_hidden_layers": 2**31,
+        "num_attention_heads": -3,
+        "num_labels": 10**12,
+        "hidden_size": 10**40,
+    }.items():
+        change(folder, "config.json", **{key: value})
+        with pytest.raises(DataError, match=rf"config\.json: {key} is {str(value)[:20]}; expected 0 to"):
+            open_frozen(folder)
+        (folder / "config.json").write_bytes(kept)
+    contents = [b"", b"[" * 100_000, b"[1]", bytes(range(256)), b'{"model_type": 3}']
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        kept = (folder / name).read_bytes()
+        for content in contents[: 4 if name == "tokenizer_config.json" else 5]:
+            (folder / name).write_bytes(content)
+            with pytest.raises(DataError) as refusal:
+                open_frozen(folder)
+            assert str(folder) in str(refusal.value)
+            assert "\n" not in str(refusal.value)
+        (folder / name).write_bytes(kept)
+    change(folder, "tokenizer_config.json", model_type=3)
+    open_frozen(folder)

@@ -41,9 +41,16 @@ from lab.tasks.translation.translation_toy import SMALLEST
 
 spacy = pytest.importorskip("spacy")
 
+TASKS = ("logic", "classification", "sentence", "pairs", "pretraining", "glue", "graph2text", "translation")
+QUICK = ("logic", "classification", "sentence")
 FORMULAS = ["( a ( and b ) )", "c", "( not ( a ( or ( not d ) ) ) )"]
 SENTENCES = [sentence(number, str(number % 2)) for number in range(40, 46)]
 WORDS = {"width": 8, "heads": 4, "epochs": 1, "warmup_steps": 1, "batch_size": 16, "min_count": 1}
+
+
+def tiers(*tasks: str) -> list:
+    """Tasks as parameters, of which some are quick."""
+    return [pytest.param(task, marks=[] if task in QUICK else [pytest.mark.full]) for task in tasks]
 
 
 def settings_of(task: str, place: Path) -> RunSettings:
@@ -137,7 +144,7 @@ def expected(task: str, trained: Trained, index: int, lines: list) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize("task", ["classification", "sentence", "pretraining", "glue", "translation"])
+@pytest.mark.parametrize("task", tiers("classification", "sentence", "pretraining", "glue", "translation"))
 def test_a_line_that_is_cut_is_known_and_one_that_just_fits_is_not(task, run_of):
     frozen = open_frozen(run_of(task)[0])
 
@@ -156,10 +163,7 @@ def test_a_line_that_is_cut_is_known_and_one_that_just_fits_is_not(task, run_of)
     assert known == {0, 1}
 
 
-TASKS = ("logic", "classification", "sentence", "pairs", "pretraining", "glue", "graph2text", "translation")
-
-
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", tiers(*TASKS))
 def test_a_run_says_of_lines_what_its_own_model_says(task, run_of, tmp_path):
     folder, settings = run_of(task)
     frozen = open_frozen(folder)
@@ -181,7 +185,7 @@ def test_a_run_says_of_lines_what_its_own_model_says(task, run_of, tmp_path):
     assert seen == set(range(len(lines)))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", tiers(*TASKS))
 def test_the_heads_of_a_run_are_measured_and_shown(task, run_of, tmp_path):
     folder, _ = run_of(task)
     out = tmp_path / "out"
@@ -212,7 +216,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("task", ["classification", "translation", "pretraining", "glue"])
+@pytest.mark.parametrize("task", tiers("classification", "translation", "pretraining", "glue"))
 def test_roles_are_looked_for_in_runs(task, run_of, pipeline, tmp_path):
     folder, _ = run_of(task)
     text, out = text_of(task, tmp_path), tmp_path / "out"
@@ -243,6 +247,7 @@ def test_roles_are_looked_for_in_runs(task, run_of, pipeline, tmp_path):
     assert report.layers[0].roles[role] == pytest.approx((mass / queries).tolist(), abs=1e-5)
 
 
+@pytest.mark.full
 def test_one_query_a_text_has_no_pairs_of_roles(run_of, pipeline, tmp_path):
     text, out = text_of("sentence", tmp_path), tmp_path / "out"
     folder, _ = run_of("sentence")
@@ -260,13 +265,21 @@ def test_what_has_no_words_or_no_sentences_is_refused(run_of, pipeline, tmp_path
     assert "line 3: 1 bracket is not closed" in refused(capsys, "inspect", folder, "--text", str(text))
     text.write_text("a\n\n( a ( xor b ) )\n")
     assert "line 3: 'xor' is not one of the run's tokens" in refused(capsys, "inspect", folder, "--text", str(text))
-    folder = str(run_of("graph2text")[0])
+    with pytest.raises(DataError, match=r"reads no sentences; expected .* sentence, pretraining, lm or glue"):
+        encodings(open_frozen(run_of("logic")[0]), SENTENCES, tmp_path / "cache", model="m")
+
+
+@pytest.mark.full
+def test_a_graph_without_its_fields_and_a_run_without_its_model_are_refused(run_of, tmp_path, capsys):
+    text, folder = tmp_path / "text.txt", run_of("graph2text")[0]
     text.write_text("a title\ta | knows | b\na title alone\n")
-    assert "line 2: 1 field" in refused(capsys, "inspect", folder, "--text", str(text))
-    for task in ("logic", "graph2text"):
-        frozen = open_frozen(run_of(task)[0])
-        with pytest.raises(DataError, match=r"reads no sentences; expected .* sentence, pretraining, lm or glue"):
-            encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
+    assert "line 2: 1 field" in refused(capsys, "inspect", str(folder), "--text", str(text))
+    with pytest.raises(DataError, match=r"reads no sentences; expected .* sentence, pretraining, lm or glue"):
+        encodings(open_frozen(folder), SENTENCES, tmp_path / "cache", model="m")
+    bare = Path(shutil.copytree(run_of("glue")[0], tmp_path / "bare"))
+    shutil.rmtree(bare / "model")
+    with pytest.raises(DataError, match="keep_model=true"):
+        open_frozen(bare)
 
 
 def test_what_is_no_model_with_heads_is_refused(run_of, tmp_path):
@@ -291,10 +304,6 @@ def test_what_is_no_model_with_heads_is_refused(run_of, tmp_path):
     (copy / "result.json").unlink()
     with pytest.raises(DataError, match="holds a run that is not finished"):
         open_frozen(copy)
-    bare = Path(shutil.copytree(run_of("glue")[0], tmp_path / "bare"))
-    shutil.rmtree(bare / "model")
-    with pytest.raises(DataError, match="keep_model=true"):
-        open_frozen(bare)
 
 
 def test_both_scores_are_those_of_numpy():

@@ -81,8 +81,8 @@ class Running:
     ("number", "code", "runs"),
     [
         (signal.SIGTERM, 143, 1),
-        pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 129, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, 129, 1, marks=pytest.mark.full),
     ],
 )
 def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
@@ -92,7 +92,7 @@ def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
     assert all((tmp_path / str(one) / "saved").exists() for one in range(runs))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     running = Running(tmp_path, "wait", "deaf")
     told = time.time()
@@ -107,7 +107,7 @@ def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     assert seconds < 10
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path):
     running = Running(tmp_path, "deaf", "deaf", patience=60.0)
     running.tell(signal.SIGINT)
@@ -123,6 +123,7 @@ def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path
     assert seconds < 30
 
 
+@pytest.mark.full
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
     running = Running(tmp_path, "wait", hangup="SIG_IGN")
     running.tell(signal.SIGHUP)

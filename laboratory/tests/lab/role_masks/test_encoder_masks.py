@@ -151,7 +151,7 @@ KINDS = [("seq2seq", {"norm_first": True}), ("seq2seq", {"norm_first": False, "s
 
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_masked_encoder_is_searched_as_one_computed_by_hand(kind, changes, beams):
     model = built(kind, **changes)
     states = states_of(model, allowed())

@@ -49,6 +49,13 @@ TOY = dataclasses.replace(
 STEPS = 10  # an epoch
 SCHEDULED = "drophead-scheduled:start=0.4+mixture:shared=0,active=1"
 TARGETS = "svgd-target:effective_heads=2+cka-target:effective_heads=2"
+ARMS = ("plain", "spos", SCHEDULED, "output+em", TARGETS)
+# Each arm is stopped inside and before the end of its first epoch and inside its second; some of these are quick.
+STOPS = [
+    pytest.param(arm, stopped, marks=[] if number and (number + place) % 3 == 0 else [pytest.mark.full])
+    for number, arm in enumerate(ARMS)
+    for place, stopped in enumerate((STEPS // 2, STEPS - 1, STEPS + 3))
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,24 +114,14 @@ def test_a_run_leaves_everything_the_table_needs(whole, cache):
     assert not (folder / ".writing").exists()
 
 
-def test_a_measured_strength_is_recorded(whole):
-    found = result(whole(TARGETS))
-    assert 0 < found["force_ratio"] <= 1
-    assert {one["kind"] for one in found["settings"]["arm"]["methods"]} == {"Repel", "Penalize"}
-
-
-def test_two_runs_with_the_same_settings_have_the_same_bits(whole, cache, tmp_path):
+def test_the_bits_of_a_run_follow_from_its_settings_and_its_seed(whole, cache, tmp_path):
     train_run(settings("svgd", cache), tmp_path / "again")
     assert same_bits(whole("svgd"), tmp_path / "again")
-
-
-def test_another_seed_has_other_bits(whole, cache, tmp_path):
     train_run(dataclasses.replace(settings("svgd", cache), seed=4), tmp_path / "other")
     assert not same_bits(whole("svgd"), tmp_path / "other")
 
 
-@pytest.mark.parametrize("arm", ["plain", "spos", SCHEDULED, "output+em", TARGETS])
-@pytest.mark.parametrize("stopped", [STEPS // 2, STEPS - 1, STEPS + 3])
+@pytest.mark.parametrize(("arm", "stopped"), STOPS)
 def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whole, cache, tmp_path):
     folder = tmp_path / "run"
     train_run(settings(arm, cache), folder, stop_after(stopped))
@@ -138,29 +135,27 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whol
     assert (folder / "epochs.jsonl").read_text() == (whole(arm) / "epochs.jsonl").read_text()
 
 
-def test_a_run_with_talking_heads_comes_back_with_its_matrices(whole, cache):
-    arm = "talking+muon-heads"
+@pytest.mark.parametrize(
+    ("arm", "added", "count"),
+    [
+        ("talking+muon-heads", ("head_mixer.logits", "head_mixer.weights"), 4),
+        (
+            "gated+differential+wider:units=3",
+            ("head_gates.weight", "head_difference.vectors", "head_difference.norm.weight"),
+            6,
+        ),
+    ],
+)
+def test_a_run_comes_back_with_what_its_arm_added(arm, added, count, whole, cache):
     trained = load_trained(settings(arm, cache), whole(arm))
-    kept = load_file(whole(arm) / "model.safetensors")
-    state = trained.model.state_dict()
+    kept, state = load_file(whole(arm) / "model.safetensors"), trained.model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
-    matrices = [tensor for name, tensor in state.items() if "head_mixer" in name]
-    assert len(matrices) == 4
-    assert not any(torch.equal(matrix, torch.eye(2)) for matrix in matrices)
-
-
-def test_a_run_with_paired_and_gated_heads_and_wider_layers_comes_back_as_it_was(whole, cache):
-    arm = "gated+differential+wider:units=3"
-    trained = load_trained(settings(arm, cache), whole(arm))
-    kept = load_file(whole(arm) / "model.safetensors")
-    state = trained.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
-    assert [site.num_heads for site in trained.heads] == [1, 1]
-    assert state["encoder.layers.1.feed_forward.0.weight"].shape == (19, 8)
-    added = ("head_gates.weight", "head_difference.vectors", "head_difference.norm.weight")
-    moved = [name for name in state if name.endswith(added)]
-    assert len(moved) == 6
-    assert all(state[name].std() > 0 for name in moved)
+    found = [state[name] for name in state if name.endswith(added)]
+    assert len(found) == count
+    assert all(tensor.std() > 0 and not torch.equal(tensor, torch.eye(2)) for tensor in found)
+    paired = "differential" in arm
+    assert [site.num_heads for site in trained.heads] == ([1, 1] if paired else [2, 2])
+    assert state["encoder.layers.1.feed_forward.0.weight"].shape == (19 if paired else 16, 8)
 
 
 def test_the_rate_of_scheduled_drophead_falls_while_the_learning_rate_warms_up_and_then_rises(
@@ -179,44 +174,43 @@ def test_the_rate_of_scheduled_drophead_falls_while_the_learning_rate_warms_up_a
 
 
 def test_the_balance_of_a_mixture_enters_the_loss_of_training_and_no_other(cache):
-    data = load_logic(None, TOY, cache)
+    data, task = load_logic(None, TOY, cache), named_task("logic")
     scale = dataclasses.replace(TOY, dropout=0.0)
-    model, methods = attach_arm(named_task("logic"), parse_arm("mixture:shared=0,active=1"), data, scale, seed=0)
-    batch: Any = named_task("logic").collate([data.train[index] for index in range(16)])
+    model, methods = attach_arm(task, parse_arm("mixture:shared=0,active=1"), data, scale, seed=0)
+    batch: Any = task.collate([data.train[index] for index in range(16)])
     with methods.evaluating(model):
         plain = model(**batch)["loss"]
-        named_task("logic").on_dev(model, data)
+        task.on_dev(model, data)
     model.train()
-    assert methods.run is not None
     (gating,) = methods.run.of(Gating)
     with pytest.raises(NotFired, match="no gated attention ran in training mode"):
         gating.balance()
     model(**batch)
     term = gating.balance()
     assert 1.01 < term < 2.0
-    loss = methods.loss(model(**batch)["loss"])
-    torch.testing.assert_close(loss, plain + 0.01 * term)
-
-
-def test_a_relative_penalty_is_a_share_of_the_loss_without_the_balance(cache):
-    data = load_logic(None, TOY, cache)
-    batch: Any = named_task("logic").collate([data.train[index] for index in range(16)])
+    torch.testing.assert_close(methods.loss(model(**batch)["loss"]), plain + 0.01 * term)
+    # a relative penalty is a share of the loss without it
     measured = []
     for balance in (0.0, 0.01):
         arm = parse_arm(f"mixture:shared=0,active=1,balance={balance}+output-relative")
-        model, methods = attach_arm(named_task("logic"), arm, data, dataclasses.replace(TOY, dropout=0.0), seed=0)
+        model, methods = attach_arm(task, arm, data, scale, seed=0)
         methods.loss(model.train()(**batch)["loss"])
         assert methods.penalty is not None
         measured.append(methods.penalty.state_dict()["logarithms"])
     assert measured[0] == measured[1]
 
 
-def test_arms_that_a_model_cannot_have_are_refused_in_a_sentence():
-    bert = find_heads(make_bert())
+def test_arms_that_a_model_cannot_have_and_folders_that_transformers_would_pass_over_are_refused(tmp_path):
     with pytest.raises(LayoutError, match="arms differential and paired change torch's multi-head attention and the"):
-        pair_all_heads(bert, second=True)
+        pair_all_heads(find_heads(make_bert()), second=True)
     with pytest.raises(SettingError, match="has no feed_forward or mlp of Linears"):
-        widen_feed_forward(bert)
+        widen_feed_forward(find_heads(make_bert()))
+    for number, method in enumerate((lambda heads: gate_heads(heads, SigmoidGate()), mix_heads)):
+        bert = make_bert()
+        method(find_heads(bert))
+        bert.save_pretrained(tmp_path / str(number))
+        with pytest.raises(DataError, match="which transformers does not load"):
+            Classifier(tmp_path / str(number), 2)
 
 
 def test_a_wider_llama_has_the_parameters_of_gates_and_is_built_anew_from_its_configuration():
@@ -232,15 +226,7 @@ def test_a_wider_llama_has_the_parameters_of_gates_and_is_built_anew_from_its_co
     }
 
 
-@pytest.mark.parametrize("method", [lambda heads: gate_heads(heads, SigmoidGate()), mix_heads], ids=["gates", "mixer"])
-def test_fine_tuning_refuses_a_folder_whose_gates_or_matrices_transformers_would_pass_over(method, tmp_path):
-    bert = make_bert()
-    method(find_heads(bert))
-    bert.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="which transformers does not load"):
-        Classifier(tmp_path, 2)
-
-
+@pytest.mark.full
 def test_a_run_killed_after_a_checkpoint_goes_on_to_the_same_bits(whole, cache, tmp_path, monkeypatch):
     folder, step = tmp_path / "run", train.HeadTrainer.training_step
 
@@ -258,34 +244,31 @@ def test_a_run_killed_after_a_checkpoint_goes_on_to_the_same_bits(whole, cache, 
     assert same_bits(whole("spos"), folder)
 
 
-def test_a_finished_run_is_left_alone(whole, cache):
+def test_a_finished_run_is_left_alone_and_one_with_other_settings_refused(whole, cache):
     folder = whole("plain")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     train_run(settings("plain", cache), folder)
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
-def test_a_folder_with_other_settings_is_refused_and_kept(whole, cache):
-    folder = whole("plain")
-    before = (folder / "settings.json").read_text()
     other = settings("plain", cache, dataclasses.replace(TOY, batch_size=8))
     with pytest.raises(SettingError, match=r"scale\.batch_size 16 but 8 is requested; choose another --out"):
         train_run(other, folder)
-    assert (folder / "settings.json").read_text() == before
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "run.pt", "trainer_state.json", "rng_state.pth"])
-def test_a_corrupt_checkpoint_is_named_in_one_sentence(name, cache, tmp_path):
+def test_a_corrupt_checkpoint_is_named_in_one_sentence(cache, tmp_path):
     folder = tmp_path / "run"
-    train_run(settings("plain", cache), folder, stop_after(2))
+    train_run(settings("plain", cache, test=False), folder, stop_after(2))
     (checkpoint,) = folder.glob("checkpoint-*")
-    content = (checkpoint / name).read_bytes()
-    (checkpoint / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"{name} was changed .*; delete {checkpoint} to start that run again"):
-        train_run(settings("plain", cache), folder)
+    for name in ("model.safetensors", "optimizer.pt", "run.pt", "trainer_state.json", "rng_state.pth"):
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(DataError, match=rf"{name} was changed .*; delete {checkpoint} to start that run again"):
+            train_run(settings("plain", cache, test=False), folder)
+        (checkpoint / name).write_bytes(content)
     shutil.rmtree(checkpoint)
-    train_run(settings("plain", cache), folder)
-    assert (folder / "result.json").exists()
+    train_run(settings("plain", cache, test=False), folder)
+    # a run of tuning never sees the test split
+    assert result(folder)["score"] is None
+    assert not (folder / "predictions.npz").exists()
 
 
 def test_arms_start_from_the_same_parameters_see_the_same_batches_and_the_same_dropout(cache, tmp_path, monkeypatch):
@@ -333,28 +316,26 @@ def test_routing_is_compiled_where_the_scale_says_so():
     assert LOGIC_SCALES["cpu"].compile_routing
 
 
-def test_a_penalty_is_part_of_the_loss(whole):
+def test_a_penalty_is_part_of_the_loss_and_a_measured_strength_is_recorded(whole):
     plain, output = (
-        json.loads((whole(arm) / "epochs.jsonl").read_text().splitlines()[0]) for arm in ("plain", "output")
+        json.loads((whole(arm) / "epochs.jsonl").read_text().splitlines()[0]) for arm in ("plain", "output+em")
     )
     assert output["train_loss"] > plain["train_loss"] + 0.3
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_in_one_sentence(cache, tmp_path):
-    with pytest.raises(HeadwiseError, match="the training loss is nan in epoch 1; lower the learning rate"):
-        train_run(settings("plain:learning_rate=1e30", cache), tmp_path)
+    assert 0 < result(whole(TARGETS))["force_ratio"] <= 1
 
 
 @pytest.mark.parametrize(
     ("arm", "reason"),
     [
-        ("svgd:alpha=1e30", "the norm of the gradient is inf"),
+        ("plain:learning_rate=1e30", "the training loss is nan"),
         ("spos:step_size=1e30", "the force ratio is inf"),
-        ("output:weight=1e30", "the norm of the gradient is inf"),
-        ("cosine-penalty:alpha=1e30", "the norm of the gradient is inf"),
+        *(
+            pytest.param(arm, "the norm of the gradient is inf", marks=pytest.mark.full)
+            for arm in ("svgd:alpha=1e30", "output:weight=1e30", "cosine-penalty:alpha=1e30")
+        ),
     ],
 )
-def test_a_strength_beyond_the_range_of_numbers_ends_the_run_in_one_sentence(arm, reason, cache, tmp_path):
+def test_what_is_not_finite_ends_the_run_in_one_sentence(arm, reason, cache, tmp_path):
     with pytest.raises(HeadwiseError, match=f"^{reason} in epoch 1; lower the learning rate or the strength.$"):
         train_run(settings(arm, cache), tmp_path)
     assert not (tmp_path / "result.json").exists()
@@ -378,9 +359,3 @@ def test_a_zero_gradient_has_no_force_ratio_and_forces_that_are_not_finite_an_in
         ratios.append(methods.apply_repulsion())
     assert ratios[0].isnan()
     assert ratios[1].isinf()
-
-
-def test_tuning_runs_never_see_the_test_split(cache, tmp_path):
-    train_run(settings("plain", cache, test=False), tmp_path)
-    assert result(tmp_path)["score"] is None
-    assert not (tmp_path / "predictions.npz").exists()

@@ -21,34 +21,31 @@ from headwise.texts.frozen import Frozen, read_states
 from headwise_lab.data.arrays import stable_key
 from headwise_lab.experiment.arm import Guided
 from headwise_lab.experiment.task import Task, name_run
-from headwise_lab.frozen.runs import list_files, read_attending_arm, read_words, run_encoder
+from headwise_lab.frozen.runs import list_files, load_run, read_words, run_encoder
 from headwise_lab.models.text_classifiers import SentenceTransformer, WordVectors
 from headwise_lab.role_masks.sentences import RoleMasks
 from headwise_lab.role_masks.stored import RARITY, ROLES, read_roles
 from headwise_lab.tasks.classification.data import END, SPECIAL, START, UNKNOWN
 from headwise_lab.tasks.classification.scales import ClassificationScale
 from headwise_lab.tasks.classification.texts import word_tables
-from headwise_lab.training.trained import build_run_model, read_scale, restore_run
+from headwise_lab.training.trained import read_arm, read_scale
 
 
 def open_classifier(
     task: Task, kind: type[SentenceTransformer], folder: Path, record: Mapping[str, Any], pipeline: Path | None
 ) -> Frozen:
     """Return the encoder of a run of classification or probing, with role masks if it has them; see `read_roles`."""
-    arm, seed = read_attending_arm(folder, record), int(record["seed"])
-    scale = read_scale(folder, record, ClassificationScale)
-    vocabulary, labels = read_words(folder, "labels")
-    model = build_run_model(
-        folder,
-        lambda: kind(WordVectors(len(vocabulary), scale.width, dropout=scale.dropout), len(labels), scale),
-    )
-    restore_run(folder, arm, model, task, seed=seed)
-    encoder = model.encoder
+    scale, (vocabulary, labels) = read_scale(folder, record, ClassificationScale), read_words(folder, "labels")
+
+    def make() -> SentenceTransformer:
+        return kind(WordVectors(len(vocabulary), scale.width, dropout=scale.dropout), len(labels), scale)
+
+    encoder = load_run(folder, record, task, make).encoder
     heads, run, files, cut = find_heads(encoder), run_encoder(encoder), list_files(folder), scale
-    guided = arm.find(Guided)
+    guided = read_arm(folder, record).find(Guided)
     if guided is not None:
         rarity, parsed_by = read_roles(folder, guided, pipeline)
-        masks = LineMasks(guided, rarity, num_heads=scale.heads, seed=seed)
+        masks = LineMasks(guided, rarity, num_heads=scale.heads, seed=int(record["seed"]))
         run, files = _guide(run, guide(heads), masks), (*files, folder / RARITY, folder / ROLES)
         cut = replace(scale, pipeline=parsed_by)
     ids = {token: index for index, token in enumerate(vocabulary) if index >= len(SPECIAL)}
@@ -89,13 +86,7 @@ def _guide(run: Callable[[Encoded], Tensor], guidance: Guidance, masks: LineMask
 class LineMasks:
     """Makes the masks of batches of lines, whose tokens are the words with one token before and one after.
 
-    A random mask depends on the run's seed and the words of the line.
-
-    Args:
-        guided: The roles and their replacements.
-        rarity: Rarity of words.
-        num_heads: Number of heads of a layer.
-        seed: Seed of the run.
+    A random mask depends on the run's seed and the words of the line; arguments as of `RoleMasks`.
     """
 
     def __init__(self, guided: Guided, rarity: IDF, *, num_heads: int, seed: int) -> None:

@@ -32,14 +32,14 @@ from headwise.texts.pretrained import MODEL, holds_added, open_tokenizer, quietl
 from headwise.texts.transformer import read_transformer
 from headwise_lab.experiment.run_folder import SETTINGS, WEIGHTS, read_json, write_text
 from headwise_lab.experiment.task import Task, name_run
-from headwise_lab.frozen.runs import read_attending_arm
+from headwise_lab.frozen.runs import load_run
 from headwise_lab.models.electra import decayed_apart, draw_normal
 from headwise_lab.packed_text.prepare import TOKENIZER
 from headwise_lab.tasks.lm.data import LmData
 from headwise_lab.tasks.lm.scales import LmScale
 from headwise_lab.tasks.lm.tokens import TextTokens, read_tokens
 from headwise_lab.training.start import Start, find_start, require_positions
-from headwise_lab.training.trained import build_run_model, read_scale, restore_run
+from headwise_lab.training.trained import read_scale
 
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 # What rounding may change in logits, relative to the largest.
@@ -273,13 +273,15 @@ def open_causal(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the model of a run of lm with what its arm added: gates, talking heads or differential attention."""
     scale, start = read_scale(folder, record, LmScale), folder / START
     if start.is_dir():
-        config = _read_config(start / CONFIG)
-        model = build_run_model(folder, lambda: _build_causal(config))
-        tokenizer = open_tokenizer(start)
+        config, tokenizer = _read_config(start / CONFIG), open_tokenizer(start)
+        model = load_run(folder, record, task, lambda: _build_causal(config))
     else:
         words = read_tokens(folder / TOKENIZER)
-        model, tokenizer = build_run_model(folder, lambda: build_model(words, scale)), _wrap(words, scale.length)
-    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+        names = dict(zip(("bos_token", "eos_token"), words.names, strict=True))
+        tokenizer: Any = PreTrainedTokenizerFast(
+            tokenizer_object=words.tokenizer, **names, pad_token=words.names[1], model_max_length=scale.length
+        )
+        model = load_run(folder, record, task, lambda: build_model(words, scale))
     files = *(folder / name for name in (SETTINGS, WEIGHTS, TOKENIZER)), *sorted(start.glob("*"))
     return read_transformer(name_run(folder), model.network.base_model, tokenizer, folder, files)
 
@@ -300,10 +302,3 @@ def _build_causal(config: Any) -> CausalModel:
     # as it was trained, whatever the configuration says
     dtype = torch.get_default_dtype()
     return CausalModel(AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False), None)
-
-
-def _wrap(words: TextTokens, length: int) -> Any:
-    start, end = words.names
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words.tokenizer, bos_token=start, eos_token=end, pad_token=end, model_max_length=length
-    )

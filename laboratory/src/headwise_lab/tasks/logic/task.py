@@ -16,12 +16,12 @@ from headwise.texts.frozen import Frozen
 from headwise_lab.data.arrays import Ragged
 from headwise_lab.experiment.evaluation import Accuracy, scores_by_bin
 from headwise_lab.experiment.task import Answers, ClassifierTask, Task, name_run
-from headwise_lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words, run_encoder
+from headwise_lab.frozen.runs import batch_rows, list_files, load_run, read_words, run_encoder
 from headwise_lab.tasks.logic.data import Example, LogicData, LogicSplit, collate, find_files, load_logic
 from headwise_lab.tasks.logic.formulas import RELATIONS, bracket_fault
 from headwise_lab.tasks.logic.model import PairClassifier
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
-from headwise_lab.training.trained import build_run_model, read_scale, restore_run
+from headwise_lab.training.trained import read_scale
 
 
 class LogicTask(ClassifierTask, settings=Path(__file__).with_name("task.toml")):
@@ -80,10 +80,8 @@ FORMULA = "one formula per line, such as ( not ( a ( and b ) ) )"
 
 def open_logic(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
     """Return the encoder of a run of logic, which reads formulas."""
-    (vocabulary,) = read_words(folder)
-    scale = read_scale(folder, record, LogicScale)
-    model = build_run_model(folder, lambda: PairClassifier(len(vocabulary), len(RELATIONS), scale))
-    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+    (vocabulary,), scale = read_words(folder), read_scale(folder, record, LogicScale)
+    model = load_run(folder, record, task, lambda: PairClassifier(len(vocabulary), len(RELATIONS), scale))
     encoder, ids = model.encoder, {token: index for index, token in enumerate(vocabulary)}
 
     def formulas(path: Path) -> list[str]:

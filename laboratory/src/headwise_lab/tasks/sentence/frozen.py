@@ -10,13 +10,13 @@ from headwise.heads.find import find_heads
 from headwise.texts.batching import Encoded, Row
 from headwise.texts.frozen import Agreement, Fidelity, Frozen
 from headwise_lab.experiment.task import Task, name_run
-from headwise_lab.frozen.runs import batch_rows, list_files, read_attending_arm, read_words
+from headwise_lab.frozen.runs import batch_rows, list_files, load_run, read_words
 from headwise_lab.models.text_classifiers import WordVectors
 from headwise_lab.tasks.sentence.data import UNKNOWN, encode
 from headwise_lab.tasks.sentence.model import SelfAttentive
 from headwise_lab.tasks.sentence.scales import SentenceScale
 from headwise_lab.tasks.sentence.words import locate_words
-from headwise_lab.training.trained import build_run_model, list_weights, read_scale, restore_run
+from headwise_lab.training.trained import list_weights, read_scale
 
 
 def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen:
@@ -24,13 +24,12 @@ def open_sentence(task: Task, folder: Path, record: Mapping[str, Any]) -> Frozen
     scale = read_scale(folder, record, SentenceScale)
     vocabulary, labels = read_words(folder, "labels")
     pairs = any(name.startswith("gate.") for name in list_weights(folder))
-    model = build_run_model(
-        folder,
-        lambda: SelfAttentive(
-            WordVectors(len(vocabulary), scale.width, dropout=scale.dropout), len(labels), scale, texts=1 + pairs
-        ),
-    )
-    restore_run(folder, read_attending_arm(folder, record), model, task, seed=int(record["seed"]))
+
+    def make() -> SelfAttentive:
+        words = WordVectors(len(vocabulary), scale.width, dropout=scale.dropout)
+        return SelfAttentive(words, len(labels), scale, texts=1 + pairs)
+
+    model = load_run(folder, record, task, make)
     read = OneText(model) if pairs else model
 
     def row(sentence: str) -> Row:
