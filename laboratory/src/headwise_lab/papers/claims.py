@@ -1,166 +1,101 @@
-"""What a paper claims of its runs.
+"""What a paper claims of its runs, and whether ours bear it out.
 
-Numbers shown with a claim without a test: what runs cost, how large a model is, where a curve is lowest.
-
-What a contrast of a claim is in our runs: its leads by seed, over test items or in a number of each run.
-
-Whether our runs bear out what a paper claims.
+A claim has contrasts, which are tested, and numbers shown with them, which are not.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise_lab.results.cells import Cell, Line, Number
 from headwise_lab.results.evidence import Evidence, index_by_seed, match_seeds
-from headwise_lab.results.runs import MEASURES, STEP_RATIO, Run, read_starts
+from headwise_lab.results.runs import MEASURES, STEP_RATIO, Results, Run, read_starts
 from headwise_lab.results.statistics import ORDER, Estimate, Judgement, estimate_over_starts, judge_family
 from headwise_lab.results.tabulate import find_doubt
 
 ABSENT, UNMEASURED = "not run", "not measured"
+MEASURED, NO_VERDICT = "measured, not tested", "no verdict (nothing measured)"
+# Contrasts of heads check that a method acted; those of what it costs have no test. Each kind is a family of its own.
+EFFICACY, MANIPULATION, COST = "efficacy", "manipulation check", "cost"
+OF_HEADS = {*MEASURES, "head_vector_cosine", "redundant_share", "raising_share", "different_words"}
+OF_COST = {"parameters", "step_seconds", "step_ratio", "train_seconds", "decoding_seconds"}
 
-
-class _PerArm:
-    """A label with one value for each arm of a part."""
-
-    label: str
-    arms: tuple[str, ...]
-    part: str
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The part the values come from."""
-        return (self.part,)
-
-    def named(self, canonical: Callable[[str, str], str]) -> Self:
-        """Return it with each arm's name replaced by `canonical(part, name)`, each once."""
-        arms = tuple(dict.fromkeys(canonical(self.part, arm) for arm in self.arms))
-        this: Any = self  # a dataclass in each subclass
-        return replace(this, arms=arms)
-
-    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
-        """Return whether any arm has a value."""
-        return any(self._find(arm, parts) not in (ABSENT, UNMEASURED) for arm in self.arms)
-
-    def line(self, parts: Mapping[str, Evidence]) -> Line:
-        """Return the value of each arm."""
-        place = f" in {self.part}" if self.part else ""
-        return Line(f"{self.label}{place}", {arm: self._find(arm, parts) for arm in self.arms})
-
-    def _find(self, arm: str, parts: Mapping[str, Evidence]) -> Cell:
-        raise NotImplementedError
+# The runs of each part by its name.
+Parts = Mapping[str, Evidence]
+# The canonical name of an arm in a part.
+Canonical = Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
-class Numbers(_PerArm):
-    """Means over seeds of a number of each run.
+class Shown:
+    """Means over seeds of a number of each run: of several arms in one part, or with `least` of one arm over parts.
 
     Attributes:
-        measure: The number's name in a run's record.
-        label: What it is called in the text.
+        measure: The number's name in a run's record; `STEP_RATIO` is the median time of a step over plain's, of steps
+            timed in turn or else of the runs themselves.
         arms: Names of the arms.
-        part: The part they are run in.
+        parts: The parts they are run in.
+        label: What the number is called in the text.
         digits: Digits behind the point.
         scale: What it is multiplied by; 100 for shares in percent.
+        least: Whether the text names the part where the number is smallest, and how many seeds agree.
     """
 
     measure: str
-    label: str
     arms: tuple[str, ...]
-    part: str = ""
+    parts: tuple[str, ...] = ("",)
+    label: str = ""
     digits: int = 2
     scale: float = 1.0
+    least: bool = False
 
-    def _find(self, arm: str, parts: Mapping[str, Evidence]) -> Cell:
-        if self.part not in parts:
-            return ABSENT
-        value = parts[self.part].mean(arm, self.measure)
-        if value is not None:
-            return Number(value, digits=self.digits, factor=self.scale)
-        return UNMEASURED if parts[self.part].has(arm) else ABSENT
+    def named(self, canonical: Canonical) -> Shown:
+        """Return it with each arm's canonical name, each once."""
+        return replace(self, arms=tuple(dict.fromkeys(canonical(self.parts[0], arm) for arm in self.arms)))
 
+    def line(self, parts: Parts) -> Line:
+        """Return the numbers as they are shown."""
+        if self.least:
+            return self._find_least(parts)
+        (part,) = self.parts
+        cells = {arm: self._find(arm, parts[part]) if part in parts else ABSENT for arm in self.arms}
+        return Line(f"{self.label} in {part}" if part else self.label, cells)
 
-@dataclass(frozen=True)
-class StepTimes(_PerArm):
-    """Time of a training step over plain's: of steps timed in turn, or of the runs themselves; median over seeds.
+    def _find(self, arm: str, evidence: Evidence) -> Cell:
+        if self.measure == STEP_RATIO:
+            ratios = evidence.of(arm, STEP_RATIO).values()
+            if not ratios:
+                own, plain = (evidence.of(name, "step_seconds") for name in (arm, "plain"))
+                ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
+            return Number(statistics.median(ratios), digits=self.digits) if ratios else ABSENT
+        value = evidence.mean(arm, self.measure)
+        if value is None:
+            return UNMEASURED if evidence.has(arm) else ABSENT
+        return Number(value, digits=self.digits, factor=self.scale)
 
-    Attributes:
-        arms: Names of the arms.
-        part: The part they are run in.
-    """
-
-    arms: tuple[str, ...]
-    part: str = ""
-    label: str = field(default="step time over plain", init=False, repr=False)
-
-    def _find(self, arm: str, parts: Mapping[str, Evidence]) -> Cell:
-        if self.part not in parts:
-            return ABSENT
-        ratios = parts[self.part].of(arm, STEP_RATIO).values()
-        if not ratios:
-            own, plain = (parts[self.part].of(name, "step_seconds") for name in (arm, "plain"))
-            ratios = [own[seed] / plain[seed] for seed in own.keys() & plain.keys() if plain[seed] > 0]
-        return Number(statistics.median(ratios), digits=2) if ratios else ABSENT
-
-
-@dataclass(frozen=True)
-class Least:
-    """The part with the smallest value of a measure, on average and per seed.
-
-    Attributes:
-        measure: The number's name in a run's record.
-        arm: Name of the arm.
-        among: The parts, in their order.
-    """
-
-    measure: str
-    arm: str
-    among: tuple[str, ...]
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts it looks at."""
-        return self.among
-
-    def named(self, canonical: Callable[[str, str], str]) -> Least:
-        """Return it with the canonical name."""
-        return replace(self, arm=canonical(self.among[0], self.arm))
-
-    def is_measured(self, parts: Mapping[str, Evidence]) -> bool:
-        """Return whether a seed has the number in every part."""
-        return bool(self._seeds(parts))
-
-    def line(self, parts: Mapping[str, Evidence]) -> Line:
-        """Return the means, and how many seeds say with them where it is least."""
-        found = {part: parts[part].of(self.arm, self.measure) for part in self.among if part in parts}
-        label, seeds = f"least {self.measure} of {self.arm}", self._seeds(parts)
+    def _find_least(self, parts: Parts) -> Line:
+        (arm,) = self.arms
+        label = f"least {self.measure} of {arm}"
+        found = {part: parts[part].of(arm, self.measure) if part in parts else {} for part in self.parts}
+        seeds = set.intersection(*map(set, found.values()))
         if not seeds:
-            return Line(label, {", ".join(self.among): ABSENT})
+            return Line(label, {", ".join(self.parts): ABSENT})
         means = {part: statistics.fmean(values[seed] for seed in seeds) for part, values in found.items()}
         least = min(means, key=lambda part: means[part])
         agreeing = sum(min(found, key=lambda part: found[part][seed]) == least for seed in seeds)
         shown = {part: Number(mean, digits=3) for part, mean in means.items()}
         return Line(label, shown, f"; least in {least}, as {agreeing} of {len(seeds)} seeds agree")
 
-    def _seeds(self, parts: Mapping[str, Evidence]) -> set[int]:
-        return set.intersection(
-            *(set(parts[part].of(self.arm, self.measure)) if part in parts else set() for part in self.among)
-        )
 
-
-Shown = Numbers | StepTimes | Least
-
-
-# Contrasts of heads check that a method acted; those of what it costs have no test. Each kind is a family of its own.
-EFFICACY, MANIPULATION, COST = "efficacy", "manipulation check", "cost"
-OF_HEADS = {*MEASURES, "head_vector_cosine", "redundant_share", "raising_share", "different_words"}
-OF_COST = {"parameters", "step_seconds", "step_ratio", "train_seconds", "decoding_seconds"}
+def show_step_times(arms: tuple[str, ...], part: str = "") -> Shown:
+    """Return the time of a training step of some arms over plain's."""
+    return Shown(STEP_RATIO, arms, (part,), "step time over plain")
 
 
 @dataclass(frozen=True)
@@ -205,42 +140,46 @@ class Contrast:
         return MANIPULATION if name in OF_HEADS else COST if name in OF_COST else EFFICACY
 
     @property
+    def sides(self) -> tuple[str, str]:
+        """The part of each of its two arms; of several parts the first."""
+        if self.over:
+            return self.over[0], self.over[0]
+        return self.part, self.part if self.against_part is None else self.against_part
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The parts it is about."""
-        if self.over:
-            return self.over + (() if self.less is None else self.less.parts)
-        own = (self.part, self.part if self.against_part is None else self.against_part)
-        return own + (() if self.less is None else self.less.parts)
+        return (self.over or self.sides) + (() if self.less is None else self.less.parts)
 
     @property
     def is_empty(self) -> bool:
         """Whether both sides are one arm, as may happen at a scale with few layers."""
-        return self.arm == self.against and (bool(self.over) or len({*self.parts[:2]}) == 1)
+        return self.arm == self.against and len({*self.sides}) == 1
 
     def within(self, known: Collection[str]) -> Contrast:
         """Return it with means over those parts alone that are known."""
         over = tuple(part for part in self.over if part in known)
         return replace(self, over=over, less=None if self.less is None else self.less.within(known))
 
-    def named(self, canonical: Callable[[str, str], str]) -> Contrast:
-        """Return it with each arm's name replaced by `canonical(part, name)`."""
-        one, other = (self.over[0],) * 2 if self.over else self.parts[:2]
+    def named(self, canonical: Canonical) -> Contrast:
+        """Return it with each arm's canonical name."""
+        one, other = self.sides
         less = None if self.less is None else self.less.named(canonical)
         doses = tuple(canonical(one, arm) for arm in self.doses)
-        arms = canonical(one, self.arm), canonical(other, self.against)
-        return replace(self, arm=arms[0], against=arms[1], less=less, doses=doses)
+        return replace(
+            self, arm=canonical(one, self.arm), against=canonical(other, self.against), less=less, doses=doses
+        )
 
     def __str__(self) -> str:
         if self.over:
             text = f"{self.arm} over {self.against}, mean of {', '.join(self.over)}"
             return text if self.less is None else f"{text}, less that of {', '.join(self.less.over)}"
-        one, other = self.parts[:2]
-        if self.doses:
-            text = f"slope from {self.against} to {self.arm}" + (f" in {one}" if one else "")
-        elif one == other:
-            text = f"{self.arm} over {self.against}" + (f" in {one}" if one else "")
-        else:
+        one, other = self.sides
+        text = f"slope from {self.against} to {self.arm}" if self.doses else f"{self.arm} over {self.against}"
+        if one != other and not self.doses:
             text = f"{self.arm} in {one} over {self.against} in {other}"
+        elif one:
+            text += f" in {one}"
         if self.bins is not None:
             text += f" on {self.bins[0]} to {self.bins[1]} {self.of}"
         if self.measure is not None:
@@ -270,25 +209,6 @@ class Claim:
     tested: bool = True
 
 
-def compare_arms(
-    arms: str | Sequence[str], against: str | Sequence[str], parts: Collection[str] = ("",), measure: str | None = None
-) -> tuple[Contrast, ...]:
-    """Return the contrast of every arm with every arm it is set against, in each part.
-
-    >>> [str(contrast) for contrast in compare_arms(("svgd", "em"), "plain", ("base",))]
-    ['svgd over plain in base', 'em over plain in base']
-    """
-    ahead, behind = ((names,) if isinstance(names, str) else names for names in (arms, against))
-    return tuple(
-        Contrast(one, other, part=part, measure=measure) for part in parts for one in ahead for other in behind
-    )
-
-
-def compare_parts(arm: str, most: str, least: str, measure: str, less: Contrast | None = None) -> Contrast:
-    """Return a number of one arm in a part, minus its number in another part."""
-    return Contrast(arm, arm, part=most, against_part=least, measure=measure, less=less)
-
-
 def follow_doses(doses: Sequence[str], part: str = "", measure: str | None = None) -> Contrast:
     """Return the slope of the score, or of a number of each run, over arms of rising strength in equal steps.
 
@@ -300,31 +220,7 @@ def follow_doses(doses: Sequence[str], part: str = "", measure: str | None = Non
     return Contrast(doses[-1], doses[0], part=part, measure=measure, doses=tuple(doses))
 
 
-def claim_control(statement: str, contrasts: tuple[Contrast, ...]) -> Claim:
-    """Return a claim that compares a method with our control."""
-    return Claim(f"{statement} (our control; the paper has none).", contrasts)
-
-
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Leads:
-    """Values whose plain mean is a contrast, [S, N], one row a seed.
-
-    Attributes:
-        values: The values.
-        starts: Which earlier run each row began with; None where they began with nothing.
-        sets: Which fixed set each item is of, a part or a range of bins; None where all are of one.
-    """
-
-    values: Array
-    starts: tuple[int, ...] | None
-    sets: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class _Term:
+class _Term(NamedTuple):
     """One mean of a contrast, with its sign."""
 
     sign: float
@@ -333,106 +229,91 @@ class _Term:
     bins: tuple[int, int] | None
 
 
-def read_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str:
-    """Return the leads of a contrast, or why there are none."""
-    if contrast.is_empty:
-        return "is one arm at this scale"
-    if contrast.over:
-        return _average_leads(contrast, parts)
-    terms = _list_terms(contrast)
-    if any(term.part not in parts for term in terms):
-        return "was not run"
-    if contrast.measure is not None:
-        return _read_number_leads(terms, contrast.measure, parts)
-    if any(parts[term.part].results.metric.own_test for term in terms):
-        return "compares models that were scored on different test items"
-    if not _share_items(terms, parts):
-        return "is on different test sets"
-    return _read_item_leads(terms, parts)
+def _list_sums(contrast: Contrast) -> list[tuple[float, list[_Term]]]:
+    """Return the sums of means that a contrast is the weighted sum of: one, or one for each part of a mean."""
+    if not contrast.over:
+        return [(1.0, _list_terms(contrast))]
+    own = replace(contrast, over=(), less=None)
+    sums = [(1.0 / len(contrast.over), _list_terms(replace(own, part=part))) for part in contrast.over]
+    return sums + ([] if contrast.less is None else [(-weight, terms) for weight, terms in _list_sums(contrast.less)])
 
 
 def _list_terms(contrast: Contrast, sign: float = 1.0) -> list[_Term]:
-    one, other = contrast.parts[:2]
+    one, other = contrast.sides
     if contrast.doses:
         steps = np.arange(len(contrast.doses)) - (len(contrast.doses) - 1) / 2
         weights = sign * steps / (steps**2).sum()
         return [_Term(float(w), one, arm, contrast.bins) for w, arm in zip(weights, contrast.doses, strict=True)]
-    ranges = [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)])
     terms = []
-    for weight, bins in ranges:
+    for weight, bins in [(sign, contrast.bins)] + ([] if contrast.beyond is None else [(-sign, contrast.beyond)]):
         terms += [_Term(weight, one, contrast.arm, bins), _Term(-weight, other, contrast.against, bins)]
     return terms + ([] if contrast.less is None else _list_terms(contrast.less, -sign))
 
 
-def _share_items(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> bool:
-    first, *rest = (parts[term.part].results for term in terms)
-    return all(
-        other.data == first.data and other.metric == first.metric and np.array_equal(other.bins, first.bins)
-        for other in rest
-    )
-
-
-def _average_leads(contrast: Contrast, parts: Mapping[str, Evidence]) -> Leads | str:
-    """Return the leads of a mean over parts, or why there are none."""
-    means = [(1.0, contrast)] + ([] if contrast.less is None else [(-1.0, contrast.less)])
+def measure_contrast(contrast: Contrast, parts: Parts) -> Estimate | str:
+    """Return a contrast in our runs, over shared seeds and test items, or why it could not be measured."""
+    if contrast.is_empty:
+        return "is one arm at this scale"
     if any(part not in parts for part in contrast.parts):
         return "was not run"
-    runs = [
-        index_by_seed(parts[part].results.runs, arm)
-        for _, mean in means
-        for part in mean.over
-        for arm in (mean.arm, mean.against)
-    ]
-    seeds = set.intersection(*(set(found) for found in runs))
-    if not seeds:
-        return "was not run"
-    leads: list[tuple[float, Leads]] = []
-    for sign, mean in means:
-        for part in mean.over:
-            kept = tuple(run for run in parts[part].results.runs if run.seed in seeds)
-            own = {part: replace(parts[part], results=replace(parts[part].results, runs=kept))}
-            found = _read_item_leads(_list_terms(replace(mean, part=part, over=(), less=None)), own)
-            if isinstance(found, str):
-                return found
-            leads.append((sign / len(mean.over), found))
-    items = sum(found.values.shape[1] for _, found in leads)
-    weighed = [found.values * (weight * items / found.values.shape[1]) for weight, found in leads]
-    sets = np.repeat(np.arange(len(leads)), [found.values.shape[1] for _, found in leads])
-    return Leads(np.concatenate(weighed, axis=1), leads[0][1].starts, tuple(sets.tolist()))
-
-
-def _read_item_leads(terms: Sequence[_Term], parts: Mapping[str, Evidence]) -> Leads | str:
-    """Return the leads over the items used, or why there are none."""
-    bins = parts[terms[0].part].results.bins
-    inside = [_select_bins(bins, term.bins) for term in terms]
-    if not all(mask.any() for mask in inside):
-        return "has no test items"
+    sums = _list_sums(contrast)
+    if contrast.measure is not None:
+        return _measure_numbers(sums, contrast.measure, parts)
+    terms = [term for _, own in sums for term in own]
     runs = match_seeds([(parts[term.part], term.arm) for term in terms])
-    seeds = sorted(set.intersection(*(set(found) for found in runs)))
+    seeds = sorted(set.intersection(*map(set, runs)))
+    of_term = dict(zip(terms, runs, strict=True))
+    leads, sets = [], []
+    for weight, own in sums:
+        found = _read_leads([(term, parts[term.part].results, of_term[term]) for term in own], seeds)
+        if isinstance(found, str):
+            return found
+        leads.append((weight, found[0]))
+        before = max(sets, default=-1) + 1
+        sets += [before + place for place in found[1]]
+    whole = np.concatenate([values * (weight * len(sets) / values.shape[1]) for weight, values in leads], axis=1)
+    return estimate_over_starts(whole, _find_starts(runs, seeds), sets)
+
+
+def _read_leads(
+    terms: Sequence[tuple[_Term, Results, Mapping[int, Run]]], seeds: Sequence[int]
+) -> tuple[NDArray[np.float64], list[int]] | str:
+    """Return values whose mean is a sum of means, [S, N], and the set of each item, or why there are none."""
+    first = terms[0][1]
+    inside = np.stack([_select_bins(first.bins, term.bins) for term, _, _ in terms])
+    if any(results.metric.own_test for _, results, _ in terms):
+        return "compares models that were scored on different test items"
+    if not all(_share_items(first, results) for _, results, _ in terms):
+        return "is on different test sets"
+    if not inside.any(axis=1).all():
+        return "has no test items"
     if not seeds:
         return "was not run"
-    used = np.any(inside, axis=0)
-    leads = np.zeros((len(seeds), len(bins)))
-    for term, mask, found in zip(terms, inside, runs, strict=True):
-        metric = parts[term.part].results.metric
-        weight = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
+    used = inside.any(axis=0)
+    values = np.zeros((len(seeds), inside.shape[1]))
+    for (term, _, runs), mask in zip(terms, inside, strict=True):
+        factor = term.sign * np.count_nonzero(used) / np.count_nonzero(mask)
         for row, seed in enumerate(seeds):
-            leads[row, mask] += weight * metric.values(found[seed].statistics[mask])
-    _, sets = np.unique(np.stack(inside)[:, used], axis=1, return_inverse=True)
-    return Leads(leads[:, used], _find_starts(runs, seeds), tuple(np.ravel(sets).tolist()))
+            values[row, mask] += factor * first.metric.values(runs[seed].statistics[mask])
+    # items that the same terms are about are one set
+    _, places = np.unique(inside[:, used], axis=1, return_inverse=True)
+    return values[:, used], np.ravel(places).tolist()
 
 
-def _read_number_leads(terms: Sequence[_Term], measure: str, parts: Mapping[str, Evidence]) -> Leads | str:
-    """Return the leads in a number of each run, one a seed, or why there are none."""
-    found = [parts[term.part].of(term.arm, measure) for term in terms]
-    seeds = sorted(set.intersection(*(set(values) for values in found)))
+def _measure_numbers(sums: Sequence[tuple[float, list[_Term]]], measure: str, parts: Parts) -> Estimate | str:
+    terms = [(weight * term.sign, term) for weight, own in sums for term in own]
+    found = [parts[term.part].of(term.arm, measure) for _, term in terms]
+    runs = [index_by_seed(parts[term.part].results.runs, term.arm) for _, term in terms]
+    seeds = sorted(set.intersection(*map(set, found)))
     if not seeds:
-        ran = [index_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
         # what heads are worth is not measured where the score is zero with all of them
-        return "was not measured" if set.intersection(*map(set, ran)) else "was not run"
-    leads = [sum(term.sign * values[seed] for term, values in zip(terms, found, strict=True)) for seed in seeds]
-    runs = [index_by_seed(parts[term.part].results.runs, term.arm) for term in terms]
-    return Leads(np.array(leads)[:, None], _find_starts(runs, seeds))
+        return "was not measured" if set.intersection(*map(set, runs)) else "was not run"
+    leads = [sum(sign * values[seed] for (sign, _), values in zip(terms, found, strict=True)) for seed in seeds]
+    return estimate_over_starts(np.array(leads)[:, None], _find_starts(runs, seeds))
+
+
+def _share_items(one: Results, other: Results) -> bool:
+    return other.data == one.data and other.metric == one.metric and np.array_equal(other.bins, one.bins)
 
 
 def _find_starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tuple[int, ...] | None:
@@ -442,12 +323,7 @@ def _find_starts(runs: Sequence[Mapping[int, Run]], seeds: Sequence[int]) -> tup
 
 
 def _select_bins(bins: NDArray[np.int64], ends: tuple[int, int] | None) -> NDArray[np.bool_]:
-    if ends is None:
-        return np.ones(len(bins), dtype=bool)
-    return (bins >= ends[0]) & (bins <= ends[1])
-
-
-MEASURED, NO_VERDICT = "measured, not tested", "no verdict (nothing measured)"
+    return np.ones(len(bins), dtype=bool) if ends is None else (bins >= ends[0]) & (bins <= ends[1])
 
 
 @dataclass(frozen=True)
@@ -456,7 +332,7 @@ class Found:
 
     Attributes:
         contrast: The contrast.
-        judgement: What was found and what is said of it; None where it could not be measured.
+        judgement: What was found, with its verdict; None where it could not be measured.
         reason: Why it was not measured; "" where it was.
     """
 
@@ -466,7 +342,7 @@ class Found:
 
     @property
     def estimate(self) -> Estimate | None:
-        """What was found."""
+        """The difference."""
         return None if self.judgement is None else self.judgement.estimate
 
     @property
@@ -487,7 +363,7 @@ class Judged:
     verdict: str
 
 
-def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judged, ...]:
+def judge(claims: Sequence[Claim], parts: Parts) -> tuple[Judged, ...]:
     """Return the verdict on each claim.
 
     Each contrast is the mean over shared seeds and test items; see `statistics.Estimate`. Holm's adjustment covers the
@@ -500,21 +376,26 @@ def judge(claims: Sequence[Claim], parts: Mapping[str, Evidence]) -> tuple[Judge
     baseline without attention; the verdict on a claim that has other contrasts leaves these out, and says so. Without a
     test the words are "measured, not tested", where there is anything to measure.
     """
+    known = {one: _measure(one, parts) for claim in claims for one in claim.contrasts}
     doubted = {part: find_doubt(found.results) for part, found in parts.items()}
-    known = {contrast: _measure(contrast, parts) for claim in claims for contrast in claim.contrasts}
     for kind in (EFFICACY, MANIPULATION):
         planned = {one for claim in claims if claim.tested for one in claim.contrasts if one.kind == kind}
-        family = [one for one in known if one in planned and known[one].estimate is not None]
-        estimates = [found for one in family if (found := known[one].estimate) is not None]
-        published = [one.published for one in family]
-        doubts = [_find_doubt(one, doubted, parts) if kind == EFFICACY else "" for one in family]
-        judged = judge_family(estimates, published, planned=len(planned), doubts=doubts)
+        family = [one for one in known if one in planned and known[one].judgement is not None]
+        judged = judge_family(
+            [found for one in family if (found := known[one].estimate) is not None],
+            [one.published for one in family],
+            planned=len(planned),
+            doubts=[_find_doubt(one, doubted, parts) if kind == EFFICACY else "" for one in family],
+        )
         known |= {one: replace(known[one], judgement=found) for one, found in zip(family, judged, strict=True)}
-    return tuple(_judge_claim(claim, [known[one] for one in claim.contrasts], parts) for claim in claims)
+    return tuple(
+        _judge_claim(claim, [known[one] for one in claim.contrasts], [one.line(parts) for one in claim.shown])
+        for claim in claims
+    )
 
 
 def map_judgements(judged: Sequence[Judged], part: str, items: int) -> dict[tuple[str, str], Judgement]:
-    """Return what was said of differences over all items of a part, by arm and other arm, each in both directions."""
+    """Return the judgement on each difference over all items of a part, by arm and other arm, in both directions."""
     found = {}
     for one in (one for claim in judged for one in claim.found):
         contrast, judgement = one.contrast, one.judgement
@@ -525,38 +406,33 @@ def map_judgements(judged: Sequence[Judged], part: str, items: int) -> dict[tupl
     return found
 
 
-def _find_doubt(contrast: Contrast, doubted: Mapping[str, str], parts: Mapping[str, Evidence]) -> str:
+def _measure(contrast: Contrast, parts: Parts) -> Found:
+    found = measure_contrast(contrast, parts)
+    if isinstance(found, str):
+        return Found(contrast, None, found)
+    return Found(contrast, Judgement(found, published=contrast.published))
+
+
+def _find_doubt(contrast: Contrast, doubted: Mapping[str, str], parts: Parts) -> str:
     """Return why a contrast gets no verdict; "" where it gets one, as every difference to a baseline itself does."""
     runs = (run for part in contrast.parts for run in parts[part].results.runs)
     if any(run.baseline and run.arm in (contrast.arm, contrast.against) for run in runs):
         return ""
-    doubts = (f"{doubted[part]} in {part}" if part else doubted[part] for part in contrast.parts if doubted[part])
-    return next(doubts, "")
+    return next((doubted[part] + (f" in {part}" if part else "") for part in contrast.parts if doubted[part]), "")
 
 
-def _judge_claim(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> Judged:
-    shown = tuple(number.line(parts) for number in claim.shown)
-    return Judged(claim, tuple(found), shown, _describe(claim, found, parts))
-
-
-def _measure(contrast: Contrast, parts: Mapping[str, Evidence]) -> Found:
-    leads = read_leads(contrast, parts)
-    if isinstance(leads, str):
-        return Found(contrast, None, reason=leads)
-    return Found(
-        contrast, Judgement(estimate_over_starts(leads.values, leads.starts, leads.sets), published=contrast.published)
-    )
-
-
-def _describe(claim: Claim, found: Sequence[Found], parts: Mapping[str, Evidence]) -> str:
-    if claim.tested and any(one.contrast.kind != COST for one in found):
-        return _decide([one for one in found if one.contrast.kind != COST])
-    measured = any(one.estimate is not None for one in found) or any(one.is_measured(parts) for one in claim.shown)
-    return MEASURED if measured else NO_VERDICT
+def _judge_claim(claim: Claim, found: Sequence[Found], shown: Sequence[Line]) -> Judged:
+    deciding = [one for one in found if claim.tested and one.contrast.kind != COST]
+    if deciding:
+        verdict = _decide(deciding)
+    else:
+        numbers = [cell for line in shown for cell in line.values.values() if isinstance(cell, Number)]
+        verdict = MEASURED if numbers or any(one.judgement is not None for one in found) else NO_VERDICT
+    return Judged(claim, tuple(found), tuple(shown), verdict)
 
 
 def _decide(found: Sequence[Found]) -> str:
-    if absent := [one.verdict for one in found if one.estimate is None]:
+    if absent := [one.verdict for one in found if one.judgement is None]:
         return absent[0]
     judged = sorted((one.judgement for one in found if one.judgement is not None), key=lambda one: one.estimate.seeds)
     kept = [one for one in judged if not one.doubt]

@@ -60,11 +60,7 @@ TEXTS = ("prepared", "corpora/docs.jsonl.gz", "corpora")
 
 
 def find_text(data: Path | None) -> Path | None:
-    """Return the text to pre-train on, in a folder of several kinds of data.
-
-    Raises:
-        DataError: The folder holds none.
-    """
+    """Return the text to pre-train on in a folder of data of several kinds. Raises DataError: The folder holds none."""
     if data is None or not data.is_dir():
         return data
     found = next((data / name for name in TEXTS if (data / name).exists()), None)
@@ -88,22 +84,16 @@ def find_part_folder(reproduction: Reproduction, data: Path | None, corpus: str 
     if data is None or corpus is None:
         return data
     own, corpora = data / corpus, reproduction.corpora_at(scale)
-    if exists(own):
-        return own
-    if len(corpora) > 1:
+    if len(corpora) > 1 and not exists(own):
         raise DataError(
             f"{own} does not exist; at scale {scale} {reproduction.id} takes a folder that holds "
             f"{' and '.join(corpora)}. --part runs a part alone."
         )
-    return data
+    return own if exists(own) else data
 
 
 def require_data(task: str, data: Path | None, scale: Any) -> None:
-    """Refuse data that is not a task's, without reading it all.
-
-    Raises:
-        DataError: There is no such place, or it holds something else.
-    """
+    """Raise `DataError` unless there is a place that holds a task's data; it is not read whole."""
     if data is not None:
         named_task(task).find(data, scale)
 
@@ -120,30 +110,25 @@ def with_data(reproduction: Reproduction, scale: str, data: Path | None) -> Repr
         return reproduction
     task, place = named_task(reproduction.task), find_data(reproduction, data)
     at = replace(reproduction, parts=reproduction.parts_at(scale))
-    there: list[str] = []
-    absent: dict[str, str] = {}
+    known, absent = [part.name for part in at.parts], {}
     for part in at.parts:
         lack = "" if place is None else _find_lack(task, place, part.sizes[scale].corpus)
-        if not lack and part.after and part.after not in there:
-            known = any(one.name == part.after for one in at.parts)
-            lack = f"{part.after} is not there" if known else f"begins with {part.after}, which --part leaves out"
+        if not lack and part.after in absent:
+            lack = f"{part.after} is not there"
+        elif not lack and part.after and part.after not in known:
+            lack = f"begins with {part.after}, which --part leaves out"
         if lack:
             absent[part.name] = lack
-        else:
-            there.append(part.name)
     if not absent:
         return reproduction
-    left = at.without(absent)
-    if not there and place is not None and place.is_file():
-        raise DataError(
-            f"{place} is a file; {at.id} takes the folder that holds some of {', '.join(at.corpora_at(scale))}."
-        )
-    if not there:
-        raise DataError(
-            f"{place} holds no data that {at.id} could be run on: {', '.join(left.left_out)}; expected some of "
-            f"{', '.join(at.corpora_at(scale))}."
-        )
-    return left
+    left, corpora = at.without(absent), ", ".join(at.corpora_at(scale))
+    if left.parts:
+        return left
+    if place is not None and place.is_file():
+        raise DataError(f"{place} is a file; {at.id} takes the folder that holds some of {corpora}.")
+    raise DataError(
+        f"{place} holds no data that {at.id} could be run on: {', '.join(left.left_out)}; expected some of {corpora}."
+    )
 
 
 def _find_lack(task: Task, place: Path, corpus: str | None) -> str:
@@ -178,11 +163,7 @@ class InitialRuns:
 
 
 def require_initial_runs(place: Path, task: str, reproduction: str) -> None:
-    """Raise `DataError` unless the folder holds a comparison of this task.
-
-    Raises:
-        DataError: The folder holds something else.
-    """
+    """Raise `DataError` unless the folder holds a comparison of this task."""
     if _read_comparison(place).get("task") != task:
         raise DataError(
             f"{place} is no comparison of {task}; expected for {reproduction} the --out folder of one, with arms. To "
@@ -191,11 +172,7 @@ def require_initial_runs(place: Path, task: str, reproduction: str) -> None:
 
 
 def read_initial_runs(place: Path, data: Path | None, cache: Path) -> InitialRuns:
-    """Return what a comparison is.
-
-    Raises:
-        DataError: The folder holds no comparison.
-    """
+    """Return a comparison that others begin with. Raises DataError: The folder holds none."""
     record = _read_comparison(place)
     try:
         task, scale, fingerprint = (str(record[name]) for name in ("task", "scale", "data"))
@@ -211,8 +188,7 @@ def _read_comparison(place: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# Texts and weights stay out: answers are kept as numbers.
-_OF_RUN = (RESULT, EPOCHS, PREDICTIONS)
+# Members of an archive. Texts and weights stay out: answers are kept as numbers.
 _NAME = re.compile(
     rf"\d+/({COMPARISON}|{TEST}|[^/]+/seed-\d+/({RESULT}|{EPOCHS}|{PREDICTIONS}|{VOCABULARY}|{ANALYSIS}[\w-]+\.json))"
 )
@@ -224,28 +200,30 @@ _MOST_BYTES = 1 << 30
 
 
 def pack_runs(folders: Iterable[tuple[Path, Iterable[Path]]]) -> bytes:
-    """Return the archive of the runs of each part: answers of each item, epochs, results and analyses.
+    """Return the archive of each part's runs: answers of each item, epochs, results and analyses.
 
-    Args:
-        folders: For each part the folder of its comparison, and those of its runs inside.
+    Given are the folder of each part's comparison, and those of its runs inside.
     """
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    with zipfile.ZipFile(stream, "w") as archive:
+
+        def add(name: str, content: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED, compresslevel=9)
+
         for number, (comparison, runs) in enumerate(folders):
-            _add(archive, f"{number}/{COMPARISON}", _seal_anew(comparison / COMPARISON, (TEST,)))
-            _add(archive, f"{number}/{TEST}", (comparison / TEST).read_bytes())
+            add(f"{number}/{COMPARISON}", _seal_anew(comparison / COMPARISON, (TEST,)))
+            add(f"{number}/{TEST}", (comparison / TEST).read_bytes())
             for run in sorted(runs):
                 place = f"{number}/{run.relative_to(comparison).as_posix()}"
-                kept = [name for name in _OF_RUN[1:] if (run / name).exists()]
-                _add(archive, f"{place}/{RESULT}", _seal_anew(run / RESULT, kept))
+                kept = [name for name in (EPOCHS, PREDICTIONS) if (run / name).exists()]
+                add(f"{place}/{RESULT}", _seal_anew(run / RESULT, kept))
                 for name in kept:
-                    _add(archive, f"{place}/{name}", (run / name).read_bytes())
-                if labels := _number_labels(run / VOCABULARY):
-                    _add(archive, f"{place}/{VOCABULARY}", encode_json({"labels": labels}, indent=1).encode())
+                    add(f"{place}/{name}", (run / name).read_bytes())
+                vocabulary = read_json(run / VOCABULARY) if (run / VOCABULARY).exists() else {}
+                if labels := [str(label) for label in range(len(vocabulary.get("labels", ())))]:
+                    add(f"{place}/{VOCABULARY}", encode_json({"labels": labels}, indent=1).encode())
                 for path in sorted(run.glob(f"{ANALYSIS}*.json")):
-                    _add(
-                        archive, f"{place}/{path.name}", encode_json(_number_words(read_json(path)), indent=1).encode()
-                    )
+                    add(f"{place}/{path.name}", encode_json(_number_words(read_json(path)), indent=1).encode())
     return stream.getvalue()
 
 
@@ -281,16 +259,6 @@ def _number_words(value: Any) -> Any:
     return kept | ({"words": [str(place + 1) for place in range(len(kept["words"]))]} if "words" in kept else {})
 
 
-def _number_labels(path: Path) -> list[str]:
-    """Return a number for each label of a vocabulary; none where there are no labels."""
-    kept = read_json(path) if path.exists() else {}
-    return [str(place) for place in range(len(kept.get("labels", ())))]
-
-
 def _seal_anew(path: Path, names: Iterable[str]) -> bytes:
     record: Mapping[str, object] = read_json(path)
     return encode_json(seal(record, path.parent, names), indent=1).encode()
-
-
-def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED, compresslevel=9)

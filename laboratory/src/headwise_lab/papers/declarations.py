@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -25,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from headwise.errors import SettingError, require_choice
 from headwise.input_files import read_whole
-from headwise_lab.papers.claims import Claim, Contrast, Least, Numbers, Shown, StepTimes, compare_arms, follow_doses
-from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size, Sizes
+from headwise_lab.papers.claims import Claim, Contrast, Shown, follow_doses, show_step_times
+from headwise_lab.papers.reproduction import Column, PaperRow, Part, Published, Reproduction, Size
 
 FOLDER = Path(__file__).parent
 SIZES = FOLDER / "sizes.toml"
@@ -264,7 +263,7 @@ class _Builder:
             **functions,
         )
 
-    def _size(self, part: _Part) -> Sizes:
+    def _size(self, part: _Part) -> dict[str, Size]:
         words = {"corpus": part.corpus} if part.corpus else {}
         found = {}
         for scale, raw in self.sizes[part.sizes].items():
@@ -288,26 +287,28 @@ class _Builder:
         return Claim(claim.states, tuple(contrasts), shown, claim.tested)
 
     def _contrasts(self, one: _Comparison) -> list[Contrast]:
-        more: dict[str, Any] = {"bins": one.bins, "beyond": one.beyond, "against_part": one.against_in}
-        more["over"] = self._name_parts(one.over)
-        more["less"] = None if one.less is None else self._contrasts(one.less)[0]
+        """Return every contrast of a comparison: by part, by measure, each arm with each it is set against."""
         places = [(part, measure or None) for part in self._name_parts(one.parts) for measure in one.by]
         if one.doses:
             return [follow_doses(_split(one.doses), part, measure) for part, measure in places]
+        more: dict[str, Any] = {"bins": one.bins, "beyond": one.beyond, "against_part": one.against_in}
+        more["over"] = self._name_parts(one.over)
+        more["less"] = None if one.less is None else self._contrasts(one.less)[0]
         ahead, behind = map(_split, one.arms.split(" > "))
         return [
-            replace(contrast, **more)
+            Contrast(arm, against, part=part, measure=measure, **more)
             for part, measure in places
-            for contrast in compare_arms(ahead, behind, (part,), measure)
+            for arm in ahead
+            for against in behind
         ]
 
     def _show(self, one: _Shown) -> list[Shown]:
         parts = self._name_parts(one.parts)
         if one.least:
-            return [Least(one.least, arm, parts) for arm in _split(one.arms)]
+            return [Shown(one.least, (arm,), parts, least=True) for arm in _split(one.arms)]
         if one.step_times:
-            return [StepTimes(_split(one.step_times), part) for part in parts]
-        return [Numbers(one.number, one.label, _split(one.arms), part, one.digits, one.scale) for part in parts]
+            return [show_step_times(_split(one.step_times), part) for part in parts]
+        return [Shown(one.number, _split(one.arms), (part,), one.label, one.digits, one.scale) for part in parts]
 
 
 def _split(arms: str) -> tuple[str, ...]:

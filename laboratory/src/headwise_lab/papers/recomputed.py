@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pydantic import BaseModel
+
 from headwise.atomic import new_folder, write_whole
 from headwise.errors import DataError, SettingError
 from headwise.input_files import encode_json, parse_json, read_whole
@@ -45,11 +47,7 @@ def has_runs(path: Path) -> bool:
 def find_record(paper: Path, identifier: str, scale: str, *, tuned: bool | None = None) -> Path:
     """Return the record of a reproduction at a scale whose runs are kept, in the folder of a paper's notes.
 
-    Args:
-        paper: The folder.
-        identifier: The id of the reproduction.
-        scale: The scale.
-        tuned: Whether its arms were tuned; None for either.
+    `tuned` tells whether its arms were tuned; None for either.
 
     Raises:
         DataError: There is none, there are several, or a record is damaged.
@@ -68,67 +66,81 @@ def find_record(paper: Path, identifier: str, scale: str, *, tuned: bool | None 
     return kept[0]
 
 
+class _Row(BaseModel):
+    arm: str
+    seeds: list[int]
+
+
+class _Table(BaseModel):
+    rows: list[_Row]
+    seeds: list[int]
+    missing: list[str]
+
+
+class _Record(BaseModel):
+    """As much of a record as its reproduction is made again from."""
+
+    id: str
+    scale: str
+    parts: dict[str, str]
+    tables: dict[str, _Table]
+    missing: list[str]
+    left_out: list[str]
+    # records that do not say what was asked for have all of it
+    asked: list[str] | None = None
+    tuned: dict[str, Any] = {}
+
+    @property
+    def draws(self) -> dict[str, BestDraw]:
+        return {name: BestDraw.from_record(draw) for name, draw in self.tuned.items()}
+
+
+def _read_record(path: Path) -> _Record:
+    """Read a record. Raises DataError: It is damaged."""
+    try:
+        record = _Record.model_validate(read_json(path))
+        _ = record.draws
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = str(error).replace("\n", " ")
+        raise DataError(f"{path} is not the record of a reproduction ({reason}); make it again.") from None
+    return record
+
+
 def recompute(path: Path, place: Path) -> Reproduced:
     """Return a reproduction from the runs kept with its record, judged by its claims as they are now.
 
-    Args:
-        path: The record.
-        place: An empty folder for its runs.
+    Its runs are written to an empty folder.
 
     Raises:
         DataError: The record or its archive is damaged, or its reproduction is not known.
     """
-    record = read_json(path)
-    try:
-        tuned = {str(name): BestDraw.from_record(one) for name, one in record.get("tuned", {}).items()}
-        scale, corpora, left_out = str(record["scale"]), dict(record["parts"]), tuple(record["left_out"])
-        # records that do not say what was asked for have all of it
-        reproduction = _select(REPRODUCTIONS[record["id"]], scale, list(record.get("asked", corpora)), left_out)
-        kept = {part: record["tables"][part] for part in corpora}
-        begun = {name_in_part(run, part) for part, table in kept.items() for run in table["missing"]}
-        absent = tuple(str(run) for run in record["missing"] if run not in begun)
-        seeds = {part: [int(seed) for seed in table["seeds"]] for part, table in kept.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not the record of a reproduction ({error}); make it again.") from None
+    record = _read_record(path)
+    if record.id not in REPRODUCTIONS:
+        raise DataError(f"{path} is the record of {record.id}, which is not known; name its file with --tables.")
+    reproduction, scale, corpora = REPRODUCTIONS[record.id], record.scale, record.parts
+    if record.left_out:
+        named = (one.removesuffix(")").partition(" (") for one in record.left_out)
+        reproduction = reproduction.without({name: why for name, _, why in named})
+    asked = list(corpora) if record.asked is None else record.asked
+    reproduction = reproduction if asked == [""] else reproduction.only(asked, scale)
     arms = reproduction.arms_at(scale, named_task(reproduction.task).scales)
-    evidence, folders = {}, unpack_runs(path.with_suffix(ARCHIVE), place)
+    folders = unpack_runs(path.with_suffix(ARCHIVE), place)
     if len(folders) != len(corpora):
         raise DataError(f"{path.with_suffix(ARCHIVE)} has {len(folders)} parts, its record {len(corpora)}; fetch both.")
-    for part, folder in zip(corpora, folders, strict=True):
-        found = read_evidence(folder, arms[part], seeds[part])
-        if found is not None:
-            evidence[part] = found
+    places = dict(zip(corpora, folders, strict=True))
+    read = {part: read_evidence(folder, arms[part], record.tables[part].seeds) for part, folder in places.items()}
+    evidence = {part: found for part, found in read.items() if found is not None}
     tables = tabulate_parts(reproduction, scale, evidence)
-    drawn = draw_pictures(reproduction, dict(zip(corpora, folders, strict=True)), evidence, tables)
-    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=tuned, absent=absent)
-
-
-def _select(reproduction: Reproduction, scale: str, parts: list[str], left_out: tuple[Any, ...]) -> Reproduction:
-    if left_out:
-        named = (str(one).removesuffix(")").partition(" (") for one in left_out)
-        reproduction = reproduction.without({name: why for name, _, why in named})
-    return reproduction if parts == [""] else reproduction.only(parts, scale)
+    drawn = draw_pictures(reproduction, places, evidence, tables)
+    begun = {name_in_part(run, part) for part in corpora for run in record.tables[part].missing}
+    absent = tuple(run for run in record.missing if run not in begun)
+    return Reproduced(reproduction, scale, corpora, evidence, tables, drawn, tuned=record.draws, absent=absent)
 
 
 def list_runs(record: Path | None) -> dict[str, set[tuple[str, int]]]:
-    """Return the arm and the seed of each run that a record has, by its parts; nothing of no record.
-
-    Args:
-        record: The record, as `find_record` returns it, or None.
-
-    Raises:
-        DataError: The record is damaged.
-    """
-    if record is None:
-        return {}
-    try:
-        tables = read_json(record)["tables"].items()
-        return {
-            str(part): {(str(row["arm"]), int(seed)) for row in table["rows"] for seed in row["seeds"]}
-            for part, table in tables
-        }
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+    """Return the arm and the seed of each run that a record has, by its parts. Raises DataError: It is damaged."""
+    tables = {} if record is None else _read_record(record).tables
+    return {part: {(row.arm, seed) for row in table.rows for seed in row.seeds} for part, table in tables.items()}
 
 
 def extend_seeds(
@@ -140,12 +152,8 @@ def extend_seeds(
 ) -> dict[str, int]:
     """Return how many seeds each part takes, so that a record loses no run.
 
-    Args:
-        reproduction: With the parts asked for and those of the record, as far as there is data.
-        scale: One of its scales.
-        asked: The parts asked for; none for all.
-        seeds: Number of seeds asked for.
-        kept: The runs that the record has of each of its parts, as of `list_runs`.
+    The reproduction has the parts asked for (none for all) and those of the record, as far as there is data; `kept` are
+    the runs that the record has, as of `list_runs`.
 
     Raises:
         SettingError: There is no data for a part of the record.
@@ -166,23 +174,15 @@ def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
     A run that its comparison has is left as it is, and a part that the record lacks gets none. Weights and texts are in
     no record: an analysis that a run lacks, and that reads them, fails.
 
-    Args:
-        record: The record, as `find_record` returns it.
-        plans: The comparisons, as `make_plans` returns them.
-
     Raises:
         DataError: The record or its archive is damaged, or the data cannot be read.
         SettingError: A folder cannot be written or holds another comparison, or the record is of other sizes, data or
             draws than the comparisons; nothing is copied then.
     """
-    try:
-        found = read_json(record)
-        parts = list(found["parts"])
-        tuned = {str(name): BestDraw.from_record(draw).arm for name, draw in found.get("tuned", {}).items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{record} is not the record of a reproduction ({error}); make it again.") from None
+    found = _read_record(record)
+    tuned = {name: draw.arm for name, draw in found.draws.items()}
     with TemporaryDirectory() as place:
-        folders = dict(zip(parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
+        folders = dict(zip(found.parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
         kept = [(folders[plan.part.name], plan) for plan in plans if plan.part.name in folders]
         for source, plan in kept:
             _require_same_runs(record, source, tuned, plan)
@@ -203,9 +203,9 @@ def _require_same_runs(record: Path, source: Path, tuned: Mapping[str, str], pla
             f"the runs of {record} have {name} {had!r}, and {wanted!r} is asked for; expected the record's data, sizes "
             "and --tuned, or no --resume."
         )
-    if (plan.comparison.out / COMPARISON).exists():
-        there = read_json(plan.comparison.out / COMPARISON)
-        require_same(plan.comparison.out / COMPARISON, there | asked)
+    there = plan.comparison.out / COMPARISON
+    if there.exists():
+        require_same(there, read_json(there) | asked)
 
 
 def _restore(source: Path, out: Path) -> int:
@@ -214,14 +214,13 @@ def _restore(source: Path, out: Path) -> int:
     if not (out / COMPARISON).exists():
         for name in (TEST, COMPARISON):
             write_whole(out / name, read_whole(source / name))
-    runs = [path.parent for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]
-    missing = [run for run in runs if not (out / run.relative_to(source) / RESULT).exists()]
+    results = [path.relative_to(source) for path in sorted(source.glob(f"*/seed-*/{RESULT}"))]
+    missing = [path.parent for path in results if not (out / path).exists()]
     for run in missing:
-        target = out / run.relative_to(source)
-        prepare_folder(target.parent)
-        with new_folder(target, replaced=None) as whole:
-            shutil.copytree(run, whole, dirs_exist_ok=True)
-            settings = read_json(run / RESULT).get("settings")
+        prepare_folder((out / run).parent)
+        with new_folder(out / run, replaced=None) as whole:
+            shutil.copytree(source / run, whole, dirs_exist_ok=True)
+            settings = read_json(source / run / RESULT).get("settings")
             if settings is not None:
                 # a run of other settings is refused then, as one that was done here is
                 write_json(whole / SETTINGS, settings)

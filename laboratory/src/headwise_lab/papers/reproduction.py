@@ -5,9 +5,9 @@ How large the runs of a table are at each scale, and what an arm such as "em:lay
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,14 @@ from headwise.errors import SettingError, require_choice
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.scale import ScaleOptions, with_options
-from headwise_lab.papers.claims import EFFICACY, Claim, Contrast, Judged
+from headwise_lab.papers.claims import EFFICACY, Canonical, Claim, Contrast, Judged
 from headwise_lab.results.cells import Grid
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.figures import Picture
 from headwise_lab.results.table import Table
 
+# The source of studies that no paper has.
+OWN = "ours"
 CAPSULES = 64
 
 
@@ -46,9 +48,6 @@ class Size:
     sets: tuple[str, ...] = ()
 
 
-Sizes = Mapping[str, Size]
-
-
 def resize_scale(size: Size, scales: Mapping[str, Any]) -> Any:
     """Return the scale of a size; the task's own where nothing differs, else one with another name.
 
@@ -68,7 +67,7 @@ def resize_scale(size: Size, scales: Mapping[str, Any]) -> Any:
     if size.folds not in (None, getattr(scale, "folds", None)):
         changes["folds"] = size.folds
         name += f"-{size.folds}-folds"
-    scale = dataclasses.replace(scale, name=name, **changes) if changes else scale
+    scale = replace(scale, name=name, **changes) if changes else scale
     return with_options(scale, ScaleOptions(size.scale, sizes=size.sets), "the reproduction's") if size.sets else scale
 
 
@@ -90,12 +89,6 @@ def arm_name(text: str, scale: Any) -> str:
     model is no wider or 64 does not divide its width, the default. Layers that come out as all are not written, so
     that one arm has one name.
     """
-    for word, meaning in _define_words(scale).items():
-        text = text.replace(f"{{{word}}}", meaning)
-    return parse_arm(text).name
-
-
-def _define_words(scale: Any) -> dict[str, str]:
     layers = getattr(scale, "encoder_layers", None) or scale.layers
     half = max(1, layers // 2)
     places = {
@@ -107,13 +100,17 @@ def _define_words(scale: Any) -> dict[str, str]:
     }
     words = {word: "all" if len(chosen) == layers else "/".join(map(str, chosen)) for word, chosen in places.items()}
     # a model that was trained before has the sizes of its folder, and its tables name none
-    width, heads = getattr(scale, "width", 0), getattr(scale, "heads", 0)
-    fits = width > CAPSULES and width % CAPSULES == 0
-    return words | {"heads": str(heads), "sixty-four": str(CAPSULES) if fits else "none"}
+    width = getattr(scale, "width", 0)
+    words["heads"] = str(getattr(scale, "heads", 0))
+    words["sixty-four"] = str(CAPSULES) if width > CAPSULES and width % CAPSULES == 0 else "none"
+    for word, meaning in words.items():
+        text = text.replace(f"{{{word}}}", meaning)
+    return _name(text)
 
 
-# The source of studies that no paper has.
-OWN = "ours"
+@cache
+def _name(text: str) -> str:
+    return parse_arm(text).name
 
 
 @dataclass(frozen=True)
@@ -121,14 +118,14 @@ class Part:
     """Runs on one model and one corpus: one comparison.
 
     Attributes:
-        arms: The arms, as `--arms` takes each, with the words in braces of `sizes.arm_name`.
+        arms: The arms, as `--arms` takes each, with the words in braces of `arm_name`.
         sizes: Its size at each scale; at a scale that is not there the part is left out.
         name: What claims call it; "" where there is one part alone.
         after: The part whose runs its own begin with; "" for none.
     """
 
     arms: tuple[str, ...]
-    sizes: Sizes
+    sizes: Mapping[str, Size]
     name: str = ""
     after: str = ""
 
@@ -148,10 +145,6 @@ class Column:
     ours: Literal["score", "step time", "parameters"] = "score"
     per_second: bool = False
     measure: str = ""
-
-    def shows(self, measure: str | None) -> bool:
-        """Return whether it has the score, for None, or a number of each run."""
-        return self.ours == "score" and self.measure == (measure or "")
 
 
 @dataclass(frozen=True)
@@ -173,44 +166,29 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class Published:
-    """The numbers that a paper prints.
-
-    Attributes:
-        on: The data and the model they were measured with.
-        columns: The columns.
-        rows: The rows that there are arms for.
-    """
+    """The numbers that a paper prints, with the data and the model they were measured `on`."""
 
     on: str
     columns: tuple[Column, ...]
     rows: tuple[PaperRow, ...]
 
-    def difference(
-        self, contrast: Contrast, canonical: Callable[[str, str], str], baselines: Sequence[str] = ()
-    ) -> float | None:
+    def difference(self, contrast: Contrast, canonical: Canonical, baselines: Sequence[str] = ()) -> float | None:
         """Return what the paper found for a contrast of scores, in the units of ours; None without all its numbers.
 
         Scores are printed times 100, other numbers in units of ours.
         """
-        if contrast.bins or contrast.beyond or contrast.less or contrast.kind != EFFICACY:
-            return None
-        place = next((place for place, one in enumerate(self.columns) if one.shows(contrast.measure)), None)
-        if place is None:
+        shown = [(column.ours, column.measure) for column in self.columns]
+        wanted = ("score", contrast.measure or "")
+        if contrast.bins or contrast.beyond or contrast.less or contrast.kind != EFFICACY or wanted not in shown:
             return None
         rows = [row for row in self.rows if row.arm and row.arm not in baselines and row.part in contrast.parts]
-        cells = {(row.part, canonical(row.part, row.arm)): row.cells[place] for row in rows}
-        sides = [(part, part) for part in contrast.over] or [contrast.parts[:2]]
+        cells = {(row.part, canonical(row.part, row.arm)): row.cells[shown.index(wanted)] for row in rows}
+        sides = [(part, part) for part in contrast.over] or [contrast.sides]
         pairs = [(cells.get((one, contrast.arm), ""), cells.get((other, contrast.against), "")) for one, other in sides]
         if not all(one and other for one, other in pairs):
             return None
         factor = 100 if contrast.measure is None else 1
         return sum(float(one) - float(other) for one, other in pairs) / len(pairs) / factor
-
-
-# Writes further pages of a part from the folder of the page, that of the comparison, the data and the runs.
-WritePages = Callable[[Path, Path, Path | None, Evidence], tuple[Path, ...]]
-# Draws figures of a part from its name, the folder of its comparison, its runs and their table.
-DrawPart = Callable[[str, Path, Evidence, Table], tuple[Picture, ...]]
 
 
 @dataclass(frozen=True)
@@ -229,19 +207,19 @@ class Reproduction:
         analysis: What is measured of each trained model afterwards, one of `analyses.ANALYSES`; "" for nothing.
         measures: Numbers of each run that its claims are about instead of the score; they get a grid and, over several
             parts, a figure.
-        drawn: Makes further figures of each part; None for none.
-        drawn_together: Makes a figure of all parts together; None for none.
-        overview: Makes a figure of what was found for its claims; None for none.
+        drawn: Draws figures of a part from its name, the folder of its comparison, its runs and their table.
+        drawn_together: Makes a figure of all parts together from their runs and tables.
+        overview: Makes a figure of its claims with their verdicts.
         after: The reproduction whose runs its own begin with, where the command names no others; "" for none.
         folder: Folder below that of the data that may hold the sets of its parts; "" for none.
         made: Makes its claims from the parts that there is data for; None where there is data for all.
-        summed: Makes a grid of all parts together; None for none.
+        summed: Makes a grid of all parts together from their runs and tables.
         left_out: Parts that there is no data for, and what is missing.
         unasked: Parts of the scale that were not asked for.
         groups: Groups of parts whose scores the paper averages, by name; its grid then has each part, and the
             means.
         partial: Whether it can be run without the parts whose data is missing; means are then over the others.
-        pages: Writes further pages of each part; None for none.
+        pages: Writes further pages of a part from the folder of the page, that of the comparison, the data, the runs.
         baselines: Baselines of the task that claims are about.
     """
 
@@ -255,7 +233,7 @@ class Reproduction:
     published: Published | None = None
     analysis: str = ""
     measures: tuple[str, ...] = ()
-    drawn: DrawPart | None = None
+    drawn: Callable[[str, Path, Evidence, Table], tuple[Picture, ...]] | None = None
     drawn_together: Callable[[Mapping[str, Evidence], Mapping[str, Table]], Picture | None] | None = None
     overview: Callable[[Sequence[Judged]], Picture | None] | None = None
     after: str = ""
@@ -266,13 +244,18 @@ class Reproduction:
     unasked: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
-    pages: WritePages | None = None
+    pages: Callable[[Path, Path, Path | None, Evidence], tuple[Path, ...]] | None = None
     baselines: tuple[str, ...] = ()
 
     @property
     def scales(self) -> tuple[str, ...]:
         """The scales it can be run at."""
         return tuple(dict.fromkeys(scale for part in self.parts for scale in part.sizes))
+
+    @property
+    def lack(self) -> str:
+        """The sentences that name what there is no data for and what was not asked for; empty where that is nothing."""
+        return describe_lack(self.left_out, self.unasked)
 
     def parts_at(self, scale: str) -> tuple[Part, ...]:
         """Return the parts that a scale has."""
@@ -300,15 +283,9 @@ class Reproduction:
         claims = self.claims if self.made is None else self.made(tuple(part.name for part in parts))
         return replace(self, parts=parts, claims=claims, left_out=tuple(f"{n} ({why})" for n, why in absent.items()))
 
-    @property
-    def lack(self) -> str:
-        """The sentences that name what there is no data for and what was not asked for; empty where that is nothing."""
-        return describe_lack(self.left_out, self.unasked)
-
     def corpora_at(self, scale: str) -> tuple[str, ...]:
         """Return the corpora that the paper trained on, where the scale is the paper's; elsewhere any will do."""
-        found = (part.sizes[scale].corpus for part in self.parts_at(scale))
-        return tuple(dict.fromkeys(corpus for corpus in found if corpus is not None))
+        return tuple(dict.fromkeys(corpus for part in self.parts_at(scale) if (corpus := part.sizes[scale].corpus)))
 
     def arms_at(self, scale: str, scales: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         """Return the canonical names of each part's arms at a scale; `scales` are the task's."""
@@ -316,7 +293,7 @@ class Reproduction:
             part.name: arm_names(part.arms, resize_scale(part.sizes[scale], scales)) for part in self.parts_at(scale)
         }
 
-    def canonical(self, scale: str, scales: Mapping[str, Any]) -> Callable[[str, str], str]:
+    def canonical(self, scale: str, scales: Mapping[str, Any]) -> Canonical:
         """Return the function from (part, arm as written here) to the arm's canonical name at a scale."""
         models = {part.name: resize_scale(part.sizes[scale], scales) for part in self.parts_at(scale)}
         return lambda part, arm: arm if arm in self.baselines else arm_name(arm, models[part])
@@ -327,24 +304,19 @@ class Reproduction:
         A contrast whose two sides are one arm on a model this small is left out where another one remains.
         """
         known = {part.name for part in self.parts_at(scale)}
-        canonical = self.canonical(scale, scales)
+        canonical, baselines = self.canonical(scale, scales), named_task(self.task).baselines
         claims = []
         for claim in self.claims:
-            within = [one.within(known) for one in claim.contrasts] if self.partial else claim.contrasts
-            contrasts = [
-                self._add_published(one.named(canonical), canonical) for one in within if known >= {*one.parts}
-            ]
+            within = [one.within(known) if self.partial else one for one in claim.contrasts]
+            contrasts = [one.named(canonical) for one in within if known.issuperset(one.parts)]
+            if self.published is not None:
+                gains = [self.published.difference(one, canonical, baselines) for one in contrasts]
+                contrasts = [replace(one, published=gain) for one, gain in zip(contrasts, gains, strict=True)]
             telling = [one for one in contrasts if not one.is_empty] or contrasts[:1]
             shown = tuple(one.named(canonical) for one in claim.shown if known.issuperset(one.parts))
             if telling or shown:
                 claims.append(replace(claim, contrasts=tuple(dict.fromkeys(telling)), shown=shown))
         return tuple(claims)
-
-    def _add_published(self, contrast: Contrast, canonical: Callable[[str, str], str]) -> Contrast:
-        if self.published is None:
-            return contrast
-        baselines = named_task(self.task).baselines
-        return replace(contrast, published=self.published.difference(contrast, canonical, baselines))
 
 
 def describe_lack(left_out: Sequence[str], unasked: Sequence[str]) -> str:

@@ -2,15 +2,13 @@
 
 `--out` has a folder for each task, size and data, shared by all reproductions, so that each run is done once; and a
 folder with the page of each reproduction.
-
-What reproductions there are and what running them takes, before anything is run.
 """
 
 from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ from headwise_lab.experiment.run_folder import Failure, Job
 from headwise_lab.experiment.scale import ScaleOptions, with_options
 from headwise_lab.jobs.pool import do_analyses, do_jobs
 from headwise_lab.papers.data import (
-    InitialRuns,
     find_corpus_name,
     find_data,
     find_part_folder,
@@ -63,7 +60,7 @@ from headwise_lab.papers.records import (
 )
 from headwise_lab.papers.reproduction import Part, Reproduction, arm_names, resize_scale
 from headwise_lab.results.cells import NONE
-from headwise_lab.results.evidence import Evidence, read_evidence
+from headwise_lab.results.evidence import read_evidence
 from headwise_lab.results.runs import COMPARISON, STEP_TIME
 from headwise_lab.tune import BestDraw, read_tuned
 
@@ -90,10 +87,8 @@ class Plan:
     @property
     def folders(self) -> list[Path]:
         """The folder of each run."""
-        comparison = self.comparison
-        return [
-            find_run_folder(comparison.out, arm.folder, seed) for arm in comparison.arms for seed in comparison.seeds
-        ]
+        own = self.comparison
+        return [find_run_folder(own.out, arm.folder, seed) for arm in own.arms for seed in own.seeds]
 
     @property
     def finished(self) -> list[Path]:
@@ -117,14 +112,14 @@ def make_plans(
     options: ScaleOptions | None = None,
     tuned: Path | None = None,
 ) -> tuple[Plan, ...]:
-    """Return the comparisons of a reproduction; nothing is written.
+    """Return the comparisons of a reproduction in their folders below `out`; nothing is written.
 
     Args:
         reproduction: What to run; `with_data` leaves out what there is no data for.
         scale: One of its scales.
         seeds: Number of runs per arm, or that of each part by its name.
         data: Folder of the data, or with a folder for each corpus.
-        out: Folder that holds the comparisons' folders.
+        out: Folder of all comparisons.
         workers: Number of parallel runs.
         options: Changes of the scale from the command line.
         tuned: Folder of a tuning, of which every arm takes its best draw; None for arms as they are.
@@ -133,48 +128,45 @@ def make_plans(
         DataError: The data or an arm's best draw cannot be found.
         SettingError: An option is none of the task's, or the tuning is of other sizes.
     """
-    task, before, text = named_task(reproduction.task), (), data
-    data, plans = find_data(reproduction, data), []
+    task, before, place = named_task(reproduction.task), (), find_data(reproduction, data)
     if reproduction.after and options is not None and options.pretrained is not None:
         require_initial_runs(options.pretrained, REPRODUCTIONS[reproduction.after].task, reproduction.id)
     elif reproduction.after:
-        first = REPRODUCTIONS[reproduction.after]
         options = options or ScaleOptions(scale)
         # as many pre-trainings of each arm as the fine-tunings begin with
-        starts: Any = with_options(
-            resize_scale(reproduction.parts_at(scale)[0].sizes[scale], task.scales), options, task.name
-        )
-        before = make_plans(first, scale, seeds=starts.starts, data=find_text(text), out=out, workers=workers)
+        size = reproduction.parts_at(scale)[0].sizes[scale]
+        starts: Any = with_options(resize_scale(size, task.scales), options, task.name)
+        first, text = REPRODUCTIONS[reproduction.after], find_text(data)
+        before = make_plans(first, scale, seeds=starts.starts, data=text, out=out, workers=workers)
         options = replace(options, pretrained=before[0].comparison.out)
+    plans: list[Plan] = []
     for part in reproduction.parts_at(scale):
         begun = next((plan.comparison.out for plan in plans if plan.part.name == part.after), None)
         if part.after and begun is None:
             raise DataError(f"{part.name} begins with the runs of {part.after}, which is not among the parts to run.")
-        folder = find_part_folder(reproduction, data, part.sizes[scale].corpus, scale)
+        folder = find_part_folder(reproduction, place, part.sizes[scale].corpus, scale)
         model = resize_scale(part.sizes[scale], task.scales)
+        names = arm_names(part.arms, model)
         if options is not None:
             chosen = options if begun is None else replace(options, pretrained=begun)
             model = with_options(model, chosen, reproduction.task)
-        inputs = (folder, *(getattr(model, name, None) for name in ("pipeline", "pretrained")))
-        words = [reproduction.task, model.name, *map(name_data, inputs)]
-        names = reproduction.arms_at(scale, task.scales)[part.name]
         if changed := sorted({*arm_names(part.arms, model)}.symmetric_difference(names)):
             raise SettingError(
                 f"at the sizes of --set the arms of {reproduction.id} are not those of scale {scale}: "
                 f"{', '.join(changed)}; expected sizes that leave its layers and heads as they are."
             )
-        arms = tuple(parse_arm(text) for text in names)
-        best: dict[str, BestDraw] = {}
+        inputs = (folder, *(getattr(model, name, None) for name in ("pipeline", "pretrained")))
+        words = [reproduction.task, model.name, *map(name_data, inputs)]
+        arms, best = tuple(parse_arm(text) for text in names), {}
         if tuned is not None:
             arms, best = read_tuned(tuned, arms, reproduction.task, model)
             words.append("tuned")
-        place = out / "-".join(word for word in words if word)
         comparison = Comparison(
             reproduction.task,
             arms,
             tuple(range(seeds if isinstance(seeds, int) else seeds[part.name])),
             model,
-            place,
+            out / "-".join(filter(None, words)),
             folder,
             workers,
             cache=out / CACHE,
@@ -188,12 +180,7 @@ def make_plans(
 def write_commands(reproduction: Reproduction, scale: str, plans: Sequence[Plan], options: str, more: str) -> str:
     """Return the commands that make these plans, a line for each number of seeds.
 
-    Args:
-        reproduction: The reproduction with all of its parts.
-        scale: One of its scales.
-        plans: The plans of some or all of these parts.
-        options: The options that choose scale and sizes.
-        more: What else the command has, after its seeds and parts.
+    `options` choose scale and sizes; `more` stands after seeds and parts. The reproduction has all of its parts.
     """
     by_seeds: dict[int, list[str]] = {}
     for plan in plans:
@@ -219,21 +206,16 @@ def require_analysable(reproduction: Reproduction, plans: Sequence[Plan]) -> Non
 
 
 def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
-    """Do every run of a reproduction that is not finished, in one pool, then the analyses of the finished ones.
+    """Do every run that is not finished, in one pool, then the analyses of the finished ones; return what failed.
 
-    Steps of each arm are timed with the first seed.
-
-    Returns:
-        The runs and analyses that failed.
+    Steps of each arm are timed with the first seed. At Ctrl-C every run has saved where it is.
 
     Raises:
         SettingError: A folder cannot be written, holds another comparison, or an arm does not fit its model.
         DataError: The data cannot be read.
-        KeyboardInterrupt: Ctrl-C; every run has saved where it is.
     """
     require_analysable(reproduction, plans)
-    first, second = ([plan for plan in plans if bool(plan.part.after) == later] for later in (False, True))
-    stages = [(reproduction, first), (reproduction, second)]
+    stages = [(reproduction, [plan for plan in plans if bool(plan.part.after) == later]) for later in (False, True)]
     if plans[0].before:
         stages.insert(0, (REPRODUCTIONS[reproduction.after], list(plans[0].before)))
     failures: list[Failure] = []
@@ -246,14 +228,17 @@ def do_plans(reproduction: Reproduction, plans: Sequence[Plan], console: Console
 
 def _do_stage(reproduction: Reproduction, plans: Sequence[Plan], console: Console) -> list[Failure]:
     jobs = [_name_job(job, plan) for plan in plans for job in plan_runs(plan.comparison, console)]
-    workers = plans[0].comparison.workers
-    left = runs.list_left(jobs)
+    workers, left = plans[0].comparison.workers, runs.list_left(jobs)
     failures = do_jobs(left, len(jobs) - len(left), workers, console)
     # a run of several folds has several models, of which none is timed
     timed = None if any(is_divided(job) for job in jobs) else STEP_TIME
     for analysis in filter(None, (reproduction.analysis, timed)):
         failures += do_analyses(analysis, jobs, workers, console)
     return failures
+
+
+def _name_job(job: Job, plan: Plan) -> Job:
+    return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job
 
 
 def report(
@@ -273,24 +258,35 @@ def report(
     """
     evidence, data, absent = {}, {}, []
     for plan in plans:
-        part = plan.part.name
-        found = _read_part_evidence(plan, console)
+        part, own = plan.part.name, plan.comparison
+        if plan.finished:
+            test_in_pairs(own.out, console)
+        found = read_evidence(own.out, [arm.name for arm in own.arms], own.seeds)
         if found is None:
-            arms, seeds = plan.comparison.arms, plan.comparison.seeds
-            absent += [name_in_part(f"{arm.name} seed {seed}", part) for arm in arms for seed in seeds]
+            absent += [name_in_part(f"{arm.name} seed {seed}", part) for arm in own.arms for seed in own.seeds]
         else:
             evidence[part] = found
-            data[part] = find_corpus_name(found.results.data, plan.comparison.data, out / CACHE)
+            data[part] = find_corpus_name(found.results.data, own.data, out / CACHE)
     if not evidence:
         raise DataError(f"no run of {reproduction.id} at scale {scale} is finished; give the same command again.")
     tables = tabulate_parts(reproduction, scale, evidence)
     places = {plan.part.name: plan.comparison.out for plan in plans}
     drawn = draw_pictures(reproduction, places, evidence, tables)
-    begun = _find_initial_runs(plans, out / CACHE) if reproduction.after else None
+    begun = None
+    if reproduction.after:
+        first = next(plan for plan in plans if not plan.part.after)
+        trained: Any = first.comparison.scale
+        text = first.before[0].comparison.data if first.before else None
+        begun = read_initial_runs(Path(trained.pretrained), text, out / CACHE)
     tuned = {arm: draw for plan in plans for arm, draw in plan.tuned.items()}
     reproduced = Reproduced(reproduction, scale, data, evidence, tables, drawn, begun, tuned, tuple(absent))
-    place = find_page_folder(reproduced, out)
-    _write_pages(reproduction, plans, evidence, place, console)
+    for plan in plans if reproduction.pages is not None else ():
+        part, own = plan.part.name, plan.comparison
+        if part in evidence and reproduction.pages is not None:
+            folder = _find_part_page(find_page_folder(reproduced, out), part)
+            runs.prepare_folder(folder)
+            for path in reproduction.pages(folder, own.out, own.data, evidence[part]):
+                console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
     show(reproduced, out, console, command)
     if paper is not None:
         console.print(f"written: {write_records(reproduced, paper, command)}", highlight=False, markup=False)
@@ -302,12 +298,16 @@ def find_page_folder(found: Reproduced, out: Path) -> Path:
     return out / f"{found.reproduction.id.partition('/')[0]}-{Path(found.file).stem}"
 
 
+def _find_part_page(place: Path, part: str) -> Path:
+    return place / part.replace(" ", "-") if part else place
+
+
 def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> None:
     """Show tables, claims and the paper's numbers of a reproduction, and write its page and pictures below `out`."""
     place, reproduction = find_page_folder(reproduced, out), reproduced.reproduction
     for part, table in reproduced.tables.items():
         title = " ".join(filter(None, ("headwise reproduce", reproduction.id, part)))
-        publish_table(table, place / part.replace(" ", "-") if part else place, console, command, title)
+        publish_table(table, _find_part_page(place, part), console, command, title)
     for picture in reproduced.pictures:
         runs.prepare_folder(place)
         write_whole(place / f"{picture.name}.png", picture.png)
@@ -320,44 +320,14 @@ def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> N
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
 
-def _find_initial_runs(plans: Sequence[Plan], cache: Path) -> InitialRuns:
-    first = next(plan for plan in plans if not plan.part.after)
-    data = first.before[0].comparison.data if first.before else None
-    scale: Any = first.comparison.scale
-    return read_initial_runs(Path(scale.pretrained), data, cache)
-
-
-def _write_pages(
-    reproduction: Reproduction, plans: Sequence[Plan], evidence: Mapping[str, Evidence], place: Path, console: Console
-) -> None:
-    if reproduction.pages is None:
-        return
-    for plan in plans:
-        part, comparison = plan.part.name, plan.comparison
-        if part not in evidence:
-            continue
-        folder = place / part.replace(" ", "-") if part else place
-        runs.prepare_folder(folder)
-        for path in reproduction.pages(folder, comparison.out, comparison.data, evidence[part]):
-            console.print(f"written: {path}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _read_part_evidence(plan: Plan, console: Console) -> Evidence | None:
-    if plan.finished:
-        test_in_pairs(plan.comparison.out, console)
-    return read_evidence(plan.comparison.out, [arm.name for arm in plan.comparison.arms], plan.comparison.seeds)
-
-
-def _name_job(job: Job, plan: Plan) -> Job:
-    return replace(job, name=f"{plan.part.name}: {job.name}") if plan.part.name else job
-
-
 def show_list(out: Path, scale: str, console: Console) -> None:
     """Show every reproduction in a line: its id, its runs at a scale, the hours if finished runs tell, its title."""
-    rows = [(one, *_count_runs(out, one, scale)) for one in REPRODUCTIONS.values()]
-    known = any(hours for _, _, hours in rows)
-    lines = [["id", "runs", *(["hours"] if known else []), "what it shows"]]
-    lines += [[one.id, arms or NONE, *([hours] if known else []), one.title] for one, arms, hours in rows]
+    rows = [("id", "runs", "hours", "what it shows")]
+    for one in REPRODUCTIONS.values():
+        count, hours = _count_runs(out, one, scale)
+        rows.append((one.id, count or NONE, hours, one.title))
+    known = any(hours for _, _, hours, _ in rows[1:])
+    lines = rows if known else [(name, count, title) for name, count, _, title in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     console.print(f"reproductions at scale {scale}", style="bold", highlight=False, markup=False)
     for place, line in enumerate(lines):
@@ -393,61 +363,51 @@ def show_plans(
     """
     shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
     shown.add_column("folder", overflow="fold")
-    left, seconds = 0, []
+    total, seconds = 0, []
     for plan in (*plans[0].before, *plans):
-        comparison, open_runs = plan.comparison, 0
+        own, left = plan.comparison, 0
         # a record has no runs of the reproduction before
         kept = (recorded or {}).get(plan.part.name, ()) if plan in plans else ()
-        for arm in comparison.arms:
-            done = sum(
-                (arm.name, seed) in kept or runs.is_finished(find_run_folder(comparison.out, arm.folder, seed))
-                for seed in comparison.seeds
-            )
-            open_runs += len(comparison.seeds) - done
-            seeds = f"0 to {max(comparison.seeds)}" if len(comparison.seeds) > 1 else "0"
+        for arm in own.arms:
+            folders = {seed: find_run_folder(own.out, arm.folder, seed) for seed in own.seeds}
+            done = sum((arm.name, seed) in kept or runs.is_finished(folder) for seed, folder in folders.items())
+            left += len(own.seeds) - done
+            seeds = f"0 to {max(own.seeds)}" if len(own.seeds) > 1 else "0"
             cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)
-            shown.add_row(*cells, Text(str(comparison.out / arm.folder)))
-        left += open_runs
-        seconds.append(_estimate_cost(plan.finished, open_runs))
+            shown.add_row(*cells, Text(str(own.out / arm.folder)))
+        total += left
+        mean = _average_seconds(plan.finished) if left else 0.0
+        seconds.append(None if mean is None else left * mean)
     console.print(shown)
-    total = None if any(cost is None for cost in seconds) else sum(cost or 0.0 for cost in seconds)
     cost = "no run of each size has finished, so what they cost is not known"
-    if total is not None:
-        cost = f"about {total / 3600:.1f} hours of training, one run after the other"
-    console.print(f"{left} runs to do: {cost}.", highlight=False, markup=False)
+    known = [one for one in seconds if one is not None]
+    if len(known) == len(seconds):
+        cost = f"about {sum(known) / 3600:.1f} hours of training, one run after the other"
+    console.print(f"{total} runs to do: {cost}.", highlight=False, markup=False)
     if reproduction.lack:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
 
 
-def _estimate_cost(finished: Sequence[Path], left: int) -> float | None:
-    """Return the seconds of training that `left` runs take if they are as long as the finished ones."""
-    if left == 0:
-        return 0.0
-    past = [seconds for folder in finished if (seconds := read_train_seconds(folder)) is not None]
-    return left * statistics.fmean(past) if past else None
+def _average_seconds(folders: Iterable[Path]) -> float | None:
+    past = [seconds for folder in folders if (seconds := read_train_seconds(folder)) is not None]
+    return statistics.fmean(past) if past else None
 
 
 def _estimate_seconds(out: Path, reproduction: Reproduction, scale: str) -> float | None:
     """Return the seconds that one seed of every arm took, as far as runs below `out` tell."""
     scales, total = named_task(reproduction.task).scales, 0.0
-    for part in reproduction.parts_at(scale):
-        arms = reproduction.arms_at(scale, scales)[part.name]
-        stem = f"{reproduction.task}-{resize_scale(part.sizes[scale], scales).name}"
-        folders = [place for place in (out / stem, *out.glob(f"{stem}-*")) if (place / COMPARISON).exists()]
-        same = [place for place in folders if _find_scale(place) == resize_scale(part.sizes[scale], scales).name]
-        past = [
-            seconds
-            for place in same
-            for arm in arms
-            for folder in (place / escape_arm_name(arm)).glob("seed-*")
-            if (seconds := read_train_seconds(folder)) is not None
-        ]
-        if not past:
+    for part, arms in reproduction.arms_at(scale, scales).items():
+        name = resize_scale(next(one for one in reproduction.parts if one.name == part).sizes[scale], scales).name
+        stem = f"{reproduction.task}-{name}"
+        places = [place for place in (out / stem, *out.glob(f"{stem}-*")) if _find_scale(place) == name]
+        folders = (place / escape_arm_name(arm) for place in places for arm in arms)
+        mean = _average_seconds(run for folder in folders for run in folder.glob("seed-*"))
+        if mean is None:
             return None
-        total += len(arms) * statistics.fmean(past)
+        total += len(arms) * mean
     return total
 
 
 def _find_scale(comparison: Path) -> str | None:
-    record = runs.read_json(comparison / COMPARISON)
+    record = runs.read_json(comparison / COMPARISON) if (comparison / COMPARISON).exists() else None
     return record.get("scale") if isinstance(record, dict) else None

@@ -17,7 +17,7 @@ from headwise_lab.experiment.arm_text import parse_arm, parse_arms
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import analysis_file, read_json, write_json
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.papers.claims import StepTimes
+from headwise_lab.papers.claims import show_step_times
 from headwise_lab.results.evidence import read_evidence
 from headwise_lab.results.runs import STEP_RATIO, STEP_TIME
 from headwise_lab.results.tabulate import read_table
@@ -103,13 +103,13 @@ def test_tables_and_claims_take_it_before_the_runs_own_times(tmp_path):
     write_comparison(tmp_path, (Drawn("plain", None), Drawn("svgd", "smooth")), items=20, seeds=(0, 1))
     own = read_table(tmp_path).row("svgd").step_ratio
     evidence = {"": read_evidence(tmp_path, ["plain", "svgd"], [0, 1])}
-    before = str(StepTimes(("svgd",)).line(evidence))
+    before = str(show_step_times(("svgd",)).line(evidence))
     path = analysis_file(tmp_path / "svgd" / "seed-0", STEP_TIME)
     write_json(path, {"numbers": {STEP_RATIO: 1.37, "plain_again": 1.01}, "rounds": 27})
     assert own != 1.37
     assert read_table(tmp_path).row("svgd").step_ratio == 1.37
     evidence = {"": read_evidence(tmp_path, ["plain", "svgd"], [0, 1])}
-    assert str(StepTimes(("svgd",)).line(evidence)) == "step time over plain: svgd 1.37" != before
+    assert str(show_step_times(("svgd",)).line(evidence)) == "step time over plain: svgd 1.37" != before
     path.write_text('{"rounds": 27}')
     with pytest.raises(DataError, match="is not the record of step times"):
         read_table(tmp_path)

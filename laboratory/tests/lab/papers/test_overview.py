@@ -1,13 +1,15 @@
-"""The page of all claims: which contrast decides one, what the paper found for it, and what was never run."""
+"""Pages of claims: what decides one, what the paper found for it, what was never run, and how long was trained."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwise_lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise_lab.papers.pages import describe_plateau, describe_rise
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.results.cells import MINUS, NONE, Grid, Link
 
@@ -18,138 +20,113 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def measured(value: float, p: float | None, verdict: str = "") -> Measured:
-    return Measured("a over b", value, value - 1, value + 1, points=True, p=p, verdict=verdict)
+def claim(statement: str, verdict: str, *contrasts: Any) -> dict[str, Any]:
+    return {"statement": statement, "verdict": verdict, "contrasts": list(contrasts)}
 
 
-def test_a_score_is_read_in_points_from_numbers_and_from_text_of_version_0_1():
-    found = read_contrast(NUMBERS, {})
-    assert found is not None
+def write(papers: Path, identifier: str, claims: list[dict[str, Any]], **more: Any) -> None:
+    """Write a record of a paper; `version=1` leaves out its format."""
+    record = {"id": identifier, "scale": "cpu", "title": "t", "source": "Table", "claims": claims, **more}
+    record |= {} if record.pop("version", 2) == 1 else {"format": 2}
+    paper, _, name = identifier.partition("/")
+    (papers / paper / "results").mkdir(parents=True, exist_ok=True)
+    (papers / paper / "results" / f"{name}-cpu.json").write_text(json.dumps(record))
+
+
+def read(found: Any, published: dict[str, float | None] | None = None) -> Measured:
+    read = read_contrast(found, published or {})
+    assert read is not None
+    return read
+
+
+def test_scores_are_read_in_points_and_numbers_of_runs_in_their_units():
+    found = read(NUMBERS)
     assert (found.value, found.low, found.high) == pytest.approx((-0.25, -0.71, 0.21))
     assert (found.detectable, found.detectable_in_family, found.published) == pytest.approx((0.65, 0.91, 0.95))
-    text = read_contrast("em over plain: -0.25 points [-0.71, +0.21], p = 0.362", {"em over plain": 0.0095})
-    assert text is not None
+    # version 0.1 wrote text
+    text = read("em over plain: -0.25 points [-0.71, +0.21], p = 0.362", {"em over plain": 0.0095})
     assert (text.value, text.low, text.high, text.p) == pytest.approx((-0.25, -0.71, 0.21, 0.362))
-    assert text.published == pytest.approx(0.95)
-    assert text.detectable is None
-
-
-def test_a_number_of_each_run_keeps_its_units():
-    found = read_contrast({**NUMBERS, "measure": "NLL"}, {})
-    assert found is not None
-    assert (found.value, found.published, found.points) == (-0.0025, 0.0095, False)
+    assert (text.published, text.detectable) == (pytest.approx(0.95), None)
+    number = read({**NUMBERS, "measure": "NLL"})
+    assert (number.value, number.published, number.points) == (-0.0025, 0.0095, False)
     # what a score is once heads are gone is a score
-    score = read_contrast({**NUMBERS, "measure": "score_heads_50"}, {})
-    assert score is not None
+    score = read({**NUMBERS, "measure": "score_heads_50"})
     assert (score.value, score.points) == (-0.25, True)
-    text = read_contrast("NLL of em over plain: +0.31 [+0.02, +0.60]", {"NLL of em over plain": 0.5})
-    assert text is not None
+    text = read("NLL of em over plain: +0.31 [+0.02, +0.60]", {"NLL of em over plain": 0.5})
     assert (text.published, text.p) == (0.5, None)
-
-
-@pytest.mark.parametrize("found", ["em over plain: not run", {**NUMBERS, "low": None}, {"verdict": "no verdict"}])
-def test_what_has_no_interval_is_left_out(found):
-    assert read_contrast(found, {}) is None
+    # what has no interval is left out
+    for bare in ("em over plain: not run", {**NUMBERS, "low": None}, {"verdict": "no verdict"}):
+        assert read_contrast(bare, {}) is None
 
 
 def test_a_claim_is_decided_by_its_furthest_contrast():
+    def measured(value: float, p: float | None, verdict: str = "") -> Measured:
+        return Measured("a over b", value, value - 1, value + 1, points=True, p=p, verdict=verdict)
+
     weak, strong, below = measured(1.0, 0.4), measured(2.0, 0.01), measured(-3.0, 0.002)
+    # a contrast with the claim's own verdict comes before others; of contrasts with one p-value the lowest
+    own, low, high = measured(0.5, 0.2, "not shown"), measured(-1.0, 1.0), measured(3.0, 1.0)
     assert choose_deciding([strong, weak], "borne out") is weak
     assert choose_deciding([weak, strong, below], "contradicted") is below
-    # a contrast with the claim's own verdict comes before others
-    own = measured(0.5, 0.2, "not shown")
     assert choose_deciding([measured(0.1, 0.9, "borne out"), own], "not shown") is own
-    # of contrasts with one p-value the lowest
-    low, high = measured(-1.0, 1.0), measured(3.0, 1.0)
     assert choose_deciding([high, low], "not shown") is low
     assert choose_deciding([], "not shown") is None
 
 
 def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path):
-    folder = tmp_path / "diversify" / "results"
-    folder.mkdir(parents=True)
-    claims = [
-        {"statement": "EM helps.", "verdict": "no verdict (3 seeds)", "contrasts": [NUMBERS]},
-        {"statement": "Again.", "verdict": "no verdict (3 seeds)", "contrasts": [NUMBERS]},
-        {"statement": "It is cheap.", "verdict": "measured, not tested", "contrasts": []},
-    ]
-    record = {"format": 2, "id": "diversify/table-5", "scale": "cpu", "title": "Main results"}
-    record |= {"source": "Table 5", "claims": claims}
-    (folder / "table-5-cpu.json").write_text(json.dumps(record))
+    claims = [claim("EM helps.", "no verdict (3 seeds)", NUMBERS), claim("Again.", "no verdict (3 seeds)", NUMBERS)]
+    write(tmp_path, "diversify/table-5", [*claims, claim("It is cheap.", "measured, not tested")], title="Main results")
+    contrasts = [{**NUMBERS, "contrast": f"svgd over plain in {part}", "by_seed": [1]} for part in ("Yelp", "SNLI")]
+    described = ["Yelp: reviews: 8 train", "SNLI: SICK, since SNLI's training file is absent: 4 train"]
+    write(tmp_path, "repulsive/table-1", [claim("-", "not shown", one) for one in contrasts], described=described)
+    for name in ("dose-pairs", "lm", "dose-logic"):
+        picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
+        write(tmp_path, f"diversity/{name}", [], source=OWN, title=name, pictures=[picture])
     page = build_overview(tmp_path)
-    link = "[diversify/table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
+    # a comparison that several claims name is counted once
     counted = (
-        "The three papers, judged by calibrated tests, 1 tables and figures: "
-        "1 comparisons of scores (1 published gain not found).\n"
+        "judged by calibrated tests, 2 tables and figures: 2 comparisons of scores (2 published gain not found).\n"
     )
-    assert counted in page
+    assert f"The three papers, {counted}" in page
+    link = "[diversify/table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
     ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
     assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 to 0.91 | no verdict (3 seeds) | {link} |" in page
     assert f"| It is cheap. | {' | '.join([NONE] * 4)} | measured, not tested | {link} |" in page
+    # data that stand in for the paper's are named
+    assert "| svgd over plain in Yelp |" in page
+    assert "| svgd over plain in SNLI (SICK) |" in page
     absent = page.partition("without a record")[2]
     assert "| diversify/table-1 |" in absent
     assert "| diversify/table-5 |" not in absent
-
-
-def test_data_that_stand_in_for_the_papers_are_named(tmp_path: Path):
-    folder = tmp_path / "repulsive" / "results"
-    folder.mkdir(parents=True)
-    contrasts = [{**NUMBERS, "contrast": f"svgd over plain in {part}"} for part in ("Yelp", "SNLI")]
-    record = {"format": 2, "id": "repulsive/table-1", "scale": "cpu", "title": "t", "source": "Table 1"}
-    record["described"] = ["Yelp: reviews: 8 train", "SNLI: SICK, since SNLI's training file is absent: 4 train"]
-    record["claims"] = [{"statement": f"{one}.", "verdict": "not shown", "contrasts": [one]} for one in contrasts]
-    (folder / "table-1-cpu.json").write_text(json.dumps(record))
-    page = build_overview(tmp_path)
-    assert "| svgd over plain in Yelp |" in page
-    assert "| svgd over plain in SNLI (SICK) |" in page
-
-
-def test_the_pictures_of_doses_come_first(tmp_path: Path):
-    folder = tmp_path / "diversity" / "results"
-    folder.mkdir(parents=True)
-    for name in ("dose-pairs", "lm", "dose-logic"):
-        picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
-        record = {"format": 2, "id": f"diversity/{name}", "scale": "cpu", "title": name, "source": OWN, "claims": []}
-        (folder / f"{name}.json").write_text(json.dumps(record | {"pictures": [picture]}))
-    doses = build_overview(tmp_path).partition("## Doses\n")[2].partition("## diversity")[0]
-    assert doses.splitlines() == [
-        "",
+    # the pictures of doses come first
+    doses = page.partition("## Doses\n")[2].partition("## diversify")[0].split("\n\n")
+    assert [line.strip() for line in doses if line.strip()] == [
         "Score by effective heads.",
-        "",
-        "[dose-logic](diversity/RESULTS.md#diversitydose-logic-at-scale-cpu-dose-logic):",
-        "",
-        "![dose-logic](diversity/results/dose-logic.png)",
-        "",
-        "[dose-pairs](diversity/RESULTS.md#diversitydose-pairs-at-scale-cpu-dose-pairs):",
-        "",
-        "![dose-pairs](diversity/results/dose-pairs.png)",
-        "",
+        *(
+            line
+            for name in ("dose-logic", "dose-pairs")
+            for line in (
+                f"[{name}](diversity/RESULTS.md#diversity{name}-at-scale-cpu-{name}):",
+                f"![{name}](diversity/results/{name}.png)",
+            )
+        ),
     ]
 
 
 def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else(tmp_path: Path):
-    folder = tmp_path / "guided" / "results"
-    folder.mkdir(parents=True)
     values = {"a": (-0.02, "contradicted"), "b": (-0.03, "contradicted"), "c": (0.01, "borne out")}
     values["d"] = (0.5, "not shown")
     claims = [
-        {
-            "statement": name,
-            "verdict": verdict,
-            "contrasts": [{**NUMBERS, "contrast": name, "value": value, "verdict": verdict, "by_seed": [value]}],
-        }
+        claim(name, verdict, {**NUMBERS, "contrast": name, "value": value, "verdict": verdict, "by_seed": [value]})
         for name, (value, verdict) in values.items()
     ]
     # a number of each run is no score
     of_heads = {"contrast": "e", "measure": "distance", "kind": "manipulation check"}
-    claims.append({**claims[2], "contrasts": [{**claims[2]["contrasts"][0], **of_heads}]})
-    told = {"scale": "cpu", "title": "t"}
-    (folder / "x-cpu.json").write_text(
-        json.dumps({"format": 2, "id": "guided/x", "source": OWN, "claims": claims} | told)
-    )
+    claims.append(claim("c", "borne out", {**claims[2]["contrasts"][0], **of_heads}))
+    write(tmp_path, "guided/x", claims, source=OWN)
     # a claim of version 0.1 is counted apart and not listed
-    old = {"statement": "f", "verdict": "borne out", "contrasts": ["f over g: +9.00 points [+8.00, +10.00], p = 0.010"]}
-    (folder / "y-cpu.json").write_text(json.dumps({"id": "guided/y", "source": "Table 1", "claims": [old]} | told))
+    old = claim("f", "borne out", "f over g: +9.00 points [+8.00, +10.00], p = 0.010")
+    write(tmp_path, "guided/y", [old], version=1)
     counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
     assert counts == (
         "Our own studies, judged by calibrated tests, 1 tables and figures: 4 comparisons of scores (2 contradicted; 1 "
@@ -165,3 +142,28 @@ def test_a_link_is_text_everywhere_but_in_markdown():
     grid = Grid("t", ("place",), ((Link("a_b", to="x.md#y"),),), "l")
     assert grid.text == (("a_b",),)
     assert "| [a\\_b](x.md#y) |" in grid.to_markdown()
+
+
+def test_records_say_whether_plain_was_still_rising_on_dev_when_its_training_ended():
+    def table(*curves: list[float], arm: str = "plain") -> dict[str, Any]:
+        counts, runs = {"arm": "counts", "runs": [{"dev": []}]}, [{"dev": dev} for dev in curves]
+        return {"rows": [counts, {"arm": arm, "runs": runs}]}
+
+    long = [0.50, 0.60, 0.62, 0.63, 0.68, 0.70]
+    rising = table(long, [score + 0.01 for score in long], [*long[:5], 0.72])
+    # the last two of six epochs against the best of the first four: 0.07, 0.07, 0.09
+    rise = "The last 2 of 6 epochs added +7.67 (+4.80 to +10.54) points to plain's best score on dev; it still rose."
+    scores = "50.3, 60.3, 62.3, 63.3, 68.3, 71.0"
+    assert describe_rise(rising) == rise
+    assert describe_plateau(rising) == f"Score of plain on dev after each epoch, mean over seeds: {scores}. {rise}"
+    # the last third is rounded down
+    four = table([0.5, 0.6, 0.8, 0.7], [0.5, 0.6, 0.8, 0.9], [0.5, 0.6, 0.8, 0.8])
+    assert describe_rise(four).startswith("The last epoch added 0.00 (")
+    for last in ((0.58, 0.60, 0.58), (0.70, 0.60, 0.59)):
+        falling = table([0.50, 0.60, last[0]], [0.52, 0.62, last[1]], [0.51, 0.58, last[2]])
+        assert describe_rise(falling).endswith("plain's best score on dev; no further rise is shown.")
+    # of one seed nothing is concluded
+    said = "The last epoch added +10.00 points to plain's best score on dev."
+    assert describe_rise(table([0.1, 0.2, 0.3])) == said
+    for short in (table([0.1, 0.2], [0.1, 0.3]), table([0.1, 0.2, 0.3], arm="svgd"), table([], [])):
+        assert describe_rise(short) == describe_plateau(short) == ""

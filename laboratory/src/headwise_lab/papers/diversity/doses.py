@@ -41,9 +41,13 @@ def draw_heads(part: str, folder: Path, evidence: Evidence, table: Table) -> tup
 
 def draw_doses(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) -> Picture | None:
     """Return the score by effective heads, a panel for each budget, a line for each method from weak to strong."""
-    placed = {part: _place_arms(tables[part], found) for part, found in evidence.items()}
-    panels = {part: _trace(arms) for part, arms in placed.items()}
-    panels = {part: lines for part, lines in panels.items() if any(len(points) > 1 for points in lines.values())}
+    placed = {part: {row.arm: _place(row, found) for row in tables[part].arms} for part, found in evidence.items()}
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for part, arms in placed.items():
+        # the weakest first
+        lines = {method: [point for arm in name_doses(method) if (point := arms.get(arm))] for method in METHODS}
+        if any(len(points) > 1 for points in lines.values()):
+            panels[part] = {method: points for method, points in lines.items() if points}
     if not panels:
         return None
     with drawing(2.2 + 4.2 * len(panels), 4.8) as figure:
@@ -70,12 +74,6 @@ def draw_doses(evidence: Mapping[str, Evidence], tables: Mapping[str, Table]) ->
     return Picture("doses", png, caption, ends)
 
 
-def _trace(found: Mapping[str, Point | None]) -> dict[str, list[Point]]:
-    """Return the points of each method that was run, the weakest first."""
-    lines = {method: [point for arm in name_doses(method) if (point := found.get(arm))] for method in METHODS}
-    return {method: points for method, points in lines.items() if points}
-
-
 def _draw_panel(axes: Axes, lines: Mapping[str, list[Point]], found: Mapping[str, Point | None]) -> None:
     styles = assign_styles(METHODS)
     for method, points in lines.items():
@@ -90,10 +88,6 @@ def _draw_panel(axes: Axes, lines: Mapping[str, list[Point]], found: Mapping[str
             look: dict[str, Any] = {"s": 95, "color": GRAY, "edgecolors": "white", "zorder": 4 - 0.1 * place}
             axes.scatter(heads, score, marker=mark, label=label_arm(arm), **look)
             _draw_intervals(axes, [point], GRAY)
-
-
-def _place_arms(table: Table, evidence: Evidence) -> dict[str, Point | None]:
-    return {row.arm: _place(row, evidence) for row in table.arms}
 
 
 def _place(row: Row, evidence: Evidence) -> Point | None:

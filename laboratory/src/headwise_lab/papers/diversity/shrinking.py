@@ -109,6 +109,5 @@ def _trace(evidence: Evidence, table: Table, left: str) -> dict[str, dict[float,
 def _show(found: Estimate | None) -> Cell:
     if found is None:
         return NONE
-    if found.is_one_number:
-        return Number(found.value, digits=3)
-    return Number(found.value, found.low, found.high, digits=3)
+    low, high = (None, None) if found.is_one_number else (found.low, found.high)
+    return Number(found.value, low, high, digits=3)

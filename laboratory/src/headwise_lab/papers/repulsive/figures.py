@@ -44,20 +44,17 @@ class AttentionMaps:
     overall: bool = True
 
     def __call__(self, part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG002  as all are called
-        """Return the heatmaps of the runs that are there."""
+        """Return the heatmaps of the runs that are there; in records words are named by their place."""
         found = []
         for arm in (parse_arm(text).name for text in self.arms):
             kept = _read_analyses(folder, arm, evidence, ATTENTION_MAPS)
             for place, one in enumerate(kept[0]["maps"][: self.texts] if kept else ()):
-                found.append(self._draw_both(arm, place, one))
+                words: list[str] = one["words"]
+                numbered = [str(number) for number in range(1, len(words) + 1)]
+                remark = " Words are named by their place in the text."
+                without = self._draw(arm, place, one, numbered, remark)
+                found.append(replace(self._draw(arm, place, one, words), without_text=without))
         return tuple(found)
-
-    def _draw_both(self, arm: str, place: int, one: dict[str, Any]) -> Picture:
-        words: list[str] = one["words"]
-        drawn = self._draw(arm, place, one, words)
-        numbered = [str(number) for number in range(1, len(words) + 1)]
-        remark = " Words are named by their place in the text."
-        return replace(drawn, without_text=self._draw(arm, place, one, numbered, remark))
 
     def _draw(self, arm: str, place: int, one: dict[str, Any], words: list[str], remark: str = "") -> Picture:
         weights: list[list[float]] = one["weights"]
@@ -79,29 +76,22 @@ class AttentionMaps:
 def draw_reliabilities(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
     """Return the reliability diagram of all arms and seeds."""
     runs = {
-        row.arm: [read_reliability(one) for one in _read_analyses(folder, row.arm, evidence, RELIABILITY)]
-        for row in table.arms
+        arm: [*map(read_reliability, kept)] for arm, kept in _read_all(folder, evidence, table, RELIABILITY).items()
     }
-    runs = {arm: found for arm, found in runs.items() if found}
     if not runs:
         return ()
-    figure = reliability_diagram(runs, reference=PLAIN if PLAIN in runs else "")
-    alt = "; ".join(f"{arm}: ECE {fmean(one.ece for one in found):.3f}" for arm, found in runs.items())
-    return (
-        Picture(
-            _name_by_part("reliability", part),
-            to_png(figure),
-            "Accuracy by confidence, all seeds together: below the line a model is surer than it is right. Beside it "
-            "ECE and OE of each run.",
-            alt,
-        ),
+    caption = (
+        "Accuracy by confidence, all seeds together: below the line a model is surer than it is right. Beside it "
+        "ECE and OE of each run."
     )
+    alt = "; ".join(f"{arm}: ECE {fmean(one.ece for one in found):.3f}" for arm, found in runs.items())
+    png = to_png(reliability_diagram(runs, reference=PLAIN if PLAIN in runs else ""))
+    return (Picture(_name_by_part("reliability", part), png, caption, alt),)
 
 
 def draw_entropies(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:
     """Return the distribution of the entropy of answers to texts of another kind, a curve an arm."""
-    kept = {row.arm: _read_analyses(folder, row.arm, evidence, ENTROPY) for row in table.arms}
-    kept = {arm: found for arm, found in kept.items() if found}
+    kept = _read_all(folder, evidence, table, ENTROPY)
     if not kept:
         return ()
     first = next(iter(kept.values()))[0]
@@ -111,16 +101,19 @@ def draw_entropies(part: str, folder: Path, evidence: Evidence, table: Table) ->
         text=str(first["text"]),
         reference=PLAIN if PLAIN in kept else "",
     )
-    means = {arm: fmean(one["numbers"]["other_entropy"] for one in found) for arm, found in kept.items()}
-    return (
-        Picture(
-            _name_by_part("entropy", part),
-            to_png(figure),
-            f"Entropy of the answers to {first['text']}, texts of no class the models know: the further right and "
-            "down, the less sure of what they cannot know.",
-            "; ".join(f"{arm} {value:.2f} nats on average" for arm, value in means.items()),
-        ),
+    caption = (
+        f"Entropy of the answers to {first['text']}, texts of no class the models know: the further right and down, "
+        "the less sure of what they cannot know."
     )
+    means = {arm: fmean(one["numbers"]["other_entropy"] for one in found) for arm, found in kept.items()}
+    alt = "; ".join(f"{arm} {value:.2f} nats on average" for arm, value in means.items())
+    return (Picture(_name_by_part("entropy", part), to_png(figure), caption, alt),)
+
+
+def _read_all(folder: Path, evidence: Evidence, table: Table, name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of an analysis by arm, where there are any."""
+    kept = {row.arm: _read_analyses(folder, row.arm, evidence, name) for row in table.arms}
+    return {arm: found for arm, found in kept.items() if found}
 
 
 def _read_analyses(folder: Path, arm: str, evidence: Evidence, name: str) -> list[dict[str, Any]]:
@@ -134,19 +127,19 @@ def _name_by_part(name: str, part: str) -> str:
     return f"{name}-{part.lower()}" if part else name
 
 
-@dataclass(frozen=True)
-class _Axis:
-    title: str
-    read: Callable[[Mapping[str, float | None]], float | None]
-
-
+Axis = tuple[str, Callable[[Mapping[str, float | None]], float | None]]
 # without repulsion there is no force, and no place for it on a logarithmic axis
-FORCE = _Axis("force ratio: norm of the repulsion over norm of the drive", lambda found: found["force_ratio"] or None)
-PARAMETERS = _Axis(
-    "distance of parameters: 1 - mean absolute cosine between heads", lambda found: _invert(found["parameter_cosine"])
+FORCE: Axis = "force ratio: norm of the repulsion over norm of the drive", lambda found: found["force_ratio"] or None
+PARAMETERS: Axis = (
+    "distance of parameters: 1 - mean absolute cosine between heads",
+    lambda found: _invert(found["parameter_cosine"]),
 )
-OUTPUTS = _Axis("distance of outputs: 1 - linear CKA", lambda found: _invert(found["output_cka"]))
-ATTENTION = _Axis("distance of attention: Jensen-Shannon, nats", lambda found: found["position_js"])
+OUTPUTS: Axis = "distance of outputs: 1 - linear CKA", lambda found: _invert(found["output_cka"])
+ATTENTION: Axis = "distance of attention: Jensen-Shannon, nats", lambda found: found["position_js"]
+
+
+def _invert(similarity: float | None) -> float | None:
+    return None if similarity is None else 1.0 - similarity
 
 
 def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
@@ -156,57 +149,46 @@ def draw_strengths(part: str, folder: Path, evidence: Evidence, table: Table) ->
     """
     drawn = (
         draw_score_by_force(table),
-        _draw_scatter("outputs-by-force", evidence, table, FORCE, OUTPUTS, log=True),
+        _draw_scatter("outputs-by-force", evidence, table, FORCE, OUTPUTS),
         _draw_scatter("outputs-by-parameters", evidence, table, PARAMETERS, OUTPUTS),
         _draw_scatter("attention-by-parameters", evidence, table, PARAMETERS, ATTENTION),
     )
-    named = f"-{part.lower()}" if part else ""
     said = f"{part}: " if part else ""
     return tuple(
-        replace(one, name=f"{one.name}{named}", caption=f"{said}{one.caption}") for one in drawn if one is not None
+        replace(one, name=_name_by_part(one.name, part), caption=f"{said}{one.caption}")
+        for one in drawn
+        if one is not None
     )
 
 
-def _draw_scatter(
-    name: str, evidence: Evidence, table: Table, across: _Axis, up: _Axis, *, log: bool = False
-) -> Picture | None:
+def _draw_scatter(name: str, evidence: Evidence, table: Table, across: Axis, up: Axis) -> Picture | None:
     dots: dict[str, list[tuple[float, float]]] = {}
     for run in evidence.results.runs:
-        x, y = across.read(run.measures), up.read(run.measures)
+        x, y = across[1](run.measures), up[1](run.measures)
         if x is not None and y is not None:
             dots.setdefault(run.arm, []).append((x, y))
     if len(dots) < 2:
         return None
     with drawing(8.4, 4.8) as figure:
         axes = figure.subplots()
-        if log:
+        if across is FORCE:
             use_log_axis(axes)
-        axes.set_xlabel(across.title)
-        axes.set_ylabel(up.title)
+        axes.set_xlabel(across[0])
+        axes.set_ylabel(up[0])
         draw_means(axes, dots, choose_styles(table))
         png = to_png(figure)
     alt = "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.2g}" for arm, found in dots.items()
     )
-    subject = up.title[:1].upper() + up.title[1:]
-    caption = f"{subject}, by {across.title}; each small dot a seed, each large one the mean of an arm."
+    caption = (
+        f"{up[0][:1].upper()}{up[0][1:]}, by {across[0]}; each small dot a seed, each large one the mean of an arm."
+    )
     return Picture(name, png, caption, alt)
-
-
-def _invert(similarity: float | None) -> float | None:
-    return None if similarity is None else 1.0 - similarity
 
 
 COLUMNS = 2
 # Fewer rounds are no curve.
 FEWEST = 3
-
-
-@dataclass(frozen=True)
-class _Panel:
-    title: str
-    path: tuple[str, ...]
-    factor: float = 1.0
 
 
 def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Table) -> tuple[Picture, ...]:  # noqa: ARG001  as all are called
@@ -215,11 +197,12 @@ def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Tab
     Raises:
         DataError: A line of a run's record of rounds lacks a number.
     """
-    panels = (
-        _Panel("generator's loss on dev, nats", ("dev", "generator_loss")),
-        _Panel("discriminator's loss on dev, nats", ("dev", "discriminator_loss")),
-        _Panel(f"{table.axis.removesuffix(', %')}, on dev, %", ("dev", "pooled"), 100.0),
-        _Panel("force ratio: repulsion over drive", ("force_ratio",)),
+    # title, place in a line of a run's record, factor
+    panels: tuple[tuple[str, str, float], ...] = (
+        ("generator's loss on dev, nats", "dev.generator_loss", 1.0),
+        ("discriminator's loss on dev, nats", "dev.discriminator_loss", 1.0),
+        (f"{table.axis.removesuffix(', %')}, on dev, %", "dev.pooled", 100.0),
+        ("force ratio: repulsion over drive", "force_ratio", 1.0),
     )
     runs = [run for run in evidence.results.runs if len(run.dev) >= FEWEST]
     if not runs:
@@ -228,9 +211,9 @@ def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Tab
     names = [row.arm for row in table.arms]
     ends = []
     with drawing_panels(len(panels), COLUMNS, panel=(3.9, 2.6), margin=(0.0, 0.5)) as (figure, places):
-        for axes, panel in zip(places, panels, strict=True):
+        for axes, (title, path, factor) in zip(places, panels, strict=True):
             for arm in names:
-                found = [values for run in runs if run.arm == arm and (values := _read_curve(run, panel))]
+                found = [values for run in runs if run.arm == arm and (values := _read_curve(run, path, factor))]
                 if not found:
                     continue
                 rounds = list(zip(*found, strict=False))
@@ -238,8 +221,8 @@ def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Tab
                 draw_range(
                     axes, range(1, len(rounds) + 1), [*map(min, rounds)], middle, [*map(max, rounds)], style[arm]
                 )
-                ends.append(f"{panel.title.partition(',')[0]} of {arm} {middle[0]:.3g} to {middle[-1]:.3g}")
-            axes.set_title(panel.title, loc="left", fontsize=10)
+                ends.append(f"{title.partition(',')[0]} of {arm} {middle[0]:.3g} to {middle[-1]:.3g}")
+            axes.set_title(title, loc="left", fontsize=10)
             use_integer_ticks(axes)
         for axes in places[-COLUMNS:]:
             axes.set_xlabel("round")
@@ -254,20 +237,20 @@ def draw_training_curves(part: str, folder: Path, evidence: Evidence, table: Tab
     return (Picture("training", png, caption, "First round to last: " + "; ".join(ends)),)
 
 
-def _read_curve(run: Run, panel: _Panel) -> list[float]:
+def _read_curve(run: Run, place: str, factor: float) -> list[float]:
     """Return a number of each round of a run; nothing where the run has none, as plain has no force."""
     found = []
     path = run.folder / EPOCHS
     for number, line in read_numbered_lines(path):
         try:
             value: Any = parse_json(line)
-            for name in panel.path:
+            for name in place.split("."):
                 value = value[name]
             if value is None:
                 return []
-            found.append(panel.factor * float(value))
+            found.append(factor * float(value))
         except (KeyError, TypeError, ValueError, IndexError, OverflowError):
-            raise DataError(f"{path}, line {number} has no {'.'.join(panel.path)}; make the run again.") from None
+            raise DataError(f"{path}, line {number} has no {place}; make the run again.") from None
     return found
 
 
