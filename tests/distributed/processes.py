@@ -44,7 +44,8 @@ class Processes:
                 process.join()
                 self.end()
                 raise ChildProcessError(f"process {rank} of {self.size} ended with {process.exitcode}") from None
-        failures = [f"process {rank}:\n{told}" for rank, (fine, told) in enumerate(answers) if not fine]
+        asked = ", ".join(map(str, (function.__name__, *given)))
+        failures = [f"process {rank}, {asked}:\n{told}" for rank, (fine, told) in enumerate(answers) if not fine]
         if failures:
             # a collective that one of them has left may still be waited for
             self.end()

@@ -10,6 +10,8 @@ import headwise as hw
 from distributed.engines import ENGINES, TOKENS, WIDTH, batch, gathered, made, own
 from distributed.processes import Processes
 
+# a process imports torch for seconds
+pytestmark = pytest.mark.full
 TARGET = hw.Target(3.95, proportional=1.5)
 
 
@@ -39,18 +41,15 @@ def assert_as_one(engine: str, method: str) -> None:
     assert every[0] == every[1]
 
 
-@pytest.mark.parametrize("method", ["penalty", "repulsion"])
-def test_every_process_has_the_same_strength(two: Processes, method: str):
-    two.run(assert_as_one, "DDP", method)
+def test_every_process_has_the_same_strength(two: Processes):
+    for engine, method in (("DDP", "penalty"), ("DDP", "repulsion"), ("FSDP2 columns", "repulsion")):
+        two.run(assert_as_one, engine, method)
 
 
-def test_divided_columns_have_the_same_strength(two: Processes):
-    two.run(assert_as_one, "FSDP2 columns", "repulsion")
-
-
-def train_on_parts(rank: int) -> list[tuple[float, float | None]]:
+def train_on_parts() -> list[tuple[float, float | None]]:
     """The controllers after some steps in which the second process does not use the second layer."""
     torch.manual_seed(0)
+    rank = dist.get_rank()
     layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(12, 3, 16, 0.0, batch_first=True) for _ in range(2))
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
     repulsion = hw.repel(hw.find_heads(layers), hw.SVGD(alpha=hw.Target(2.9)), optimizer, every=1)
@@ -63,12 +62,8 @@ def train_on_parts(rank: int) -> list[tuple[float, float | None]]:
     return [(control.ratio, control.effective_heads) for control in repulsion.steering.controls.values()]
 
 
-def count_on_parts() -> list[tuple[float, float | None]]:
-    return train_on_parts(dist.get_rank())
-
-
 def test_a_process_that_does_not_use_an_attention_leaves_its_strength_to_those_that_do(two: Processes):
-    first, other = two.run(count_on_parts)
+    first, other = two.run(train_on_parts)
     assert first == other
     assert all(ratio > 0.0 for ratio, _ in first)
 
@@ -92,9 +87,9 @@ def train_static(added: bool) -> list[bool]:
     return alike
 
 
-@pytest.mark.parametrize("added", [True, False])
-def test_a_static_graph_goes_on_averaging_gradients(two: Processes, added: bool):
-    assert two.run(train_static, added) == [[True] * 4] * 2
+def test_a_static_graph_goes_on_averaging_gradients(two: Processes):
+    for added in (True, False):
+        assert two.run(train_static, added) == [[True] * 4] * 2
 
 
 def train_on_few_tokens() -> list[float | None]:

@@ -15,6 +15,8 @@ import headwise as hw
 from distributed.engines import ENGINES, TOKENS, as_it_is, batch, gathered, made, own
 from distributed.processes import Processes
 
+# a process imports torch for seconds
+pytestmark = pytest.mark.full
 RATE, STEPS, PARTS = 0.05, 2, 2
 PER_QUERY = {
     "squared cosine": hw.similarity.SquaredCosine(),
@@ -76,26 +78,12 @@ def assert_as_one(engine: str, name: str, parts: int, first: bool = False) -> No
     assert any((alone[key] - plain[key]).abs().max() > 1e-3 for key in alone)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_penalty_equals_that_of_one_process(two: Processes, engine: str, first: bool):
-    two.run(assert_as_one, engine, "output and subspace", 1, first)
-
-
-@pytest.mark.parametrize("name", PER_QUERY)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_similarities_per_query_and_of_parameters_equal_one_process(two: Processes, engine: str, name: str):
-    two.run(assert_as_one, engine, name, 1)
-
-
-@pytest.mark.parametrize("name", OF_SETS)
-@pytest.mark.parametrize("engine", DIVIDED)
-def test_similarities_of_sets_of_tokens_equal_one_process_that_is_called_with_each_part(
-    two: Processes, engine: str, name: str
-):
-    two.run(assert_as_one, engine, name, PARTS)
-
-
-@pytest.mark.parametrize("name", OF_SETS)
-def test_divided_heads_are_compared_whole(two: Processes, name: str):
-    two.run(assert_as_one, "tensor parallel", name, 1)
+def test_a_penalty_equals_that_of_one_process(two: Processes, engine: str):
+    for name in (*EVEN, *PER_QUERY):
+        two.run(assert_as_one, engine, name, 1)
+    # attached before the model is divided
+    two.run(assert_as_one, engine, *EVEN, 1, True)
+    for name in OF_SETS:
+        # divided heads are compared whole; divided batches equal one process that is called with each part
+        two.run(assert_as_one, engine, name, PARTS if engine in DIVIDED else 1)

@@ -26,6 +26,8 @@ from distributed.engines import (
     tensor_parallel,
 )
 from distributed.processes import Processes
+from distributed.test_divided_terms import EVEN, assert_as_one
+from distributed.test_sharded_repulsion import assert_as_alone, assert_same_noise
 
 RATE, STEPS, HEADS = 0.05, 2, 4
 
@@ -66,10 +68,11 @@ def aggregated(engine: str, divide: Engine, setting: Any) -> dict[str, Tensor]:
     return gathered(model)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
-def test_aggregators_learn_what_they_learn_in_one_process(two: Processes, engine: str, setting: str):
-    two.run(assert_aggregated, engine, setting)
+def test_aggregators_learn_what_they_learn_in_one_process(two: Processes, engine: str):
+    for setting in SETTINGS:
+        two.run(assert_aggregated, engine, setting)
 
 
 def assert_aggregated(engine: str, setting: str) -> None:
@@ -77,6 +80,7 @@ def assert_aggregated(engine: str, setting: str) -> None:
     assert_equal(aggregated(engine, ENGINES[engine], SETTINGS[setting]), alone)
 
 
+@pytest.mark.full
 def test_aggregators_that_nobody_would_train_together_are_refused(two: Processes):
     two.run(assert_refused)
 
@@ -149,20 +153,21 @@ def guided(engine: str) -> dict[str, Tensor]:
     return gathered(model)
 
 
-@pytest.mark.parametrize("engine", [name for name in BERTS if name != "alone"])
-def test_role_masks_and_a_penalty_on_weights_equal_those_of_one_process(two: Processes, engine: str):
-    two.run(assert_guided, engine)
+@pytest.mark.full
+def test_role_masks_and_a_penalty_on_weights_equal_those_of_one_process(two: Processes):
+    two.run(assert_guided)
 
 
-def assert_guided(engine: str) -> None:
+def assert_guided() -> None:
     alone = guided("alone")
-    assert_equal(guided(engine), alone)
+    for engine in [*BERTS][1:]:
+        assert_equal(guided(engine), alone)
 
 
-@pytest.mark.parametrize("engine", ["FSDP2 rows", "tensor parallel"])
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_a_removed_head_is_the_one_removed_in_one_process(two: Processes, engine: str, first: bool):
-    two.run(assert_ablated, engine, first)
+def test_a_removed_head_is_the_one_removed_in_one_process(two: Processes):
+    for engine in ("FSDP2 rows", "tensor parallel"):
+        for first in (True, False):
+            two.run(assert_ablated, engine, first)
 
 
 def assert_ablated(engine: str, first: bool) -> None:
@@ -176,6 +181,7 @@ def assert_ablated(engine: str, first: bool) -> None:
         torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.full
 def test_torchs_attention_is_listened_to_when_its_parameters_are_sharded(two: Processes):
     two.run(assert_torch_attention)
 
@@ -201,3 +207,10 @@ def assert_torch_attention() -> None:
         return gathered(model)
 
     assert_equal(train("FSDP2 rows"), train("alone"))
+
+
+def test_a_method_of_each_kind_equals_one_process(two: Processes):
+    two.run(assert_aggregated, "DDP", "EM")
+    two.run(assert_as_one, "FSDP2 columns", *EVEN, 1)
+    two.run(assert_as_alone, "tensor parallel", "prior", made)
+    two.run(assert_same_noise, "FSDP2 rows")

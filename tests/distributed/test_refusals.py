@@ -17,10 +17,11 @@ from heads.attentions import SeparateAttention
 RULE = hw.SVGD(alpha=0.5)
 
 
-@pytest.mark.parametrize("original", [True, False])
-@pytest.mark.parametrize("first", [True, False])
-def test_fsdp1_is_refused(two: Processes, original: bool, first: bool):
-    two.run(assert_fsdp1_refused, original, first)
+@pytest.mark.full
+def test_fsdp1_is_refused(two: Processes):
+    for original in (True, False):
+        for first in (True, False):
+            two.run(assert_fsdp1_refused, original, first)
 
 
 def assert_fsdp1_refused(original: bool, first: bool) -> None:
@@ -56,6 +57,7 @@ def test_the_optimizers_of_deepspeed_are_refused_by_name_and_in_a_wrapper():
             hw.repel(hw.find_heads(model), RULE, optimizer)
 
 
+@pytest.mark.full
 def test_heads_of_a_module_that_counts_its_own_are_found_before_it_is_divided(two: Processes):
     two.run(assert_heads_found_before)
 
@@ -79,6 +81,7 @@ def assert_heads_found_before() -> None:
     assert repulsion.last.particles == (4, 4, 4)
 
 
+@pytest.mark.full
 def test_torchs_own_zero_redundancy_equals_one_process(two: Processes):
     """Its gradients are whole everywhere; every process steps a part of the parameters and hands them out."""
     two.run(assert_zero_redundancy)

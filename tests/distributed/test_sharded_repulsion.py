@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from distributed.engines import (
     as_it_is,
     batch,
     columns,
+    ddp,
     examples,
     fsdp_columns,
     fused,
@@ -30,8 +32,11 @@ from distributed.engines import (
     own,
 )
 from distributed.processes import Processes
+from heads.attentions import SeparateAttention
 from headwise.heads.view import gather_full
 
+# a process imports torch for seconds
+pytestmark = pytest.mark.full
 RATE, STEPS = 0.05, 3
 RULES = {
     "SVGD": hw.SVGD(alpha=0.7, step_size=0.3, data_size=3.0),
@@ -73,7 +78,9 @@ def assert_as_alone(engine: str, rule: str, make: Any, **options: Any) -> None:
     alone, expected = trained("alone", RULES[rule], make(), as_it_is, **options)
     together, found = trained(engine, RULES[rule], make(), ENGINES[engine], **options)
     for name, parameter in alone.items():
-        torch.testing.assert_close(together[name], parameter, rtol=0.0, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(
+            together[name], parameter, rtol=0.0, atol=1e-9, msg=lambda t, n=name: f"{rule}, {n}: {t}"
+        )
     assert sorted(found.names) == sorted(expected.names)
     order = [expected.names.index(name) for name in found.names]
     for norm in ("driving_norm", "repulsion_norm", "particle_norm"):
@@ -81,31 +88,25 @@ def assert_as_alone(engine: str, rule: str, make: Any, **options: Any) -> None:
     assert found.finite.all()
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_repulsion_equals_one_process(two: Processes, engine: str, rule: str):
-    two.run(assert_as_alone, engine, rule, made)
+def test_repulsion_equals_one_process(two: Processes, engine: str):
+    two.run(assert_every_rule, engine)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_repulsion_before_clipping_and_of_joined_projections_equals_one_process(two: Processes, engine: str):
-    two.run(assert_with_options, engine)
-
-
-def assert_with_options(engine: str) -> None:
+def assert_every_rule(engine: str) -> None:
+    for rule in RULES:
+        assert_as_alone(engine, rule, made)
+    # before clipping, and of joined projections
     assert_as_alone(engine, "prior", made, when="manual")
     assert_as_alone(engine, "prior", made, joint=True)
+    # three projections in one parameter, with fewer heads of keys
+    if engine.startswith("FSDP2"):
+        assert_as_alone(engine, "prior", fused)
 
 
-@pytest.mark.parametrize("engine", ["FSDP2 rows", "FSDP2 columns"])
-def test_three_projections_in_one_parameter_with_fewer_key_heads_equal_one_process(two: Processes, engine: str):
-    two.run(assert_as_alone, engine, "prior", fused)
-
-
-@pytest.mark.parametrize("engine", ["FSDP2 rows", "tensor parallel"])
-def test_heads_that_do_not_divide_over_three_processes_equal_one_process(three: Processes, engine: str):
+def test_heads_that_do_not_divide_over_three_processes_equal_one_process(three: Processes):
     """Rows of 4 heads of 5 and 11 columns: neither divides by 3."""
-    three.run(assert_uneven, engine)
+    three.run(assert_uneven)
 
 
 def uneven() -> nn.Module:
@@ -130,16 +131,10 @@ class NarrowQueries(nn.Module):
         return self.layers[0](x)
 
 
-def assert_uneven(engine: str) -> None:
-    if engine == "tensor parallel":
-        # no engine computes with a third of 4 heads: the gradients of whole heads are handed out here
-        assert_uneven_rows()
-        return
-    assert_as_alone(engine, "prior", uneven)
-    assert_as_alone(engine, "relative", uneven, joint=True)
-
-
-def assert_uneven_rows() -> None:
+def assert_uneven() -> None:
+    assert_as_alone("FSDP2 rows", "prior", uneven)
+    assert_as_alone("FSDP2 rows", "relative", uneven, joint=True)
+    # tensor parallelism computes with no third of 4 heads: the gradients of whole heads are handed out here
     mesh = init_device_mesh("cpu", (3,))
     expected, found = uneven(), uneven()
     for model in (expected, found):
@@ -154,9 +149,9 @@ def assert_uneven_rows() -> None:
         torch.testing.assert_close(gather_full(together.grad), one.grad, rtol=0.0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["replicated rows", "replicated columns", "rows of heads"])
-def test_meshes_of_two_dimensions_equal_one_process(two: Processes, layout: str):
-    two.run(assert_on_two_dimensions, layout)
+def test_meshes_of_two_dimensions_equal_one_process(two: Processes):
+    for layout in ("replicated rows", "replicated columns", "rows of heads"):
+        two.run(assert_on_two_dimensions, layout)
 
 
 def assert_on_two_dimensions(layout: str) -> None:
@@ -179,14 +174,13 @@ def assert_on_two_dimensions(layout: str) -> None:
         torch.testing.assert_close(together[name], parameter, rtol=0.0, atol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
 
 
-@pytest.mark.parametrize("rule", ["SVGD", "prior"])
-def test_columns_are_summed_in_one_message_for_the_whole_model(two: Processes, rule: str):
+def test_columns_are_summed_in_one_message_for_the_whole_model(two: Processes):
     """L H (H + 1) numbers: a triangle of each of two symmetric matrices, and H norms of particles for the record."""
     groups, pairs = 3 * LAYERS, HEADS * HEADS
-    more = (HEADS * (HEADS + 1) // 2 + pairs) if rule == "prior" else 0
-    for messages, others in two.run(messages_of_a_step, rule):
-        assert messages == [(groups * (pairs + HEADS + more), torch.float64)]
-        assert others == {"c10d.allreduce_": 1}
+    for rule, more in (("SVGD", 0), ("prior", HEADS * (HEADS + 1) // 2 + pairs)):
+        for messages, others in two.run(messages_of_a_step, rule):
+            assert messages == [(groups * (pairs + HEADS + more), torch.float64)]
+            assert others == {"c10d.allreduce_": 1}
 
 
 def messages_of_a_step(rule: str) -> tuple[list[tuple[int, torch.dtype]], dict[str, int]]:
@@ -208,9 +202,12 @@ def messages_of_a_step(rule: str) -> tuple[list[tuple[int, torch.dtype]], dict[s
     return messages, {str(operation): count for operation, count in counted.get_comm_counts().items() if count}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_noise_is_that_of_one_process_to_the_bit(two: Processes, engine: str):
-    two.run(assert_same_noise, engine)
+def test_noise_is_that_of_one_process_to_the_bit_and_replicas_stay_equal(two: Processes):
+    for engine in ENGINES:
+        two.run(assert_same_noise, engine)
+        first, second = two.run(after_noise, engine)
+        for name, parameter in first.items():
+            assert torch.equal(parameter, second[name]), name
 
 
 def assert_same_noise(engine: str) -> None:
@@ -230,20 +227,13 @@ def assert_same_noise(engine: str) -> None:
         assert expected.any() == (name.endswith("weight") and name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_replicas_that_draw_noise_stay_equal_to_the_bit(two: Processes, engine: str):
-    first, second = two.run(after_noise, engine)
-    for name, parameter in first.items():
-        assert torch.equal(parameter, second[name]), name
-
-
 def after_noise(engine: str) -> dict[str, Tensor]:
     return trained(engine, RULES["SPOS"], made(), ENGINES[engine])[0]
 
 
-@pytest.mark.parametrize("engine", ["FSDP2 rows", "FSDP2 columns", "tensor parallel"])
-def test_a_gradient_that_is_not_finite_somewhere_is_left_alone_everywhere(two: Processes, engine: str):
-    two.run(assert_left_alone, engine)
+def test_a_gradient_that_is_not_finite_somewhere_is_left_alone_everywhere(two: Processes):
+    for engine in ("FSDP2 rows", "FSDP2 columns", "tensor parallel"):
+        two.run(assert_left_alone, engine)
 
 
 def assert_left_alone(engine: str) -> None:
@@ -263,9 +253,9 @@ def assert_left_alone(engine: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("engine", ["FSDP2 rows", "FSDP2 columns", "tensor parallel"])
-def test_equal_heads_are_refused_and_jitter_separates_them_as_in_one_process(two: Processes, engine: str):
-    two.run(assert_jittered, engine)
+def test_equal_heads_are_refused_and_jitter_separates_them_as_in_one_process(two: Processes):
+    for engine in ("FSDP2 rows", "FSDP2 columns", "tensor parallel"):
+        two.run(assert_jittered, engine)
 
 
 def assert_jittered(engine: str) -> None:
@@ -285,3 +275,31 @@ def assert_jittered(engine: str) -> None:
     found = gathered(model)
     for name, parameter in gathered(alone).items():
         assert torch.equal(found[name], parameter), name
+
+
+def test_repulsion_under_lora_equals_one_process(two: Processes):
+    pytest.importorskip("peft")
+    two.run(assert_lora_as_alone)
+
+
+def assert_lora_as_alone() -> None:
+    from repulsion.test_repulsion_lora import RULE, adapted
+
+    whole = torch.randn(4, 6, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rank = dist.get_rank()
+    torch.manual_seed(9)
+    alone = adapted(SeparateAttention())
+    together = copy.deepcopy(alone)
+    start = [parameter.detach().clone() for parameter in alone.parameters()]
+    for model, given in ((alone, whole), (together, whole[2 * rank : 2 * rank + 2])):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        called = model if given is whole else ddp(model)
+        hw.repel(hw.find_heads(called), RULE, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (called(given) - 1.0).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-12)
+    moved = [not torch.equal(one, before) for one, before in zip(alone.parameters(), start, strict=True)]
+    assert sum(moved) == 6

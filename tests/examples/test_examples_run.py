@@ -56,6 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     GradientState._reset_state()
 
 
+@pytest.mark.full
 @needs_glue
 @needs_minilm
 @pytest.mark.parametrize(("task", "stripped"), [("RTE", False), ("MRPC", True)])
@@ -92,6 +93,7 @@ def test_the_loop_under_accelerate_counts_updates_not_micro_batches(run: Callabl
     assert re.findall(r"updates (\d+)", printed) == ["2", "4"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "arguments"), [("nanogpt.py", ()), ("vit.py", ("--batch-size", "32"))])
 def test_the_users_own_model_and_one_of_images_learn(name: str, arguments: tuple[str, ...], run: Callable[..., str]):
     printed = run(EXAMPLES / name, "--steps", "40", *arguments)
@@ -105,6 +107,7 @@ def test_the_users_own_model_and_one_of_images_learn(name: str, arguments: tuple
     assert all(1 < value <= 4 for value in effective)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("stripped", [False, True])
 def test_a_language_model_is_fine_tuned_with_the_line_and_without(

@@ -35,7 +35,7 @@ def load(folder: Path, kind: Any) -> None:
         raise DataError(f"{folder} cannot be loaded: {error}") from error
 
 
-@pytest.mark.parametrize("inputs", [2, SLOW])
+@pytest.mark.parametrize("inputs", [pytest.param(2, marks=pytest.mark.full), SLOW])
 def test_numbers_of_a_configuration_never_fill_the_memory(inputs: int, tmp_path: Path):
     names = []
     for number, family in enumerate(FAMILIES):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import os
 import socket
 import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,20 +74,17 @@ FINDERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 UNPACKED = {"whole", "digest", "idf", "json", "tokenizer"}
 
 
-@pytest.mark.parametrize(("file", "read"), [*READERS.values(), *FINDERS.values()], ids=[*READERS, *FINDERS])
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
-    file: str, read: Callable[[Path], object], tmp_path: Path
-):
-    os.mkfifo(tmp_path / file)
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path):
+    for name, (file, read) in (READERS | {f"{name} found": found for name, found in FINDERS.items()}).items():
+        place = tmp_path / name
+        place.mkdir()
+        os.mkfifo(place / file)
 
-    def refused() -> None:
-        with pytest.raises(DataError, match=r"is a pipe; expected a file: save what it gives to one, and name that"):
-            read(tmp_path / file)
+        def refused(read: Any = read, path: Path = place / file) -> None:
+            with pytest.raises(DataError, match=r"is a pipe; expected a file: save what it gives to one, and name"):
+                read(path)
 
-    read_in_time(refused)
-
-
-def test_a_profile_that_is_a_pipe_is_refused(tmp_path: Path):
+        read_in_time(refused)
     (tmp_path / "truth.txt").write_text("a0:::f:::18-24\n")
     os.mkfifo(tmp_path / "a0.xml")
     with pytest.raises(DataError, match=r"a0\.xml is a pipe"):
@@ -116,30 +115,30 @@ def test_what_is_at_a_place_is_named(tmp_path: Path):
         is_file(tmp_path / ("x" * 300))
 
 
-@pytest.mark.parametrize("name", ["", "none", "a\0b", "x" * 300])
-def test_what_cannot_be_opened_is_refused(name: str, tmp_path: Path):
-    with pytest.raises(DataError, match=r"cannot be read \(.+\); expected a file"):
-        list(read_numbered_lines(tmp_path / name))
+def test_what_cannot_be_opened_is_refused(tmp_path: Path):
+    for name in ("", "none", "a\0b", "x" * 300):
+        with pytest.raises(DataError, match=r"cannot be read \(.+\); expected a file"):
+            list(read_numbered_lines(tmp_path / name))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_lines_end_as_they_may_and_a_mark_of_the_byte_order_is_no_text(packed: bool, tmp_path: Path):
-    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
+def test_lines_end_as_they_may_and_a_mark_of_the_byte_order_is_no_text(tmp_path: Path):
     content = "\ufeffone\r\n\n\ufefftwo\u2028\x0b\nthree".encode()
-    path.write_bytes(gzip.compress(content) if packed else content)
-    assert list(read_numbered_lines(path)) == [(1, "one"), (2, ""), (3, "\ufefftwo\u2028\x0b"), (4, "three")]
+    for name, written in (("a.txt", content), ("a.txt.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(written)
+        found = list(read_numbered_lines(tmp_path / name))
+        assert found == [(1, "one"), (2, ""), (3, "\ufefftwo\u2028\x0b"), (4, "three")]
 
 
-@pytest.mark.parametrize("longest", [7, 8, 9, 100])
-@pytest.mark.parametrize("last", ["", "\r"])
-def test_a_file_whose_lines_end_in_cr_alone_is_read_by_lines_and_as_documents(longest: int, last: str, tmp_path: Path):
+def test_a_file_whose_lines_end_in_cr_alone_is_read_by_lines_and_as_documents(tmp_path: Path):
     path = tmp_path / "a.txt"
-    path.write_bytes(f"\ufeffé\r\rtwo\rrow{last}".encode())
-    assert list(read_numbered_lines(path, longest)) == [(1, "é"), (2, ""), (3, "two"), (4, "row")]
-    assert "".join(piece.text + "\n" * piece.ends for piece in read_lines(path, longest)).split() == ["é", "two", "row"]
-    assert [piece.text for piece in read_pieces(path)] == ["é", "two\nrow"]
-    path.write_bytes(f"one\rof\nthree{last}".encode())
-    assert list(read_numbered_lines(path)) == [(1, "one\rof"), (2, "three")]
+    for longest, last in itertools.product((7, 8, 9, 100), ("", "\r")):
+        path.write_bytes(f"\ufeffé\r\rtwo\rrow{last}".encode())
+        assert list(read_numbered_lines(path, longest)) == [(1, "é"), (2, ""), (3, "two"), (4, "row")]
+        pieces = "".join(piece.text + "\n" * piece.ends for piece in read_lines(path, longest))
+        assert pieces.split() == ["é", "two", "row"]
+        assert [piece.text for piece in read_pieces(path)] == ["é", "two\nrow"]
+        path.write_bytes(f"one\rof\nthree{last}".encode())
+        assert list(read_numbered_lines(path)) == [(1, "one\rof"), (2, "three")]
     path.write_bytes(b"one\r" + b"y" * 101)
     with pytest.raises(DataError, match=r"a\.txt, line 2: longer than 100 bytes"):
         list(read_numbered_lines(path, 100))
@@ -155,31 +154,29 @@ def test_a_line_may_be_as_long_as_the_bound_and_no_longer(tmp_path: Path):
             list(read_numbered_lines(path, 100))
 
 
-@pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed file of one line of 150 MiB."""
-    path = tmp_path_factory.mktemp("endless") / "a.gz"
-    with gzip.open(path, "wb", compresslevel=1) as stream:
+@pytest.mark.parametrize(
+    "names", [["lines"], pytest.param(sorted(READERS.keys() - UNPACKED), marks=pytest.mark.full)], ids=["lines", "all"]
+)
+def test_a_small_packed_file_of_one_endless_line_does_not_fill_the_memory(names: list[str], tmp_path: Path):
+    endless = tmp_path / "endless.gz"
+    with gzip.open(endless, "wb", compresslevel=1) as stream:
         for _ in range(150):
             stream.write(b"a" * (1 << 20))
-    return path
-
-
-@pytest.mark.parametrize("name", sorted(READERS.keys() - UNPACKED))
-def test_a_small_packed_file_of_one_endless_line_does_not_fill_the_memory(name: str, endless: Path, tmp_path: Path):
-    file, read = READERS[name]
-    path = tmp_path / f"{file}.gz"
-    path.hardlink_to(endless)
-    tracemalloc.start()
-    try:
-        if name == "documents":
-            read(path)
-        else:
-            with pytest.raises(DataError, match=r"line 1: longer than [\d,]+ bytes; expected .*: break the line"):
+    for name in names:
+        file, read = READERS[name]
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / f"{file}.gz"
+        path.hardlink_to(endless)
+        tracemalloc.start()
+        try:
+            if name == "documents":
                 read(path)
-        assert tracemalloc.get_traced_memory()[1] < (140 << 20)
-    finally:
-        tracemalloc.stop()
+            else:
+                with pytest.raises(DataError, match=r"line 1: longer than [\d,]+ bytes; expected .*: break the line"):
+                    read(path)
+            assert tracemalloc.get_traced_memory()[1] < (140 << 20), name
+        finally:
+            tracemalloc.stop()
 
 
 def make_large(module: nn.Linear, times: int = 1) -> None:
@@ -195,5 +192,6 @@ def test_a_model_is_counted_in_the_thread_that_builds_it_and_what_is_replaced_on
         thread.start()
         thread.join()
         # the bound is that of the thread of the block
+        modules = [nn.Linear(1, 1, device="meta") for _ in range(9)]
         with pytest.raises(TooLarge):
-            [make_large(nn.Linear(1, 1, device="meta")) for _ in range(9)]
+            [make_large(each) for each in modules]

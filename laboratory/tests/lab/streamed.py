@@ -6,13 +6,10 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from lab.command import call
-
-SOURCE = str(Path(__file__).parents[3] / "src")
 
 
 def started(command: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -20,7 +17,7 @@ def started(command: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "headwise", command, *arguments],
         # what is not flushed is not seen
-        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

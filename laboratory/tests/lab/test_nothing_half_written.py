@@ -25,6 +25,8 @@ from lab.tasks.graph2text.rated import write_answers, write_pair
 from lab.tasks.lm.lm_toy import write_documents
 from lab.tasks.translation.translation_toy import write_toy_corpus
 
+# Each command is a process, and begins again for each of its writes.
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[3]
 # What differs from one call to the next: what takes time, names a time or a drawn name, or holds the digest of such.
 DIFFERENT = re.compile(
@@ -54,6 +56,8 @@ TEXT = ("--text", "models/text.txt")
 OUT = ("--out", "out")
 ONE_RUN = ("--arms", "plain", "--seeds", "1", "--workers", "1")
 PROBED = ("--layers", "0", "--heads", "none", "--workers", "1", "--sentences", "0")
+KEPT = ("--from", str(ROOT / "laboratory" / "papers" / "diversity"))
+RATE = ("rate", "rated/svgd/seed-0", "rated/plain/seed-0", "--data", "graphs.tsv", *OUT, "--items", "3")
 INSPECT = ("inspect", "models/bert", *OUT, "--shown", "2", "--text")
 COMMANDS = {
     "prune": Command(("prune", "models/llama", *TEXT, *OUT, "--lines", "8", "--by", "random")),
@@ -69,27 +73,10 @@ COMMANDS = {
     "prepare pretraining": Command(("prepare", "pretraining", "--data", "docs.jsonl", *OUT)),
     "show": Command(("show", "compared", "--page", "pages/page.html"), "pages"),
     "ratings": Command(("ratings", "rating/rating-key.json", "rating/saved.json", "--record"), "rated", whole=False),
-    "reproduce": Command(
-        (
-            "reproduce",
-            "diversity/tuned-pairs",
-            "--from",
-            str(ROOT / "laboratory" / "papers" / "diversity"),
-            "--scale",
-            "cpu",
-            *OUT,
-        ),
-        whole=False,
-    ),
+    "reproduce": Command(("reproduce", "diversity/tuned-pairs", *KEPT, "--scale", "cpu", *OUT), whole=False),
     "download": Command(("download", "multi30k", *OUT), whole=False),
-    "rate": Command(
-        ("rate", "rated/svgd/seed-0", "rated/plain/seed-0", "--data", "graphs.tsv", *OUT, "--items", "3"),
-        earlier=("rate", "rated/svgd/seed-0", "rated/plain/seed-0", "--data", "graphs.tsv", *OUT, "--items", "3"),
-    ),
-    "probe": Command(
-        ("probe", "models/bert", "--data", "probing", *OUT, "--cache", "cache", *PROBED),
-        whole=False,
-    ),
+    "rate": Command(RATE, earlier=RATE),
+    "probe": Command(("probe", "models/bert", "--data", "probing", *OUT, "--cache", "cache", *PROBED), whole=False),
     "compare": Command(("compare", "logic", *ONE_RUN, *OUT), whole=False),
     "tune": Command(("tune", "logic", "output", "--draws", "1", "--workers", "1", *OUT), whole=False),
 }
@@ -197,9 +184,7 @@ def test_a_write_that_fails_or_is_the_last_leaves_nothing_half(
 
 
 def test_a_place_that_another_process_writes_is_refused_until_that_has_ended(given: Path, tmp_path: Path):
-    shutil.copytree(given, tmp_path / "work")
-    work = tmp_path / "work"
-    command = COMMANDS["prune"]
+    work, command = shutil.copytree(given, tmp_path / "work"), COMMANDS["prune"]
     with hold(work / "out"):
         refused = run(work, command.words)
     assert refused.code == 2
@@ -208,30 +193,26 @@ def test_a_place_that_another_process_writes_is_refused_until_that_has_ended(giv
     require_folder_unchanged(work / "out")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda out: (out / "model.safetensors").write_bytes(flip((out / "model.safetensors").read_bytes())),
-        lambda out: (out / "tokenizer.json").unlink(),
-        lambda out: (out / "model-00002.safetensors").write_bytes(b"half"),
-        lambda out: (out / SEAL).write_bytes(flip((out / SEAL).read_bytes())),
-    ],
-)
-def test_a_sealed_folder_that_was_changed_is_refused(given: Path, tmp_path: Path, change: Callable[[Path], object]):
-    shutil.copytree(given, tmp_path / "work")
-    work = tmp_path / "work"
+def test_a_sealed_folder_that_was_changed_is_refused(given: Path, tmp_path: Path):
+    work = shutil.copytree(given, tmp_path / "work")
     assert run(work, COMMANDS["prune"].words).code == 0
     assert run(work, ("inspect", "out", "--text", "models/few.txt", "--out", "seen")).code == 0
-    before = list_files(work / "out")
-    change(work / "out")
-    after = list_files(work / "out")
-    (changed,) = {name for name in before | after if before.get(name) != after.get(name)}
-    for words in (("inspect", "out", "--text", "models/few.txt"), ("prune", "out", *TEXT)):
-        ended = run(work, (*words, "--out", "again"))
-        assert ended.code == 2
-        assert f"out/{changed}" in ended.said
-        assert ended.said.count("\n") == 1
-        assert not (work / "again").exists()
+    whole = shutil.copytree(work / "out", tmp_path / "whole")
+    changes: dict[str, Callable[[Path], object]] = {
+        "model.safetensors": lambda path: path.write_bytes(flip(path.read_bytes())),
+        "tokenizer.json": lambda path: path.unlink(),
+        "model-00002.safetensors": lambda path: path.write_bytes(b"half"),
+        SEAL: lambda path: path.write_bytes(flip(path.read_bytes())),
+    }
+    for name, change in changes.items():
+        shutil.rmtree(work / "out")
+        change(shutil.copytree(whole, work / "out") / name)
+        for words in (("inspect", "out", "--text", "models/few.txt"), ("prune", "out", *TEXT)):
+            ended = run(work, (*words, "--out", "again"))
+            assert ended.code == 2
+            assert f"out/{name}" in ended.said
+            assert ended.said.count("\n") == 1
+            assert not (work / "again").exists()
 
 
 def flip(content: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Where a command writes: a link is followed, and a place that can hold no folder is named."""
+"""Where a command writes: a link is followed, and a place that can hold no folder is named, before anything is read."""
 
 from __future__ import annotations
 
@@ -12,51 +12,57 @@ from lab.tasks.lm.lm_toy import write_documents
 from lab.tasks.translation.translation_toy import write_toy_corpus
 
 COMMANDS = {
-    "prepare lm": ("prepare", "lm", "--data", "docs.jsonl"),
-    "prepare pretraining": ("prepare", "pretraining", "--data", "docs.jsonl"),
-    "prepare translation": ("prepare", "translation", "--data", "pairs"),
+    "translation": ("prepare", "translation", "--data", "pairs"),
+    "lm": ("prepare", "lm", "--data", "docs.jsonl"),
+    "pretraining": ("prepare", "pretraining", "--data", "docs.jsonl"),
 }
 
 
-@pytest.fixture(params=COMMANDS)
-def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_documents(Path("docs.jsonl"), 250)
     write_toy_corpus(Path("pairs"))
-    return COMMANDS[request.param]
+    Path("loop").symlink_to("loop")
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_the_folder_that_a_link_leads_to_is_written(command, exists):
-    Path("target").mkdir() if exists else None
-    Path("link").symlink_to("target")
-    assert call(*command, "--out", "link") == 0
-    assert Path("link").is_symlink()
-    assert any(Path("target").iterdir())
+@pytest.mark.parametrize(
+    "name", [name if name == "translation" else pytest.param(name, marks=pytest.mark.full) for name in COMMANDS]
+)
+def test_the_folder_that_a_link_leads_to_is_written_whether_it_exists_or_not(name: str):
+    Path("target").mkdir()
+    for target in ("target", "new"):
+        link = Path(f"{target}-link")
+        link.symlink_to(target)
+        assert call(*COMMANDS[name], "--out", str(link)) == 0
+        assert link.is_symlink()
+        assert any(Path(target).iterdir())
     assert not [*Path().glob(".*")]
 
 
-@pytest.mark.parametrize("command", [("compare", "logic"), ("tune", "logic", "svgd"), ("download", "multi30k")])
-def test_a_command_that_fills_a_folder_step_by_step_follows_a_link_too(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_command_that_fills_a_folder_step_by_step_follows_a_link_too(monkeypatch, capsys):
     Path("link").symlink_to("deep/target")
-    Path("loop").symlink_to("loop")
 
     def stop(*_arguments: object, **_options: object) -> None:
         raise DataError(f"the target is {'there' if Path('deep/target').is_dir() else 'missing'}.")
 
     monkeypatch.setattr("headwise_lab.data.downloads._transfer", stop)
     monkeypatch.setattr("headwise_lab.experiment.run_folder.tempfile.TemporaryFile", stop)
-    assert "the target is there." in refused(capsys, *command, "--out", "link")
-    assert not Path("deep").exists()
-    assert "loop is a link to itself; choose another folder." in refused(capsys, *command, "--out", "loop")
+    for command in (("compare", "logic"), ("tune", "logic", "svgd"), ("download", "multi30k")):
+        assert "the target is there." in refused(capsys, *command, "--out", "link")
+        assert not Path("deep").exists()
 
 
-def test_a_place_that_can_be_no_folder_is_named(command, capsys):
-    Path("loop").symlink_to("loop")
+def test_a_place_that_can_be_no_folder_is_named(capsys):
     Path("file").touch()
-    assert "loop is a link to itself; choose another folder." in refused(capsys, *command, "--out", "loop")
-    assert "loop/in is a link to itself; choose another folder." in refused(capsys, *command, "--out", "loop/in")
-    assert "/ is the root of all folders; choose one inside it." in refused(capsys, *command, "--out", "/")
-    assert "file is no folder; choose another." in refused(capsys, *command, "--out", "file")
+    rest = (("compare", "logic"), ("download", "multi30k"), ("inspect", "pairs", "--text", "docs.jsonl"))
+    for command in (*COMMANDS.values(), *rest):
+        for out, said in (
+            ("loop", "loop is a link to itself; choose another folder."),
+            ("loop/in", "loop/in is a link to itself; choose another folder."),
+            ("/", "/ is the root of all folders; choose one inside it."),
+        ):
+            assert said in refused(capsys, *command, "--out", out)
+    for command in COMMANDS.values():
+        assert "file is no folder; choose another." in refused(capsys, *command, "--out", "file")
     assert not [*Path().glob(".*")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from headwise.atomic import new_folder
 from headwise.cli.extensions import open_model
 from headwise.cli.output import asked_output, standard_console
+from headwise.cli.settings import Inspect
 from headwise.errors import DataError
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
@@ -26,7 +26,6 @@ from headwise.texts.batching import Encoded
 from headwise.texts.frozen import Frozen
 from headwise.texts.labeled_texts import describe_blank
 from headwise.texts.progress import make_bars
-from headwise.texts.tables import USUAL, Columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,17 +34,7 @@ LAST_PASS = "Of a module that runs several times in a forward, the weights over 
 REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
 
 
-def inspect_models(
-    folder: Path,
-    text: Path,
-    columns: Columns,
-    against: Path | None,
-    pipeline: str | None,
-    shown: int,
-    out: Path | None,
-    *,
-    trust: bool,
-) -> Path:
+def inspect_models(given: Inspect) -> Path:
     """Measure the heads of a model and perhaps of another one, show them, and return the file of the report.
 
     Raises:
@@ -53,15 +42,15 @@ def inspect_models(
             another model.
         SettingError: The other model has another shape.
     """
-    console, read = standard_console(), partial(_encode, text=text, columns=columns, pipeline=pipeline, trust=trust)
-    inspected, lines = read(folder)
-    other = None if against is None else read(against)[0]
+    console, pipeline = standard_console(), given.pipeline
+    inspected, lines = _encode(given.model, given)
+    other = None if given.against is None else _encode(given.against, given)[0]
     if other is not None:
         require_same_shape(*([(site.name, site.num_heads) for site in one.frozen.heads] for one in (other, inspected)))
-    place = out or Path("runs") / "inspect" / inspected.frozen.name
-    command = shlex.join(["headwise", "inspect", str(folder), "--text"])
-    page = place / PAGE
-    if out is None and page.is_file() and command not in unescape(page.read_text(encoding="utf-8", errors="replace")):
+    place = given.out or Path("runs") / "inspect" / inspected.frozen.name
+    command = shlex.join(["headwise", "inspect", str(given.model), "--text"])
+    old = "" if given.out or not (place / PAGE).is_file() else (place / PAGE).read_text("utf-8", errors="replace")
+    if old and command not in unescape(old):
         raise DataError(
             f"{place} holds the report of another model, or of this one under another path; choose another folder with "
             "--out."
@@ -70,7 +59,7 @@ def inspect_models(
     with new_folder(place, replaced=(REPORT, AGAINST, PAGE)) as made:
         report = _measure(inspected, roles, console)
         before = None if other is None else _measure(other, roles, console)
-        sentences, repeated = _read_weights(inspected, shown)
+        sentences, repeated = _read_weights(inspected, given.shown)
         page = make_inspection_page(
             replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
             sentences,
@@ -98,11 +87,10 @@ class Inspected:
     blank: str
 
 
-def _encode(
-    folder: Path, text: Path, pipeline: str | None, columns: Columns = USUAL, *, trust: bool = False
-) -> tuple[Inspected, Sequence[Any]]:
-    frozen = open_model(folder, None if pipeline is None else Path(pipeline), trust_remote_code=trust)
-    lines = frozen.read_text(text, columns)
+def _encode(folder: Path, given: Inspect) -> tuple[Inspected, Sequence[Any]]:
+    pipeline = None if given.pipeline is None else Path(given.pipeline)
+    frozen = open_model(folder, pipeline, trust_remote_code=given.trust_remote_code)
+    lines = frozen.read_text(given.text, given.columns)
     return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
 
 

@@ -12,25 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.models import ArgumentInfo
+
+from headwise.cli.options import UNWRITTEN, find_name, list_parameters
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 C = TypeVar("C", bound=Callable[..., None])
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; files are written as usual.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also print each epoch, and tracebacks of refusals.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; text goes to standard error.")]
 
 
 @dataclass(frozen=True)
 class Output:
     """What was asked of the output, and the whole command as it can be typed again."""
 
-    quiet: bool = False
-    verbose: bool = False
-    as_json: bool = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only; files are written as usual.")] = False
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print each epoch, and tracebacks of refusals.")
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON; text goes to standard error.")] = (
+        False
+    )
     command: str = ""
 
 
@@ -46,32 +48,27 @@ def printing_record(command: C) -> C:
 
 def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with the options --quiet, --verbose and perhaps --json."""
-    added = {"quiet": Quiet, "verbose": Verbose} | ({"as_json": AsJson} if command in _with_record else {})
+    added = [one for one in list_parameters(Output) if one.name != "as_json" or command in _with_record]
     signature = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        options = {name: given.pop(name) for name in added}
+        options = {one.name: given.pop(one.name) for one in added}
         _asked.set(Output(**options, command=_write_command(command.__name__, signature, given)))
         command(**given)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    extra = [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in added.items()]
-    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *extra])
+    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
     return run
 
 
 def _write_command(name: str, signature: inspect.Signature, given: Mapping[str, Any]) -> str:
     words = ["headwise", name]
     for parameter in signature.parameters.values():
-        value = given[parameter.name]
-        kinds = getattr(parameter.annotation, "__metadata__", ())
-        option = (
-            [] if any(isinstance(kind, ArgumentInfo) for kind in kinds) else [f"--{parameter.name.replace('_', '-')}"]
-        )
+        value, kinds = given[parameter.name], getattr(parameter.annotation, "__metadata__", ())
+        option = [name for name in [find_name(parameter.name, parameter.annotation)] if name.startswith("-")]
         if value is True:
             words += option
-        elif value is not None and value is not False:
+        elif value is not None and value is not False and UNWRITTEN not in kinds:
             for one in value if isinstance(value, list) else [value]:
                 words += [*option, f"{one:g}" if isinstance(one, float) else str(one)]
     return shlex.join(words)

@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.atomic import new_folder, write_whole
+from headwise.cli.output import asked_output, standard_console
+from headwise.cli.settings import ShowRoles
 from headwise.errors import DataError, SettingError
 from headwise.plots.style import drawing_panels, to_png
 from headwise.report.html import Page
@@ -182,34 +184,26 @@ def _make_page(table: WordTable, roles: Roles, shown: Sequence[RoleCells], pictu
     return page
 
 
-def show(
-    sentence: str,
-    pipeline: str,
-    corpus: Path | None,
-    counts: Path | None,
-    released: bool,
-    out: Path | None,
-    console: Console,
-    command: str,
-) -> None:
+def show(given: ShowRoles) -> None:
     """Parse a sentence with a spaCy pipeline and show its roles.
 
     Raises:
         DataError: The sentence is empty, spaCy or the pipeline is missing, or a file cannot be read.
         SettingError: Both a corpus and counts were named.
     """
-    if corpus is not None and counts is not None:
+    if given.corpus is not None and given.idf is not None:
         raise SettingError("--corpus and --idf were both given; expected one of them.")
-    if not sentence.strip():
+    if not given.sentence.strip():
         raise DataError("the sentence is empty; expected some words.")
-    parse = load_parser(pipeline)
-    (table,) = parse([sentence])
-    rarities = None if counts is None else IDF.load(counts)
-    if corpus is not None:
+    parse = load_parser(given.pipeline)
+    (table,) = parse([given.sentence])
+    counts = None if given.idf is None else IDF.load(given.idf)
+    if given.corpus is not None:
         # the corpus must be tokenized like the sentence
-        rarities = idf([token.text for token in parse.nlp.make_doc(line)] for line in read_sentences(corpus))
-    folder = out or Path("runs") / "roles" / name_folder(sentence)
-    show_roles(table, choose_roles(table, rarities, released=released), folder, console, command=command)
+        counts = idf([token.text for token in parse.nlp.make_doc(line)] for line in read_sentences(given.corpus))
+    chosen = choose_roles(table, counts, released=given.released)
+    folder = given.out or Path("runs") / "roles" / name_folder(given.sentence)
+    show_roles(table, chosen, folder, standard_console(), command=asked_output().command)
 
 
 def load_parser(pipeline: str) -> Parser:

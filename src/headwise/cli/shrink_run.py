@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,41 +12,44 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.atomic import name_write_errors, new_folder, seal_folder
 from headwise.cli.output import asked_output, standard_console
+from headwise.cli.settings import Merge, Prune, Shrink
 from headwise.cli.shrink_subject import Subject, open_subject
-from headwise.cli.shrink_ways import WAYS, draw_curves, weigh_heads
 from headwise.errors import SettingError
+from headwise.heads.ablation import ablate, importance
+from headwise.heads.heads import Heads
 from headwise.input_files import encode_json
 from headwise.plots.style import to_png
 from headwise.plots.sweeps import sweep
 from headwise.report.html import Page
+from headwise.report.measure import measure
 from headwise.routing.save import save
 from headwise.shrinking.merge import merge
-from headwise.shrinking.prune import prune
+from headwise.shrinking.prune import choose_heads, prune
 from headwise.texts.pretrained import quietly
 from headwise.texts.progress import make_bars
-from headwise.texts.tables import Columns
 
+PAGE, RECORD = "shrinking.html", "shrinking.json"
+WHOLE, CUT, RECOVERED = "before", "after", "trained again"
+EXACT, FIRST, REDUNDANCY, RANDOM = "removed one by one", "first order", "redundancy", "random"
+# What --by takes.
+WAYS = {"exact": EXACT, "first-order": FIRST, "redundancy": REDUNDANCY, "random": RANDOM}
+SHARES = (0.75, 0.5, 0.25)
+DRAWS = 3
+# What each head is worth, by the name of its attention.
+Worth = Mapping[str, Tensor]
 # The scores of the runs of each way, by the share of heads kept.
 Curves = dict[str, dict[float, list[float]]]
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What was done to a model, in numbers.
+    """What was done to a model, and what was measured in each state: before, after, and trained again.
 
-    Attributes:
-        title: What was done.
-        command: The command as it can be typed again.
-        score: Name of the score.
-        states: The model before, after, and after it was trained again: each a mapping of what was measured.
-        details: What was printed of the cut itself.
-        loading: How the folder is loaded.
-        curves: Scores of ways to choose heads, by the share kept; empty for merging.
-        steps: Ways of merging with their scores; empty for pruning.
+    `details` is what was printed of the cut, `loading` how the folder is loaded; pruning has `curves`, merging `steps`.
     """
 
     title: str
@@ -59,10 +64,7 @@ class Shrunk:
     def record(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return {
-            "title": self.title,
-            "command": self.command,
-            "score": self.score,
-            "states": self.states,
+            **{name: getattr(self, name) for name in ("title", "command", "score", "states")},
             "curves": {way: {f"{share:g}": runs for share, runs in each.items()} for way, each in self.curves.items()},
             "steps": [{"way": way, "score": score, "error of outputs": error} for way, score, error in self.steps],
             "loading": self.loading,
@@ -73,39 +75,35 @@ class Shrunk:
         """The shares of heads kept in the curves, largest first."""
         return sorted({share for each in self.curves.values() for share in each}, reverse=True)
 
-    def list_states(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows of the table of before and after."""
+    def list_tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Return header and rows of the tables of the states, the ways to choose heads, and the ways to merge."""
         first, *_, last = self.states.values()
-        rows = []
+        states = []
         for what, before in first.items():
             form = ".4f" if what == "score" else ".2f" if what.startswith("ms") else ",.0f"
             cells = [f"{state[what]:{form}}" if what in state else "" for state in self.states.values()]
             compared = what in last and before > 0 and what != "score"
-            rows.append([what, *cells, f"{last[what] / before:.2f}x" if compared else ""])
-        return ["", *self.states, "after / before"], rows
-
-    def list_curves(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows of the table of ways to choose."""
-        rows = [
+            states.append([what, *cells, f"{last[what] / before:.2f}x" if compared else ""])
+        curves = [
             [way, *(f"{fmean(each[share]):.4f}" if share in each else "" for share in self.shares)]
             for way, each in self.curves.items()
         ]
-        return ["chosen by", *(f"{share:.0%} kept" for share in self.shares)], rows
-
-    def list_steps(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows of the table of ways to merge."""
-        rows = [
+        steps = [
             [way, f"{score:.4f}", f"{self.steps[0][1] - score:+.4f}", f"{error:.4f}"]
             for way, score, error in self.steps
         ]
-        return ["way", "score", "lost", "error of outputs"], rows
+        return [
+            (["", *self.states, "after / before"], states),
+            (["chosen by", *(f"{share:.0%} kept" for share in self.shares)], curves),
+            (["way", "score", "lost", "error of outputs"], steps),
+        ]
 
     def show(self, out: Path) -> None:
         """Print the tables of what was written to a folder."""
         from rich.table import Table
 
         console = standard_console()
-        for header, rows in (self.list_states(), self.list_curves(), self.list_steps()):
+        for header, rows in self.list_tables():
             if rows:
                 table = Table(*header)
                 for row in rows:
@@ -118,10 +116,10 @@ class Shrunk:
         """Make the page."""
         page = Page(self.title)
         page.code(f"$ {self.command}")
+        states, curves, steps = self.list_tables()
         page.heading("Before and after")
-        header, rows = self.list_states()
-        page.table(header, rows)
-        cache = "; the cache is of one token in all layers" if any("cache" in what for what, *_ in rows) else ""
+        page.table(*states)
+        cache = "; the cache is of one token in all layers" if any("cache" in what for what, *_ in states[1]) else ""
         page.paragraph(
             f"Heads are those of all layers. The score is the {self.score}, on held-out lines; the larger the better. "
             f"Milliseconds are medians of rounds in which the models took turns on this machine{cache}.",
@@ -130,7 +128,7 @@ class Shrunk:
         page.paragraph(self.loading)
         if self.curves:
             page.heading("Ways to choose the heads")
-            page.table(*self.list_curves(), caption=f"{self.score}, before any training")
+            page.table(*curves, caption=f"{self.score}, before any training")
             figure = sweep(
                 self.curves, setting="share of heads kept", measure=self.score, reference="removed one by one"
             )
@@ -149,7 +147,7 @@ class Shrunk:
             )
         if self.steps:
             page.heading("Ways to merge")
-            page.table(*self.list_steps(), caption=self.score)
+            page.table(*steps, caption=self.score)
             page.paragraph(
                 "Averaging as it is with W_O refitted is the control: what the refit saves by itself. The error is of "
                 "what attentions put out on the calibration lines, as a share of its square.",
@@ -160,62 +158,112 @@ class Shrunk:
         return page
 
 
-PAGE, RECORD = "shrinking.html", "shrinking.json"
-WHOLE, CUT, RECOVERED = "before", "after", "trained again"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What both commands are given; see their options."""
-
-    folder: Path
-    text: Path
-    out: Path
-    lines: int
-    recover: int
-    rate: float
-    columns: Columns
-    trust_remote_code: bool
-
-    def open(self) -> Subject:
-        """Return the model and the text."""
-        with quietly():
-            return open_subject(
-                self.folder, self.text, self.lines, self.columns, trust_remote_code=self.trust_remote_code
-            )
-
-
-def prune_model(request: Request, keep: float, by: str) -> Shrunk:
+def prune_model(given: Prune) -> Shrunk:
     """Prune a model to a share of its heads, chosen one way, and compare the ways to choose."""
-    with new_folder(request.out) as place, make_bars(console=standard_console()) as bars:
-        subject = request.open()
-        whole, before = copy.deepcopy(subject.model).eval(), _count(subject)
+    with _shrinking(given.shrink) as (subject, whole, before, place, bars):
         bar = bars.add_task("forwards without a head", total=None)
         ways = weigh_heads(subject, lambda done, total: bars.update(bar, completed=done, total=total))
-        way = WAYS[by]
+        way = WAYS[given.by]
         if way not in ways:
-            raise SettingError(f"--by {by} needs what each head contributes, which cannot be read in this model.")
-        curves = draw_curves(subject, ways, keep)
-        pruning = prune(subject.heads, keep=keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
-        states = _compare(subject, whole, before, request, bars)
+            raise SettingError(f"--by {given.by} needs what each head contributes, which cannot be read in this model.")
+        curves = draw_curves(subject, ways, given.keep)
+        pruning = prune(subject.heads, keep=given.keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
+        states = _compare(subject, whole, before, given.shrink, bars)
         kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
         title = f"{subject.name} with {kept} of its {held} heads"
-        return _write(subject, place, request.out, title, states, str(pruning), pruning.stock, curves=curves)
+        return _write(subject, place, given.shrink.out, title, states, str(pruning), pruning.stock, curves=curves)
 
 
-def merge_model(request: Request, groups: int) -> Shrunk:
+def merge_model(given: Merge) -> Shrunk:
     """Merge the key/value heads of a model, and tell what each step of that costs."""
-    with new_folder(request.out) as place, make_bars(console=standard_console()) as bars:
-        subject = request.open()
-        whole, before = copy.deepcopy(subject.model).eval(), _count(subject)
+    with _shrinking(given.shrink) as (subject, whole, before, place, bars):
         bars.add_task("merging", total=None)
-        merging = merge(subject.heads, groups, batches=[batch.inputs for batch in subject.chosen], score=subject.score)
-        states = _compare(subject, whole, before, request, bars)
-        title = f"{subject.name} with {groups} key/value heads in each attention"
+        batches = [batch.inputs for batch in subject.chosen]
+        merging = merge(subject.heads, given.kv_heads, batches=batches, score=subject.score)
+        states = _compare(subject, whole, before, given.shrink, bars)
+        title = f"{subject.name} with {given.kv_heads} key/value heads in each attention"
         # the page has a table of the steps
         details = str(replace(merging, steps=()))
         steps = tuple((step.way, float(step.score or 0), float(step.error or 0)) for step in merging.steps)
-        return _write(subject, place, request.out, title, states, details, merging.stock, steps=steps)
+        return _write(subject, place, given.shrink.out, title, states, details, merging.stock, steps=steps)
+
+
+@contextmanager
+def _shrinking(given: Shrink) -> Iterator[tuple[Subject, nn.Module, dict[str, float], Path, Any]]:
+    """Yield the model and its text, the whole model and its numbers, the folder to fill, and the bars."""
+    with new_folder(given.out) as place, make_bars(console=standard_console()) as bars:
+        with quietly():
+            subject = open_subject(given)
+        yield subject, copy.deepcopy(subject.model).eval(), _count(subject), place, bars
+
+
+def weigh_heads(subject: Subject, advance: Callable[[int, int], None]) -> dict[str, list[Worth]]:
+    """Return what each head is worth in each way; of random choices several draws."""
+    heads = subject.heads
+    report = measure(
+        heads,
+        subject.chosen,
+        score=subject.score_measured(),
+        forward=subject.run,
+        advance=advance,
+    )
+    found: dict[str, list[Worth]] = {
+        EXACT: [{layer.site: torch.tensor([drop.value for drop in layer.drops]) for layer in report.layers}],
+        FIRST: [importance(heads, subject.estimate, method="first_order").drops],
+    }
+    pairs = {layer.site: layer.pairs.get("contribution_cka") for layer in report.layers}
+    if all(pairs.values()):
+        found[REDUNDANCY] = [{site: torch.tensor(rank_unlike(each or ())) for site, each in pairs.items()}]
+    generator = torch.Generator().manual_seed(0)
+    found[RANDOM] = [
+        {site.name: torch.rand(site.num_heads, generator=generator) for site in heads} for _ in range(DRAWS)
+    ]
+    return found
+
+
+def rank_unlike(pairs: Sequence[Sequence[float]]) -> list[float]:
+    """Return the step at which each head of a layer goes, when of the two most alike one goes at each step.
+
+    Of the two it is the one that is more like the others that are left.
+
+    >>> rank_unlike([[1, 0.9, 0.1], [0.9, 1, 0.2], [0.1, 0.2, 1]])
+    [1.0, 0.0, 2.0]
+    """
+    left = list(range(len(pairs)))
+    steps = [float(len(pairs) - 1)] * len(pairs)
+    for step in range(len(pairs) - 1):
+        _, first, second = max((pairs[i][j], -i, -j) for i in left for j in left if i < j)
+        gone = max((-first, -second), key=lambda head: sum(pairs[head][other] for other in left))
+        steps[gone] = float(step)
+        left.remove(gone)
+    return steps
+
+
+def score_without(subject: Subject, removed: Mapping[str, Sequence[int]]) -> float:
+    """Return the score with heads ablated, which is that of the pruned model."""
+    heads = subject.heads
+    with ExitStack() as stack:
+        for site in heads:
+            if site.name in removed:
+                stack.enter_context(
+                    ablate(Heads(heads.model, (site,), heads.projections, heads.found), removed[site.name])
+                )
+        return subject.score()
+
+
+def draw_curves(
+    subject: Subject, ways: Mapping[str, Sequence[Worth]], keep: float
+) -> dict[str, dict[float, list[float]]]:
+    """Return the scores of each way over the share of heads kept, the one wanted among them."""
+    heads, whole = subject.heads, subject.score()
+    shares = sorted({*SHARES, keep}, reverse=True)
+    curves: dict[str, dict[float, list[float]]] = {}
+    for way, draws in ways.items():
+        curves[way] = {1.0: [whole]}
+        for share in shares:
+            chosen = [choose_heads(heads, share, worth) for worth in draws]
+            curves[way][share] = [score_without(subject, removed) for removed in chosen]
+    return curves
 
 
 def _count(subject: Subject) -> dict[str, float]:
@@ -238,15 +286,15 @@ def _count(subject: Subject) -> dict[str, float]:
 
 
 def _compare(
-    subject: Subject, whole: nn.Module, before: dict[str, float], request: Request, bars: Any
+    subject: Subject, whole: nn.Module, before: dict[str, float], given: Shrink, bars: Any
 ) -> dict[str, dict[str, float]]:
     """Return the numbers of the model before and after, and train it again where that is wanted."""
     times = subject.time({WHOLE: whole, CUT: subject.model})
     states = {WHOLE: before, CUT: _count(subject)}
-    if request.recover:
-        bar = bars.add_task("training", total=request.recover)
+    if given.recover:
+        bar = bars.add_task("training", total=given.recover)
         torch.manual_seed(0)
-        subject.recover(request.recover, whole, request.rate, partial(bars.advance, bar))
+        subject.recover(given.recover, whole, given.rate, partial(bars.advance, bar))
         states[RECOVERED] = states[CUT] | {"score": subject.score()}
     for name, numbers in states.items():
         score = numbers.pop("score")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.cli.extensions import find_stock_folder
+from headwise.cli.settings import Shrink
 from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
@@ -23,7 +24,7 @@ from headwise.texts.batching import Encoded
 from headwise.texts.frozen import Fidelity
 from headwise.texts.labeled_texts import describe_blank
 from headwise.texts.pretrained import open_tokenizer, quietly, require_whole
-from headwise.texts.tables import USUAL, Columns
+from headwise.texts.tables import Columns
 from headwise.texts.transformer import open_folder
 
 # Of every so many lines one is held out, for the scores.
@@ -177,9 +178,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def open_subject(
-    folder: Path, text: Path, lines: int, columns: Columns = USUAL, *, trust_remote_code: bool = False
-) -> Subject:
+def open_subject(given: Shrink) -> Subject:
     """Return the model of a folder of Hugging Face, or of a run that keeps one, with a text.
 
     Heads are chosen by so many lines, and a fifth as many are held out; the model is trained on all that are not.
@@ -187,10 +186,10 @@ def open_subject(
     Raises:
         DataError: The folder holds no such model, or the text has too few lines.
     """
-    folder = find_stock_folder(folder)
-    frozen = open_folder(folder, trust_remote_code=trust_remote_code)
-    tokenizer = open_tokenizer(folder, trust_remote_code=trust_remote_code)
-    model: Any = _open_whole(folder, frozen.model, trust_remote_code=trust_remote_code)
+    folder, trusted, lines = find_stock_folder(given.model), given.trust_remote_code, given.lines
+    frozen = open_folder(folder, trust_remote_code=trusted)
+    tokenizer = open_tokenizer(folder, trust_remote_code=trusted)
+    model: Any = _open_whole(folder, frozen.model, trust_remote_code=trusted)
     if getattr(model.config, "is_encoder_decoder", False):
         raise DataError(
             f"{folder} holds an encoder-decoder, of which this command reads the encoder alone; in a script, hw.prune "
@@ -198,12 +197,12 @@ def open_subject(
         )
     causal = _is_causal(type(model).__name__)
     model = model.to(next(frozen.model.parameters()).device).eval()
-    read = frozen.read_text(text, columns)
+    read = frozen.read_text(given.text, Columns(given.text_column))
     sentences = list(read)
     held_out = sentences[::HELD_OUT][: max(1, lines // (HELD_OUT - 1))]
     others = [line for place, line in enumerate(sentences) if place % HELD_OUT]
     if not others:
-        raise DataError(f"{text} has {len(sentences)} lines; expected at least 2, of which one is held out.")
+        raise DataError(f"{given.text} has {len(sentences)} lines; expected at least 2, of which one is held out.")
     subject = Subject(
         frozen.name,
         model,
@@ -216,7 +215,7 @@ def open_subject(
         describe_blank(read),
     )
     if not subject.chosen or not subject.held_out:
-        raise DataError(f"the lines of {text} have one token each; expected text.")
+        raise DataError(f"the lines of {given.text} have one token each; expected text.")
     if not causal:
         with torch.no_grad():
             subject = replace(subject, states={batch.number: subject.run(model, batch) for batch in subject.held_out})

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from headwise.atomic import discard_temporary
+from headwise.atomic import discard_temporary, follow
 
 RESUME = "stopped; give the same command again to resume."
 # The terminal was closed, or a scheduler or service manager ends the command.
@@ -151,12 +151,13 @@ def _ending_in_time(numbers: Sequence[int], sentence: str, leave: Callable[[], o
 
 def _list_made(folders: Sequence[Path]) -> Callable[[], None]:
     """Return a function that removes folders which are made from now on and are empty then."""
-    # a link may lead to one that is yet to be made
-    folders = [*folders, *(Path(os.path.realpath(folder)) for folder in folders)]
+    # a link may lead to one that is yet to be made; the root, which takes minutes to walk, is refused
+    folders = [*folders, *map(follow, folders)]
 
     def find() -> set[Path]:
-        places = (place for folder in folders for place in (*_list_folders(folder), *folder.parents))
-        return {place for place in places if place.exists()}
+        inside = (Path(root) for folder in folders for root, _, _ in os.walk(folder))
+        above = (place for folder in folders for place in (folder, *folder.parents) if place.exists())
+        return {*inside, *above}
 
     before = find()
 
@@ -167,7 +168,3 @@ def _list_made(folders: Sequence[Path]) -> Callable[[], None]:
                 place.rmdir()
 
     return remove
-
-
-def _list_folders(folder: Path) -> list[Path]:
-    return [folder, *(Path(root) for root, _, _ in os.walk(folder) if Path(root) != folder)]

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from headwise.atomic import hold
-from headwise.cli.options import TextColumn, TrustRemoteCode
+from headwise.cli.commands import RUNS
+from headwise.cli.options import Without, command, list_options
 from headwise.cli.output import asked_output, print_file, print_record, printing_record, say, standard_console, warn
 from headwise.cli.stopping import stoppable
 from headwise.errors import DataError
 from headwise.input_files import encode_json, read_whole
-from headwise.texts.tables import Columns
-from headwise_lab.experiment.scale import ScaleOptions
 from headwise_lab.importing import importing
 from headwise_lab.options import (
-    DataFolder,
-    Embeddings,
-    Folds,
-    LabelColumn,
-    Lora,
-    Pipeline,
-    Pretrained,
-    ScaleName,
-    Sizes,
+    Sized,
     TaskName,
     TunedFolder,
     Workers,
     choose_scale,
     end_with,
     parse_launch_options,
-    parse_lora,
     require_task,
 )
 
@@ -111,57 +103,44 @@ def _format_value(value: Any) -> str:
     return encode_json(str(value) if isinstance(value, Path) else value, ascii_only=False)
 
 
-DEFAULT_ARMS = "plain,scaled,svgd-span,cka"
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """What `headwise compare` is given."""
 
-
-@printing_record
-def compare(
-    task: TaskName,
-    arms: Annotated[str, typer.Option(help="Arms, e.g. plain,svgd:alpha=0.5,output+em.")] = DEFAULT_ARMS,
+    task: TaskName
+    arms: Annotated[str, Option(help="Arms, e.g. plain,svgd:alpha=0.5,output+em.")] = "plain,scaled,svgd-span,cka"
     controls: Annotated[
-        bool, typer.Option("--controls", help="Also run the controls of these arms, without which they get no verdict.")
-    ] = False,
-    seeds: Annotated[int, typer.Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 5,
-    scale: ScaleName = "demo",
-    data: DataFolder = None,
-    pipeline: Pipeline = None,
-    embeddings: Embeddings = None,
-    pretrained: Pretrained = None,
-    lora: Lora = None,
-    trust_remote_code: TrustRemoteCode = False,
-    folds: Folds = None,
-    text_column: TextColumn = None,
-    label_column: LabelColumn = None,
-    sizes: Sizes = None,
-    tuned: TunedFolder = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for runs, table and report (default: runs/TASK-SCALE).")
-    ] = None,
-    workers: Workers = None,
-    launcher: Annotated[str, typer.Option(help="Where runs execute: local, slurm (via submitit) or ray.")] = "local",
+        bool, Option("--controls", help="Also run the controls of these arms, without which they get no verdict.")
+    ] = False
+    seeds: Annotated[int, Option(help="Number of seeds per arm (at least 5 for a verdict).")] = 5
+    sized: Annotated[Sized, Without("out_of_domain")]
+    tuned: TunedFolder = None
+    out: Annotated[Path | None, Option(help="Folder for runs, table and report (default: runs/TASK-SCALE).")] = None
+    workers: Workers = None
+    launcher: Annotated[str, Option(help="Where runs execute: local, slurm (via submitit) or ray.")] = "local"
     launch: Annotated[
-        list[str] | None,
-        typer.Option("--launch", metavar="NAME=VALUE", help="Launcher option, e.g. slurm_partition=gpu."),
-    ] = None,
-    redundancy: Annotated[
-        bool, typer.Option("--redundancy", help="Also score the test set without each head.")
-    ] = False,
-    step_time: Annotated[
-        bool, typer.Option("--step-time", help="Also time training steps of each arm against plain.")
-    ] = False,
-    report_to: Annotated[str, typer.Option("--report-to", help="Also report each epoch to: wandb, trackio.")] = "",
+        tuple[str, ...], Option(metavar="NAME=VALUE", help="Launcher option, e.g. slurm_partition=gpu.")
+    ] = ()
+    redundancy: Annotated[bool, Option("--redundancy", help="Also score the test set without each head.")] = False
+    step_time: Annotated[bool, Option("--step-time", help="Also time training steps of each arm against plain.")] = (
+        False
+    )
+    report_to: Annotated[str, Option(help="Also report each epoch to: wandb, trackio.")] = ""
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
+        Option(
             callback=use_config,
             is_eager=True,
             help="Options from a file, such as the run.toml of a comparison; those that are typed win.",
         ),
-    ] = None,
-) -> None:
+    ] = None
+
+
+@printing_record
+@command
+def compare(given: Compare) -> None:
     """Train every arm with every seed, show the table and write report.html; run again to resume."""
-    require_task(task)
+    require_task(given.task)
     with importing():
         from headwise_lab.compare import RESULTS, Comparison
         from headwise_lab.compare import compare as run
@@ -169,77 +148,60 @@ def compare(
         from headwise_lab.jobs.launchers import Launcher
         from headwise_lab.jobs.pool import count_workers
 
-    if seeds < 1:
-        raise typer.BadParameter(f"--seeds is {seeds}; expected at least 1.")
-    changed = merge_sizes(config, (*(sizes or ()), *parse_lora(task, lora)))
-    columns = Columns(tuple(text_column or ()), label_column)
-    options = ScaleOptions(scale, pipeline, embeddings, folds, changed, None, pretrained, trust_remote_code, columns)
-    chosen = choose_scale(task, options)
-    asked = tuple(parse_arms(arms))
+    if given.seeds < 1:
+        raise typer.BadParameter(f"--seeds is {given.seeds}; expected at least 1.")
+    options = given.sized.options(given.task)
+    options = replace(options, sizes=merge_sizes(given.config, options.sizes))
+    chosen = choose_scale(given.task, options)
+    asked = tuple(parse_arms(given.arms))
     missing = find_missing_controls(asked)
-    run_arms = (*asked, *missing) if controls else asked
-    if tuned is not None:
+    arms = (*asked, *missing) if given.controls else asked
+    if given.tuned is not None:
         from headwise_lab.tune import read_tuned
 
-        run_arms, _ = read_tuned(tuned, run_arms, task, chosen)
+        arms, _ = read_tuned(given.tuned, arms, given.task, chosen)
     comparison = Comparison(
-        task,
-        run_arms,
-        tuple(range(seeds)),
+        given.task,
+        arms,
+        tuple(range(given.seeds)),
         chosen,
-        out or Path("runs") / f"{task}-{chosen.name}",
-        data,
-        count_workers() if workers is None else workers,
+        given.out or RUNS / f"{given.task}-{chosen.name}",
+        given.sized.data,
+        count_workers() if given.workers is None else given.workers,
         options=options,
-        launcher=Launcher(launcher, parse_launch_options(launch or ())),
-        report_to=tuple(filter(None, report_to.split(","))),
-        tuned=tuned,
+        launcher=Launcher(given.launcher, parse_launch_options(given.launch)),
+        report_to=tuple(filter(None, given.report_to.split(","))),
+        tuned=given.tuned,
     )
-    options_given = {
-        "task": task,
-        "arms": arms,
-        "controls": controls,
-        "seeds": seeds,
-        "scale": scale,
-        "set": changed,
-        "data": data,
-        "pipeline": pipeline,
-        "embeddings": embeddings,
-        "pretrained": pretrained,
-        "trust-remote-code": trust_remote_code,
-        "folds": folds,
-        "text-column": columns.texts,
-        "label-column": label_column,
-        "tuned": tuned,
-        "out": out,
-        "launcher": launcher,
-        "launch": launch,
-        "redundancy": redundancy,
-        "step-time": step_time,
-        "report-to": report_to or None,
-    }
-    if missing and not controls:
+    if missing and not given.controls:
         say(describe_missing(comparison, missing))
     with stoppable(folders=[comparison.out]), hold(comparison.out):
         failures = run(
             comparison,
             standard_console(),
-            redundancy=redundancy,
-            step_times=step_time,
-            config=format_config(options_given),
+            redundancy=given.redundancy,
+            step_times=given.step_time,
+            config=format_config(list_kept(given, options.sizes)),
         )
     print_file(comparison.out / RESULTS)
     end_with(failures)
 
 
+def list_kept(given: Compare, sizes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options that run.toml keeps: all that another call needs for the same comparison."""
+    first = dict.fromkeys(("task", "arms", "controls", "seeds", "scale", "set"))
+    options = first | list_options(given) | {"set": sizes, "report-to": given.report_to or None}
+    return {name: value for name, value in options.items() if name not in ("lora", "workers", "config")}
+
+
 @printing_record
 def show(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of comparisons, or above them.")],
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV, with all digits.")] = False,
-    as_latex: Annotated[bool, typer.Option("--latex", help="Print a table for LaTeX, with booktabs.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a table for Markdown.")] = False,
+    folders: Annotated[list[Path], Argument(metavar="FOLDER...", help="Folders of comparisons, or above them.")],
+    as_csv: Annotated[bool, Option("--csv", help="Print the rows as CSV, with all digits.")] = False,
+    as_latex: Annotated[bool, Option("--latex", help="Print a table for LaTeX, with booktabs.")] = False,
+    as_markdown: Annotated[bool, Option("--markdown", help="Print a table for Markdown.")] = False,
     page: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="Also write an HTML page that sorts and filters.")
+        Path | None, Option("--page", metavar="FILE", help="Also write an HTML page that sorts and filters.")
     ] = None,
 ) -> None:
     """Show finished comparisons again, side by side if there are several; nothing is trained."""

@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
 
 import headwise as hw
-from headwise.cli.main import main
+from headwise.cli.inspection import _encode, _read_weights
+from headwise.cli.settings import Inspect
+from lab.command import call
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "old", "man", "bought", "a", "red", "car", ".", "<b>"]
 PIPELINE = Path(os.environ.get("HEADWISE_DATA", "none")).parent / "models" / "en_ewt_parser"
@@ -43,9 +45,7 @@ def folders(tmp_path_factory) -> Path:
 
 
 def inspect(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", *map(str, arguments)])
-    return ended.value.code if isinstance(ended.value.code, int) else 1
+    return call("inspect", *map(str, arguments))
 
 
 def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, capsys):
@@ -69,6 +69,7 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
     assert "Before: BertModel" in shown
 
 
+@pytest.mark.full
 def test_the_report_of_another_model_stays_and_an_old_comparison_does_not(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for parent, seed in (("a", 0), ("b's", 1)):
@@ -89,10 +90,8 @@ def test_the_report_of_another_model_stays_and_an_old_comparison_does_not(folder
 
 
 def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
-
-    from headwise.cli.inspection import _encode, _read_weights
-
-    inspected, _ = _encode(folders / "bert-0", folders / "text.txt", None)
+    given = Inspect(model=folders / "bert-0", text=folders / "text.txt")
+    inspected, _ = _encode(given.model, given)
     found, repeated = _read_weights(inspected, 3)
     assert not repeated
     assert found[1].tokens == ("[CLS]", "<b>", "the", "car", "[SEP]")
@@ -173,27 +172,6 @@ def test_the_page_says_how_it_is_made_again_and_a_mark_of_the_byte_order_is_no_t
     assert [one["tokens"][1] for one in data["sentences"]] == ["the", "<b>"]
 
 
-def test_what_cannot_be_inspected_is_refused_in_a_sentence(folders, tmp_path, capsys):
-    text = folders / "text.txt"
-    assert inspect(tmp_path, "--text", text) == 2
-    assert "holds no config.json" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text("{}")
-    assert inspect(tmp_path, "--text", text) == 2
-    assert "cannot be loaded by transformers" in capsys.readouterr().err
-    (tmp_path / "empty.txt").write_text("\n\n")
-    assert inspect(folders / "bert-0", "--text", tmp_path / "empty.txt") == 2
-    assert "holds no text" in capsys.readouterr().err
-    (tmp_path / "bytes.txt").write_bytes(b"abc\xff")
-    assert inspect(folders / "bert-0", "--text", tmp_path / "bytes.txt") == 2
-    assert "bytes.txt, line 1: not UTF-8" in capsys.readouterr().err
-    assert inspect(folders / "bert-0", "--text", tmp_path / "absent.txt") == 2
-    assert "absent.txt" in capsys.readouterr().err
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "settings.json").write_text('{"task": "chess"}')
-    assert inspect(tmp_path / "run", "--text", text) == 2
-    assert "a run of chess; expected one of logic, translation, classification" in capsys.readouterr().err
-
-
 def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):
     config = T5Config(
         d_model=12, d_kv=4, d_ff=16, num_layers=2, num_heads=3, vocab_size=len(WORDS), decoder_start_token_id=0
@@ -211,6 +189,7 @@ NEEDS_MINILM = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @NEEDS_MINILM
 @pytest.mark.skipif(not PIPELINE.is_dir(), reason="HEADWISE_DATA has no parser beside it")
 def test_minilm_has_heads_that_play_roles(folders, tmp_path):
@@ -234,6 +213,7 @@ def test_minilm_has_heads_that_play_roles(folders, tmp_path):
     assert "Roles of head" in (tmp_path / "heads.html").read_text()
 
 
+@pytest.mark.full
 @NEEDS_MINILM
 def test_minilm_is_inspected(folders, tmp_path):
     import importlib.resources

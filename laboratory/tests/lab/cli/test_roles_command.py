@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 import headwise as hw
-from headwise.cli import main
 from headwise.cli.roles import choose_roles, find_cells, name_folder, show_roles
+from lab.command import call, refused
 
 TABLE = hw.roles.WordTable(["Old", "men", "wait", "."], [1, 2, 2, 2], ["amod", "nsubj", "ROOT", "punct"])
 COUNTS = hw.roles.idf([["old", "men", "."], ["men", "."], ["wait", "."]])
@@ -49,6 +49,7 @@ def test_rows_that_fall_back_are_told_from_allowed_ones(tmp_path: Path):
     assert "□ □ □" in shown(table, hw.roles.Roles(hw.roles.Separator()), tmp_path)
 
 
+@pytest.mark.full
 def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
     long = hw.roles.WordTable([f"w{i}" for i in range(60)], [0] * 60, ["x"] * 60)
     roles = choose_roles(long, None, released=True)
@@ -58,6 +59,7 @@ def test_a_narrow_terminal_and_a_long_sentence_are_no_mess(tmp_path: Path):
     assert max(map(len, close.splitlines()[:-1])) <= 70
 
 
+@pytest.mark.full
 def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
     long = hw.roles.WordTable([f"w{i}" for i in range(200)], [0] * 200, ["x"] * 200)
     shown(long, choose_roles(long, None, released=False), tmp_path)
@@ -95,45 +97,35 @@ def test_a_folder_is_named_after_the_sentence():
     assert name_folder("...") == "sentence"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main.main(["roles", *arguments])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
-
-
 def test_the_command_end_to_end_and_its_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    spacy = pytest.importorskip("spacy")
+    pytest.importorskip("spacy")
     from roles import test_parser  # its toy component
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     test_parser.pipeline().to_disk("toy")
     Path("corpus.txt").write_text("the cat\n\nthe dog\n", encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
-        main.main(["roles", "the cat sat", "--pipeline", "toy", "--corpus", "corpus.txt"])
-    assert ended.value.code == 0
+    assert call("roles", "the cat sat", "--pipeline", "toy", "--corpus", "corpus.txt") == 0
     assert "rare: 33 %" in capsys.readouterr().out
     page = (tmp_path / "runs" / "roles" / "the-cat-sat" / "roles.html").read_text(encoding="utf-8")
     assert "headwise roles &#39;the cat sat&#39; --pipeline toy --corpus corpus.txt" in page
     assert "IDF(2 documents, 3 words)" in page
 
-    assert "the sentence is empty" in refused(capsys, " ", "--pipeline", "toy")
-    assert "no spaCy pipeline could be loaded from 'absent'" in refused(capsys, "a", "--pipeline", "absent")
-    both = ("a", "--pipeline", "toy", "--corpus", "corpus.txt", "--idf", "corpus.txt")
-    assert "--corpus and --idf were both given" in refused(capsys, *both)
     Path("empty.txt").write_text("\n", encoding="utf-8")
-    assert "it holds no text" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "empty.txt")
     Path("latin.txt").write_bytes(b"caf\xe9")
-    assert "latin.txt, line 1: not UTF-8" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "latin.txt")
-    assert "absent.txt cannot be read" in refused(capsys, "a", "--pipeline", "toy", "--corpus", "absent.txt")
-    assert "corpus.txt holds no inverse" in refused(capsys, "a", "--pipeline", "toy", "--idf", "corpus.txt")
-    assert "missing option" in refused(capsys, "a")
-    assert spacy is not None
+    for words, said in (
+        ((" ", "--pipeline", "toy"), "the sentence is empty"),
+        (("a", "--pipeline", "absent"), "no spaCy pipeline could be loaded from 'absent'"),
+        (("a", "--pipeline", "toy", "--corpus", "corpus.txt", "--idf", "corpus.txt"), "--corpus and --idf were both"),
+        (("a", "--pipeline", "toy", "--corpus", "empty.txt"), "it holds no text"),
+        (("a", "--pipeline", "toy", "--corpus", "latin.txt"), "latin.txt, line 1: not UTF-8"),
+        (("a", "--pipeline", "toy", "--corpus", "absent.txt"), "absent.txt cannot be read"),
+        (("a", "--pipeline", "toy", "--idf", "corpus.txt"), "corpus.txt holds no inverse"),
+        (("a",), "missing option"),
+    ):
+        assert said in refused(capsys, "roles", *words)
 
 
 def test_without_spacy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -147,4 +139,4 @@ def test_without_spacy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsy
         return original(name, *arguments, **settings)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "spacy is not installed" in refused(capsys, "a", "--pipeline", "toy")
+    assert "spacy is not installed" in refused(capsys, "roles", "a", "--pipeline", "toy")

@@ -26,7 +26,8 @@ from headwise_lab.training import processes
 from headwise_lab.training.attach import Methods
 from headwise_lab.training.train import train_run
 
-ROOT = Path(__file__).parents[2]
+# two processes import torch for seconds
+pytestmark = pytest.mark.full
 # Batches divide unevenly, and the last has one example, less than there are processes; without dropout nothing is drawn
 # apart.
 TOY = dataclasses.replace(
@@ -44,7 +45,6 @@ TOY = dataclasses.replace(
     dev_examples=30,
 )
 STEPS = 6  # an epoch
-ARMS = ("plain", "spos+output:weight=0.7", "em:capsules=4", "svgd+position")
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,12 @@ def train(given: RunSettings, folder: Path, steps: int | None = None) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_two_processes_give_the_loss_curve_of_one(two: Processes, arm: str, cache: Path, tmp_path: Path):
-    given = settings(arm, cache)
-    train(given, tmp_path / "one")
-    two.run(train, given, tmp_path / "two")
-    assert_same_run(tmp_path / "two", tmp_path / "one")
+def test_two_processes_give_the_loss_curve_of_one(two: Processes, cache: Path, tmp_path: Path):
+    for arm in ("plain", "spos+output:weight=0.7", "em:capsules=4", "svgd+position"):
+        given, place = settings(arm, cache), tmp_path / arm
+        train(given, place / "one")
+        two.run(train, given, place / "two")
+        assert_same_run(place / "two", place / "one")
 
 
 @pytest.mark.parametrize("first", ["one", "two"])
@@ -189,12 +189,17 @@ if __name__ == "__main__":
 def launched(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *launcher, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+
+
+def write_script(place: Path) -> list[str]:
+    (place / "command.py").write_text(COMMAND)
+    return [str(place / "command.py")]
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -210,11 +215,9 @@ ACCELERATE = [
     [pytest.param(TORCHRUN, id="torchrun"), pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.slow)],
 )
 def test_a_launcher_runs_a_comparison(launcher: list[str], tmp_path: Path):
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
     out = tmp_path / "runs"
     given = ["compare", "logic", "--arms", "plain,output", "--seeds", "1", "--out", str(out)]
-    done = launched([*launcher, str(script)], *given)
+    done = launched([*launcher, *write_script(tmp_path)], *given)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("one of 2") == 2
     # the first process alone speaks
@@ -226,20 +229,16 @@ def test_a_launcher_runs_a_comparison(launcher: list[str], tmp_path: Path):
 
 @pytest.mark.slow
 def test_torchrun_tunes(tmp_path: Path):
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
     out = tmp_path / "draws"
-    done = launched([*TORCHRUN, str(script)], "tune", "logic", "output", "--draws", "2", "--out", str(out))
+    done = launched([*TORCHRUN, *write_script(tmp_path)], "tune", "logic", "output", "--draws", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" with\noutput") == 1
 
 
 @pytest.mark.slow
 def test_torchrun_runs_a_reproduction_whose_analyses_are_the_first_one_s_alone(tmp_path: Path):
-    script = tmp_path / "command.py"
-    script.write_text(COMMAND)
     given = ["reproduce", "diversify/figure-4", "--scale", "demo", "--seeds", "1", "--out", str(tmp_path / "runs")]
-    done = launched([*TORCHRUN, str(script)], *given)
+    done = launched([*TORCHRUN, *write_script(tmp_path)], *given)
     assert done.returncode == 0, done.stderr
     # the step time of an arm with a penalty, which in training is of the batches of all processes
     assert done.stdout.count("step-time of output seed 0 is done") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from distributed.processes import Processes
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.experiment.scale import Scale
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
@@ -48,69 +48,50 @@ GRAPHS = dataclasses.replace(
 )
 
 
-def assert_two_are_one(two: Processes, given: RunSettings, place: Path) -> None:
-    train(given, place / "one")
-    two.run(train, given, place / "two")
-    assert_same_run(place / "two", place / "one")
-
-
-@pytest.mark.parametrize(
-    "arm", ["spos:kinds=self+output:weight=0.7", "svgd-relative+em:layers=0,kinds=self,capsules=4"]
+GLUE = dataclasses.replace(
+    GLUE_SCALES["demo"], name="toy", epochs=2, batch_size=15, warmup_share=0.1, length=32, train_examples=52
 )
-def test_translation(two: Processes, arm: str, tmp_path: Path):
-    corpus = write_toy_corpus(tmp_path / "corpus")
-    given = RunSettings("translation", TRANSLATION, parse_arm(arm), seed=3, data=corpus, cache=tmp_path / "cache")
-    assert_two_are_one(two, given, tmp_path)
+# what replaces a masked token is drawn apart in each process, as dropout is: the generator alone has one curve
+GENERATOR = dataclasses.replace(PRETRAINED, dropout=0.0, discriminator_weight=0.0)
+CASES: list[tuple[str, Any, str, Callable[[Path], Path]]] = [
+    ("translation", TRANSLATION, "spos:kinds=self+output:weight=0.7", lambda place: write_toy_corpus(place / "corpus")),
+    (
+        "translation",
+        TRANSLATION,
+        "svgd-relative+em:layers=0,kinds=self,capsules=4",
+        lambda place: write_toy_corpus(place / "corpus"),
+    ),
+    (
+        "classification",
+        CLASSIFICATION,
+        "svgd+guided:roles=window/separator",
+        lambda place: write_sentences(place / "mine.tsv", 160),
+    ),
+    ("sentence", SENTENCE, "spos+output:weight=0.7", lambda place: write_texts(place / "mine.tsv", 160)),
+    (
+        "probing",
+        PROBING,
+        "svgd+output:weight=0.7",
+        lambda place: write_probing(place / "past_present.txt", {"va": 200, "te": 60}),
+    ),
+    ("graph2text", GRAPHS, "spos+output:weight=0.7", lambda place: write_triples(place / "mine.tsv", 60)),
+    ("glue", GLUE, "svgd:layers=0+output:weight=0.7", lambda place: write_glue(place / "glue") / "RTE"),
+    ("pretraining", GENERATOR, "svgd:layers=0", lambda place: write_jsonl(place / "docs.jsonl.gz", 120)),
+]
 
 
-def test_classification_with_roles(two: Processes, tmp_path: Path):
-    texts = write_sentences(tmp_path / "mine.tsv", 160)
-    given = _of_texts("classification", CLASSIFICATION, "svgd+guided:roles=window/separator", texts)
-    assert_two_are_one(two, given, tmp_path)
-
-
-def test_sentence_embedding(two: Processes, tmp_path: Path):
-    pytest.importorskip("spacy")
-    texts = write_texts(tmp_path / "mine.tsv", 160)
-    assert_two_are_one(two, _of_texts("sentence", SENTENCE, "spos+output:weight=0.7", texts), tmp_path)
-
-
-def test_probing(two: Processes, tmp_path: Path):
-    file = write_probing(tmp_path / "past_present.txt", {"va": 200, "te": 60})
-    assert_two_are_one(two, _of_texts("probing", PROBING, "svgd+output:weight=0.7", file), tmp_path)
-
-
-def test_graph_to_text(two: Processes, tmp_path: Path):
-    pytest.importorskip("nltk")
-    triples = write_triples(tmp_path / "mine.tsv", 60)
-    assert_two_are_one(two, _of_texts("graph2text", GRAPHS, "spos+output:weight=0.7", triples), tmp_path)
-
-
-def test_glue(two: Processes, tmp_path: Path):
-    scale = dataclasses.replace(
-        GLUE_SCALES["demo"],
-        name="toy",
-        epochs=2,
-        batch_size=15,
-        warmup_share=0.1,
-        length=32,
-        train_examples=52,
-        pretrained=write_model(tmp_path / "model", dropout=0.0),
-    )
-    folder = write_glue(tmp_path / "glue") / "RTE"
-    assert_two_are_one(two, _of_texts("glue", scale, "svgd:layers=0+output:weight=0.7", folder), tmp_path)
-
-
-def test_pretraining(two: Processes, tmp_path: Path):
-    # what replaces a masked token is drawn apart in each process, as dropout is: the generator alone has one curve
-    scale = dataclasses.replace(PRETRAINED, dropout=0.0, discriminator_weight=0.0)
-    text = write_jsonl(tmp_path / "docs.jsonl.gz", 120)
-    given = _of_texts("pretraining", scale, "svgd:layers=0", text)
+@pytest.mark.full
+@pytest.mark.parametrize(("task", "scale", "arm", "write"), CASES)
+def test_two_processes_train_as_one_does(
+    two: Processes, task: str, scale: Any, arm: str, write: Callable[[Path], Path], tmp_path: Path
+):
+    if task == "glue":
+        scale = dataclasses.replace(scale, pretrained=write_model(tmp_path / "model", dropout=0.0))
+    data = write(tmp_path)
+    given = RunSettings(task, scale, parse_arm(arm), seed=3, data=data, cache=data.parent / "cache")
     train(given, tmp_path / "one")
     two.run(train, given, tmp_path / "two")
+    if task != "pretraining":
+        assert_same_run(tmp_path / "two", tmp_path / "one")
     curves = [[epoch["train_loss"] for epoch in epochs(tmp_path / name)] for name in ("one", "two")]
     assert curves[1] == pytest.approx(curves[0], rel=1e-7)
-
-
-def _of_texts(task: str, scale: Scale, arm: str, texts: Path) -> RunSettings:
-    return RunSettings(task, scale, parse_arm(arm), seed=3, data=texts, cache=texts.parent / "cache")

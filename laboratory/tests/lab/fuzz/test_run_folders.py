@@ -19,8 +19,10 @@ from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.run_folder import require_intact
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.frozen.vectors import encodings
+from headwise_lab.probing.figures import make_heads_grid, make_layers_grid, make_sets_grid
+from headwise_lab.probing.run import _read_finished
 from headwise_lab.results.evidence import read_numbers
-from headwise_lab.results.runs import read_results
+from headwise_lab.results.runs import read_head_drops, read_results
 from headwise_lab.tasks.translation.data import open_prepared
 from headwise_lab.training.checkpoints import seal_checkpoint, verify_checkpoint
 from headwise_lab.training.train import read_state
@@ -29,6 +31,8 @@ from lab.trained_runs import CLASSIFICATION, LOGIC, STOPPED, TRANSLATION
 from routing.hostile import Large, pack
 
 SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
+# the runs take half a minute to train
+pytestmark = pytest.mark.full
 
 
 class Reading(NamedTuple):
@@ -40,6 +44,11 @@ class Reading(NamedTuple):
     mutate: Mutation = mutate_json
 
 
+def find(saved: Path, pattern: str) -> Path:
+    (found,) = saved.glob(pattern)
+    return found
+
+
 def frozen(run: str) -> Callable[[Path], object]:
     return lambda saved: open_frozen(saved / run)
 
@@ -48,6 +57,22 @@ def table(task: str) -> Callable[[Path], object]:
     return lambda saved: read_results(saved / task)
 
 
+def read_checkpoint(saved: Path, *, seal: bool = False) -> Any:
+    checkpoint = find(saved, f"{STOPPED}/checkpoint-*")
+    # its maker can seal it
+    if seal:
+        seal_checkpoint(checkpoint)
+    verify_checkpoint(checkpoint)
+    return read_state(checkpoint)
+
+
+def read_probes(saved: Path) -> object:
+    found = _read_finished(saved / "probed", "past_present", saved / "past_present.txt")
+    assert found is not None
+    return make_layers_grid([found]), make_heads_grid([found]), make_sets_grid([found])
+
+
+PREPARED = "translation/data/translation-*"
 LOGIC_RESULT, CLASSIFICATION_RESULT = f"{LOGIC}/result.json", f"{CLASSIFICATION}/result.json"
 TRANSLATION_RESULT, COMPARISON = f"{TRANSLATION}/result.json", "logic/comparison.json"
 REDUNDANCY, STEP_TIME = f"{LOGIC}/analysis-redundancy.json", f"{LOGIC}/analysis-step-time.json"
@@ -76,6 +101,21 @@ READINGS = {
         f"{TRANSLATION}/progress.json", lambda saved: run_folder.read_progress(saved / TRANSLATION), None
     ),
     "report": Reading("report.json", lambda saved: hw.report.load_report(saved / "report.json"), None),
+    "probes": Reading("probed/past_present.json", read_probes, None),
+    "costs of heads": Reading(REDUNDANCY, lambda saved: read_head_drops(saved / LOGIC), REDUNDANCY),
+    "checkpoint: manifest": Reading(f"{STOPPED}/checkpoint-*/manifest.json", read_checkpoint, None),
+    "checkpoint: state": Reading(
+        f"{STOPPED}/checkpoint-*/run.pt", lambda saved: read_checkpoint(saved, seal=True), None, mutate_bytes
+    ),
+    **{
+        f"prepared: {name}": Reading(
+            f"{PREPARED}/{name}",
+            lambda saved: list(open_prepared(find(saved, PREPARED)).dev),
+            f"{PREPARED}/record.json",
+            mutate_json if name.endswith(".json") else mutate_bytes,
+        )
+        for name in ("record.json", "tokenizer.json", "dev.source.ids.npy", "dev.source.offsets.npy")
+    },
 }
 
 
@@ -84,25 +124,33 @@ def saved(trained_runs: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained_runs, tmp_path / "saved")
 
 
-def share_inputs(name: str, inputs: int) -> int:
-    """Return the inputs of one file where those of a reader are shared by all of its files."""
-    files = sum(other.partition(":")[0] == name.partition(":")[0] for other in READINGS)
-    return max(40, inputs // files)
-
-
-@pytest.mark.parametrize("inputs", [40, SLOW])
-@pytest.mark.parametrize("name", READINGS)
-def test_a_mutated_file_of_a_run(name: str, saved: Path, inputs: int):
-    reading, count = READINGS[name], share_inputs(name, inputs)
+def fuzz_reading(name: str, saved: Path, inputs: int) -> None:
+    reading = READINGS[name]
 
     def read() -> object:
         return reading.read(saved)
 
-    checked = read if reading.record is None else resealing(saved / reading.record, read)
-    tally = fuzz(checked, saved / reading.file, mutate=reading.mutate, inputs=count)
-    assert tally.read + tally.refused == count
-    # the reader was reached
-    assert not any("digest is another" in message for message in tally.messages.values())
+    checked = read if reading.record is None else resealing(find(saved, reading.record), read)
+    tally = fuzz(checked, find(saved, reading.file), mutate=reading.mutate, inputs=inputs)
+    assert tally.read + tally.refused == inputs
+    # the reader was reached; a checkpoint is sealed by its manifest alone
+    if not name.startswith("checkpoint"):
+        assert not any("digest is another" in message for message in tally.messages.values()), name
+    if name in ("probes", "costs of heads"):
+        assert all(str(saved) in message for message in tally.messages.values())
+
+
+def test_a_mutated_file_of_a_run(trained_runs: Path, tmp_path: Path):
+    for number, name in enumerate(READINGS):
+        fuzz_reading(name, shutil.copytree(trained_runs, tmp_path / str(number)), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READINGS)
+def test_a_file_of_a_run_that_is_mutated_often(name: str, saved: Path):
+    # the files of one reader share its inputs
+    files = sum(other.partition(":")[0] == name.partition(":")[0] for other in READINGS)
+    fuzz_reading(name, saved, INPUTS // files)
 
 
 def test_a_sealed_run_is_read_only_as_it_was_written(saved: Path):
@@ -112,30 +160,6 @@ def test_a_sealed_run_is_read_only_as_it_was_written(saved: Path):
         # some mutations leave a file as it is
         assert tally.read < 10
         assert all(name in message for message in tally.messages.values())
-
-
-@pytest.mark.parametrize("inputs", [40, SLOW])
-@pytest.mark.parametrize("name", ["run.pt", "manifest.json"])
-def test_a_mutated_checkpoint(name: str, saved: Path, inputs: int):
-    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
-
-    def read() -> Any:
-        # its maker can seal it
-        if name != "manifest.json":
-            seal_checkpoint(checkpoint)
-        verify_checkpoint(checkpoint)
-        return read_state(checkpoint)
-
-    fuzz(read, checkpoint / name, mutate=mutate_json if name == "manifest.json" else mutate_bytes, inputs=inputs // 2)
-
-
-@pytest.mark.parametrize("inputs", [40, SLOW])
-@pytest.mark.parametrize("name", ["record.json", "tokenizer.json", "dev.source.ids.npy", "dev.source.offsets.npy"])
-def test_a_mutated_file_of_prepared_data(name: str, saved: Path, inputs: int):
-    (folder,) = saved.glob("translation/data/translation-*")
-    mutate = mutate_json if name.endswith(".json") else mutate_bytes
-    read = resealing(folder / "record.json", lambda: list(open_prepared(folder).dev))
-    fuzz(read, folder / name, mutate=mutate, inputs=inputs // 4)
 
 
 @pytest.mark.parametrize("inputs", [200, SLOW])
@@ -152,9 +176,8 @@ def test_a_damaged_cache_of_arrays_is_made_again(inputs: int, tmp_path: Path):
     assert fuzz(read, path, inputs=inputs).read == inputs
 
 
-@pytest.mark.parametrize("inputs", [60, SLOW])
-@pytest.mark.parametrize("name", ["layers.npy", "heads-0.npy", "shapes.json"])
-def test_a_damaged_cache_of_encodings_is_made_again(name: str, inputs: int, saved: Path, tmp_path: Path):
+@pytest.mark.parametrize("inputs", [20, pytest.param(INPUTS // 3, marks=pytest.mark.slow)])
+def test_a_damaged_cache_of_encodings_is_made_again(inputs: int, saved: Path, tmp_path: Path):
     opened, sentences = open_frozen(saved / CLASSIFICATION), ["a fine plot .", "film"]
 
     def read() -> Any:
@@ -169,13 +192,13 @@ def test_a_damaged_cache_of_encodings_is_made_again(name: str, inputs: int, save
         np.testing.assert_allclose(found.layers, layers, atol=1e-5)
         np.testing.assert_allclose(found.heads[0], heads, atol=1e-5)
 
-    mutate = mutate_json if name == "shapes.json" else mutate_bytes
-    assert fuzz(compare, place / name, mutate=mutate, inputs=inputs // 3).read == inputs // 3
+    for name, mutate in (("layers.npy", mutate_bytes), ("heads-0.npy", mutate_bytes), ("shapes.json", mutate_json)):
+        assert fuzz(compare, place / name, mutate=mutate, inputs=inputs).read == inputs
 
 
 @pytest.mark.parametrize("change", [pack, lambda path: torch.save({"run": Large(), "methods": {}}, path)])
 def test_a_checkpoint_that_becomes_larger_when_it_is_loaded(change: Callable[[Path], object], saved: Path):
-    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
+    checkpoint = find(saved, f"{STOPPED}/checkpoint-*")
     change(checkpoint / "run.pt")
     with pytest.raises(hw.errors.DataError, match=r"is packed|which is no tensor"), limit_memory(BYTES):
         read_state(checkpoint)
@@ -191,7 +214,7 @@ def test_arrays_that_become_larger_when_they_are_read(tmp_path: Path):
 
 
 def test_the_names_of_files_in_a_manifest_stay_in_the_checkpoint(saved: Path):
-    (checkpoint,) = (saved / STOPPED).glob("checkpoint-*")
+    checkpoint = find(saved, f"{STOPPED}/checkpoint-*")
     outside = checkpoint.parent / "settings.json"
     digests = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(digests | {"../settings.json": "0" * 32}))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from headwise.cli.output import say, standard_console
 from headwise.cli.stopping import stoppable
@@ -15,12 +16,11 @@ WINDOW = 128
 
 
 def write(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of graph2text.")],
+    run: Annotated[Path, Argument(metavar="RUN_DIR", help="Folder of a finished run of graph2text.")],
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
     window: Annotated[
-        int | None,
-        typer.Option(help=f"Lines read before the first is written (default: {WINDOW}, or 1 from a terminal)."),
+        int | None, Option(help=f"Lines read before the first is written (default: {WINDOW}, or 1 from a terminal).")
     ] = None,
 ) -> None:
     """Write a text for each line of standard input: a title, a tab and triples (head | relation | tail ; ...)."""
@@ -34,12 +34,12 @@ def write(
 
 
 def rate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run to rate, OUT/ARM/seed-N.")],
-    against: Annotated[Path, typer.Argument(metavar="AGAINST", help="Folder of the run to compare it with.")],
-    data: Annotated[Path, typer.Option(help="The graphs that both were tested on.")],
-    out: Annotated[Path, typer.Option(help="Folder for the form, its key and the texts.")] = Path("runs/rating"),
-    items: Annotated[int, typer.Option(help="Number of texts on the form.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed for the choice, order and sides of texts.")] = 0,
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of the run to rate, OUT/ARM/seed-N.")],
+    against: Annotated[Path, Argument(metavar="AGAINST", help="Folder of the run to compare it with.")],
+    data: Annotated[Path, Option(help="The graphs that both were tested on.")],
+    out: Annotated[Path, Option(help="Folder for the form, its key and the texts.")] = Path("runs/rating"),
+    items: Annotated[int, Option(help="Number of texts on the form.")] = 50,
+    seed: Annotated[int, Option(help="Seed for the choice, order and sides of texts.")] = 0,
 ) -> None:
     """Write a form on which raters compare the texts of two runs, and a page of all texts."""
     if run.resolve() == against.resolve():
@@ -57,10 +57,10 @@ def rate(
 
 
 def ratings(
-    key: Annotated[Path, typer.Argument(metavar="KEY", help="rating-key.json, next to the form.")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that the raters saved.")],
+    key: Annotated[Path, Argument(metavar="KEY", help="rating-key.json, next to the form.")],
+    files: Annotated[list[Path], Argument(metavar="FILE...", help="Files that the raters saved.")],
     record: Annotated[
-        bool, typer.Option("--record", help="Save the result with the run, for headwise reproduce repulsive/table-5.")
+        bool, Option("--record", help="Save the result with the run, for headwise reproduce repulsive/table-5.")
     ] = False,
 ) -> None:
     """Count the wins, losses and ties that raters gave."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from headwise.atomic import hold
 from headwise.cli.options import require_known
@@ -17,17 +17,15 @@ WINDOW_BATCHES = 8
 
 
 def translate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run of translation.")],
+    run: Annotated[Path, Argument(metavar="RUN_DIR", help="Folder of a finished run of translation.")],
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
-    batch: Annotated[int, typer.Option(help="Decoding batch size.")] = 32,
+    batch: Annotated[int, Option(help="Decoding batch size.")] = 32,
     pipeline: Annotated[
-        Path | None,
-        typer.Option(help="spaCy pipeline of a run with roles (default: the path used in training)."),
+        Path | None, Option(help="spaCy pipeline of a run with roles (default: the path used in training).")
     ] = None,
     window: Annotated[
-        int | None,
-        typer.Option(help="Lines read before the first is written (default: 8 batches, or 1 from a terminal)."),
+        int | None, Option(help="Lines read before the first is written (default: 8 batches, or 1 from a terminal).")
     ] = None,
 ) -> None:
     """Translate standard input to standard output, line by line."""
@@ -44,8 +42,8 @@ def translate(
 
 
 def download(
-    corpus: Annotated[str, typer.Argument(help="multi30k, iwslt14, wmt14, wmt16 or wmt17.")],
-    out: Annotated[Path, typer.Option(help="Folder for its files; existing files are kept.")],
+    corpus: Annotated[str, Argument(help="multi30k, iwslt14, wmt14, wmt16 or wmt17.")],
+    out: Annotated[Path, Option(help="Folder for its files; existing files are kept.")],
 ) -> None:
     """Download a corpus for translation; files are pinned, verified and unpacked."""
     from headwise_lab.tasks.translation.corpora import CORPORA, fetch_corpus
