@@ -68,6 +68,7 @@ def test_a_text_full_of_special_words_never_teaches_a_special_id():
         assert subwords.decode(ids) == text
 
 
+@pytest.mark.full
 @each("word", [" " + "(" * 200_000, " " + "ab" * 100_000, " " + "1" * 200_000, " " * 200_000])
 def test_a_word_of_any_length_does_not_hold_learning_up(word):
     """One word of 200,000 characters took a minute."""
