@@ -123,7 +123,7 @@ def test_the_loss_is_that_of_the_test_set_with_the_least_important_heads_ablated
         assert numbers[f"loss_added_heads_{share}"] == added
 
 
-def test_attentions_keep_their_shares_of_the_heads(runs, monkeypatch):
+def test_attentions_keep_their_shares_of_the_heads(runs, tmp_path, monkeypatch):
     left, score = [], shrinking._score
 
     def counted(trained: Trained, model: Any) -> dict[str, float]:
@@ -131,8 +131,10 @@ def test_attentions_keep_their_shares_of_the_heads(runs, monkeypatch):
         return score(trained, model)
 
     monkeypatch.setattr(shrinking, "_score", counted)
-    measure_shrinking(*runs["logic"])
-    assert left == [[4, 4], [3, 3], [2, 2], [1, 1]]
+    settings = dataclasses.replace(runs["logic"][0], scale=dataclasses.replace(SMALL, heads=8))
+    train_run(settings, tmp_path / "run")
+    measure_shrinking(settings, tmp_path / "run")
+    assert left == [[8, 8], [6, 6], [4, 4], [2, 2]]
 
 
 @pytest.mark.full
