@@ -33,8 +33,8 @@ def cases(names: str | Sequence[str], values: Iterable) -> Callable[[Callable[..
                         fixtures["monkeypatch"] = monkeypatch
                     try:
                         test(**fixtures, **case)
-                    # what `pytest.raises` raises is no Exception
-                    except (Exception, pytest.fail.Exception) as error:
+                    # what `pytest.raises` raises is no Exception, and neither is a group of them
+                    except (Exception, pytest.fail.Exception, BaseExceptionGroup) as error:
                         error.add_note(f"the case is {case}"[:1000])
                         failed.append(error)
             if failed:
