@@ -12,6 +12,7 @@ from transformers import BertConfig, BertModel
 
 import headwise as hw
 from cases import cases
+from heads.families import tiers
 from heads.forwards import checkpoint_activations
 
 # torch's own, while it traces
@@ -121,7 +122,10 @@ def require_same(found: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@cases(("name", "method"), [("transformers", method) for method in METHODS] + [("torch", method) for method in COMMON])
+ATTACHED = [("transformers", method) for method in METHODS] + [("torch", method) for method in COMMON]
+
+
+@tiers(("name", "method"), [("transformers", "taps")], [case for case in ATTACHED if case != ("transformers", "taps")])
 def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
     model = MODELS[name]()
     handle = METHODS[method](hw.find_heads(model))

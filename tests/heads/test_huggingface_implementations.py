@@ -126,6 +126,19 @@ def hooks(module: torch.nn.Module) -> int:
     return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
+def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
+    model = BY_NAME["BERT"].build()
+    heads = hw.find_heads(model)
+    first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
+    first.remove()
+    model(**BY_NAME["BERT"].inputs())
+    assert len(second.read()) == 1
+    second.remove()
+    second.remove()
+    assert not any(hooks(site.module) for site in heads)
+    assert not any(name.startswith("_headwise") for site in heads for name in vars(site.module))
+
+
 @cases("name", ["BERT", "GPT-2", "T5"])
 @cases(("first", "then"), [("sdpa", "eager"), ("eager", "sdpa"), ("sdpa", "sdpa")])
 def test_weights_and_biases_stay_when_the_implementation_is_set_to_another(name: str, first: str, then: str):

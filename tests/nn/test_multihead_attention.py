@@ -105,7 +105,7 @@ def masks(draw, module: nn.MultiheadAttention, sizes: tuple[int, int, int, bool]
 
 # torch's own, where one mask is bool and the other is not
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(data):
     draw = data.draw
