@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from headwise.errors import SettingError, require_integer, require_range
+from headwise.errors import DataError, SettingError, require_integer, require_range
+from headwise.input_files import read_whole
 from headwise.settings import Count, Natural, NonNegative, Positive, check_fields
 from headwise.texts.tables import USUAL, Columns
 
@@ -155,6 +157,44 @@ def presets(kind: Callable[..., ScaleType], names: str, **values: Any) -> dict[s
     columns = {name: value if isinstance(value, list) else [value] * len(split) for name, value in values.items()}
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return {name: kind(name=name, **row) for name, row in zip(split, rows, strict=True)}
+
+
+@functools.cache
+def read_task_file(place: Path) -> dict[str, Any]:
+    """Return the settings in a `task.toml`, whose lists are tuples here.
+
+    Raises:
+        DataError: The file cannot be read, or is not TOML.
+    """
+    try:
+        return _freeze(tomllib.loads(read_whole(place).decode("utf-8")))
+    except ValueError as error:
+        raise DataError(f"{place}: {error}; expected the settings of a task as TOML in UTF-8.") from None
+
+
+def read_presets(place: Path, kind: Callable[..., ScaleType]) -> dict[str, ScaleType]:
+    """Return the presets in a `task.toml`: each table in `[scales]`, and the other values there for all of them.
+
+    Raises:
+        DataError: The file cannot be read, or a preset lacks a size or has one that is none.
+        SettingError: A value is outside its range.
+    """
+    tables = read_task_file(place)["scales"]
+    shared = {name: value for name, value in tables.items() if not isinstance(value, Mapping)}
+    found = {}
+    for name, own in tables.items():
+        if name not in shared:
+            try:
+                found[name] = kind(name=name, **{**shared, **own})
+            except TypeError as error:
+                raise DataError(f"{place}, [scales.{name}]: {error}; correct the sizes.") from None
+    return found
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_freeze(one) for one in value)
+    return {name: _freeze(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 KINDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false"}

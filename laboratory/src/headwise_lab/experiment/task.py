@@ -24,6 +24,7 @@ from headwise.texts.batching import LengthBatches, batch_by_length, to_device
 from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.arm import Guided
 from headwise_lab.experiment.evaluation import Measure, spread_batches, spread_evenly
+from headwise_lab.experiment.scale import read_task_file
 
 
 def name_run(folder: Path) -> str:
@@ -115,11 +116,15 @@ class MaskMaker(Protocol):
 class Task(ABC):
     """A task of the laboratory: its data, model and scores.
 
+    `class MyTask(Task, settings=Path(__file__).with_name("task.toml"))` takes the attributes below from that file,
+    `shown` and `analyses` as tables, and `scales` from `read_presets`.
+
     Attributes:
         name: Its name on the command line.
         metric: Name of its metric, one of `metrics.METRICS`.
         primary: The metric that verdicts are about, in words.
         difficulty: The quantity that bins of test items are made of.
+        bins: The last quantity of each bin; the last bin takes what is beyond. Empty where each quantity is a bin.
         scales: Its presets by name.
         baselines: Names of its baselines.
         shown: The measures in `Answers.measures` that the table shows in addition to the metric.
@@ -136,11 +141,33 @@ class Task(ABC):
     difficulty: str
     scales: Mapping[str, Any]
     baselines: tuple[str, ...]
+    bins: tuple[int, ...] = ()
     shown: tuple[Measure, ...] = ()
     models: tuple[str, ...] = ()
     prepares: bool = False
     analyses: Mapping[str, Analysis] = {}
     exported: str = ""
+
+    def __init_subclass__(cls, settings: Path | None = None) -> None:
+        """Take the attributes from a file.
+
+        Raises:
+            DataError: The file cannot be read, or a setting is unknown or wrong.
+        """
+        super().__init_subclass__()
+        if settings is None:
+            return
+        found = {name: value for name, value in read_task_file(settings).items() if name != "scales"}
+        for name in found:
+            if not hasattr(cls, name) and name not in Task.__annotations__:
+                raise DataError(f"{settings}: {name} is not a setting of {cls.__name__}; correct its name or omit it.")
+        try:
+            found["shown"] = tuple(Measure(**measure) for measure in found.get("shown", ()))
+            found["analyses"] = {name: Analysis(**values) for name, values in found.get("analyses", {}).items()}
+        except TypeError as error:
+            raise DataError(f"{settings}: {error}; correct what is shown or the analyses.") from None
+        for name, value in found.items():
+            setattr(cls, name, value)
 
     @abstractmethod
     def load(self, folder: Path | None, scale: Any, cache: Path | None, *, progress: bool = False) -> Any:

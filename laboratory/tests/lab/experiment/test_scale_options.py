@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 
-from headwise.errors import SettingError
-from headwise_lab.experiment.scale import ScaleOptions, with_options
+from headwise.errors import DataError, SettingError
+from headwise_lab.experiment.scale import ScaleOptions, read_presets, read_task_file, with_options
+from headwise_lab.experiment.task import ClassifierTask
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise_lab.tasks.lm.scales import LM_SCALES
-from headwise_lab.tasks.logic.scales import LOGIC_SCALES
+from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 
 CPU = CLASSIFICATION_SCALES["cpu"]
 
@@ -69,3 +73,38 @@ def test_the_options_are_shown_as_they_are_typed_and_for_others_without_places()
 def test_what_a_scale_does_not_have_or_cannot_be_is_refused(options, message):
     with pytest.raises(SettingError, match=message):
         with_options(LOGIC_SCALES["cpu"], options, "logic")
+
+
+LOGIC = Path(inspect.getfile(LogicScale)).with_name("task.toml").read_text(encoding="utf-8")
+
+
+def test_a_preset_has_the_shared_sizes_and_its_own(tmp_path):
+    place = tmp_path / "task.toml"
+    place.write_text(LOGIC.replace("[scales.cpu]\n", "[scales.cpu]\nlayers = 5\n", 1), encoding="utf-8")
+    found = read_presets(place, LogicScale)
+    assert found == {**LOGIC_SCALES, "cpu": dataclasses.replace(LOGIC_SCALES["cpu"], layers=5)}
+    assert {name: scale.name for name, scale in found.items()} == {name: name for name in ("demo", "cpu", "paper")}
+    assert found["paper"].test_bins == tuple(range(1, 13))
+
+
+def test_a_file_of_settings_that_is_wrong_is_refused_with_its_place(tmp_path):
+    place, missed = tmp_path / "task.toml", []
+    shown = '[[shown]]\nkey = "a"\nnames = "b"'
+    for old, new, kind, message in (
+        ("metric", "metric metric", DataError, f"{place}: .*expected the settings of a task as TOML"),
+        ("metric", "metrics", DataError, f"{place}: metrics is not a setting of Wrong; correct its name"),
+        ("[scales]", f"{shown}\n[scales]", DataError, f"{place}: .*'names'; correct what is shown"),
+        ("layers = 2", "depth = 2", DataError, rf"{place}, \[scales\.demo\]: .*'depth'; correct the sizes"),
+        ("layers = 2", "", DataError, rf"{place}, \[scales\.demo\]: .*'layers'; correct the sizes"),
+        ("layers = 2", "layers = 0", SettingError, "LogicScale.layers is 0; expected"),
+    ):
+        place.write_text(LOGIC.replace(old, new, 1), encoding="utf-8")
+        read_task_file.cache_clear()
+        try:
+            type("Wrong", (ClassifierTask,), {}, settings=place)
+            read_presets(place, LogicScale)
+        except kind as error:
+            missed += [] if re.search(message, str(error)) else [str(error)]
+        else:
+            missed.append(new)
+    assert not missed

@@ -1,14 +1,13 @@
-"""The sizes of the logic task and their presets; `demo` and `cpu` were chosen on dev, on one CPU thread."""
+"""The sizes of the logic task; `task.toml` has their presets."""
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from headwise.errors import SettingError, require_integer
 from headwise.settings import Count, Dropout, Natural, Positive
-from headwise_lab.experiment.scale import Scale, presets
-
-BINS = tuple(range(1, 13))
+from headwise_lab.experiment.scale import Scale, read_presets
 
 
 @dataclass(frozen=True)
@@ -55,23 +54,4 @@ class LogicScale(Scale):
             )
 
 
-# paper: width, layers, queries, dropout, rate and epochs are Li et al. 2021's; the others follow Tran et al. 2018
-LOGIC_SCALES = presets(
-    LogicScale,
-    "demo cpu paper",
-    width=[32, 64, 256],
-    layers=2,
-    heads=4,
-    norm_first=[True, True, False],
-    dropout=[0.0, 0.0, 0.2],
-    classifier_width=256,
-    learning_rate=[2e-3, 2e-3, 1e-4],
-    batch_size=[32, 64, 64],
-    epochs=[2, 3, 100],
-    warmup_steps=[500, 500, 200],
-    train_operators=[3, 6, 6],
-    test_bins=[(1, 2, 3), BINS, BINS],
-    generated_draws=600_000,
-    dev_examples=[None, 6_000, None],
-    compile_routing=[False, True, True],
-)
+LOGIC_SCALES = read_presets(Path(__file__).with_name("task.toml"), LogicScale)

@@ -18,16 +18,11 @@ from headwise_lab.tasks.logic.model import PairClassifier
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES, LogicScale
 
 
-class LogicTask(ClassifierTask):
+class LogicTask(ClassifierTask, settings=Path(__file__).with_name("task.toml")):
     """Logical inference (Bowman et al. 2015; Tran et al. 2018); see `task.Task` for the methods."""
 
     name = "logic"
-    metric = Accuracy().name
-    primary = "accuracy pooled over all test bins"
-    difficulty = "number of operators"
     scales = LOGIC_SCALES
-    baselines = ("majority", "counts")
-    probed = 512
 
     def load(self, folder: Path | None, scale: LogicScale, cache: Path | None, *, progress: bool = False) -> LogicData:
         """Return the data; see `load_logic`."""
