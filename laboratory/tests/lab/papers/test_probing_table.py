@@ -18,7 +18,7 @@ from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.recomputed import recompute
 from headwise_lab.papers.records import record as make_record
 from headwise_lab.results.cells import NONE, Grid
-from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.tasks.classification.scales import PROBING_SCALES
 from lab.tasks.classification.probing_toy import write_probing
 
 TABLE_7 = REPRODUCTIONS["diversify/table-7"]
