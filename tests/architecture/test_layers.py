@@ -39,6 +39,7 @@ LAYERS = """
     lab/training
     lab/analyses lab/frozen
     lab/importing lab/options lab/streams
+    lab/texts
     lab/tasks/*
     lab/jobs lab/probing
     lab/compare

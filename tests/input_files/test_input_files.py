@@ -32,8 +32,8 @@ from headwise_lab.experiment.run_folder import read_json
 from headwise_lab.probing.request import find_task_files
 from headwise_lab.tasks.graph2text.files import read_graphs, read_triples
 from headwise_lab.tasks.logic.formulas import read_pairs
-from headwise_lab.tasks.sentence.files import read_profiles, read_set
 from headwise_lab.tasks.translation.files import find_corpus, read_side
+from headwise_lab.texts.sets import read_profiles, read_set
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "lines": ("a.txt", lambda path: list(read_numbered_lines(path))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from headwise.roles.word_table import WordTable
 from headwise_lab.role_masks import stored
-from headwise_lab.tasks.classification import texts as classification_texts
+from headwise_lab.tasks.classification import task as classification
 from headwise_lab.tasks.classification.scales import ClassificationScale
+from headwise_lab.texts.words import word_tables
 
 GOOD, BAD, REST = (
     ("fine", "great", "lovely"),
@@ -44,15 +46,14 @@ def parsed(words: Sequence[str]) -> WordTable:
 
 def parse_without_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse as `parsed` does wherever a pipeline is named."""
-    tables = classification_texts.word_tables
 
     def made(
         texts: Sequence[str], scale: ClassificationScale, cache: Path | None, *, progress: bool
     ) -> list[WordTable]:
         if scale.pipeline is None:
-            return tables(texts, scale, cache, progress=progress)
+            return word_tables(texts, scale, cache, progress=progress)
         return [parsed(text.split()) for text in texts]
 
-    monkeypatch.setattr(classification_texts, "word_tables", made)
+    monkeypatch.setattr(classification, "FORM", dataclasses.replace(classification.FORM, words=made))
     # any folder is a pipeline to this parser
     monkeypatch.setattr(stored, "is_file", lambda _path: True)

@@ -25,13 +25,7 @@ KEY = "text"
 
 
 class Piece(NamedTuple):
-    """A piece of a document, or of a line.
-
-    Attributes:
-        text: Its text, without the end of the line.
-        begins: Whether it is the first piece.
-        ends: Whether it is the last piece.
-    """
+    """A piece of a document, or of a line without its end; and whether it is the first and the last piece."""
 
     text: str
     begins: bool
@@ -64,9 +58,7 @@ def find_files(place: Path) -> tuple[Path, ...]:
 def read_pieces(path: Path, column: str = KEY) -> Iterator[Piece]:
     """Yield the documents of a file in pieces of at most 100,000 characters, cut at blanks; a blank one is "".
 
-    Args:
-        path: The file.
-        column: The key of the documents in a .jsonl file; "data.body" is a key of an object inside another.
+    `column` is the key of the documents in a .jsonl file; "data.body" is a key of an object inside another.
 
     Raises:
         DataError: The file cannot be read, or a line of a .jsonl file is no object with a text.
@@ -140,11 +132,7 @@ def _cut(parts: Iterator[str]) -> Iterator[Piece]:
 
 
 def read_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[Piece]:
-    """Yield the lines of a UTF-8 text file in pieces, unpacked when it ends in `.gz`; memory does not grow with a line.
-
-    Args:
-        path: The file.
-        longest: Maximum number of bytes per piece.
+    """Yield the lines of a UTF-8 text file in pieces of at most so many bytes, unpacked when it ends in `.gz`.
 
     Raises:
         DataError: The file cannot be read, unpacked or decoded; the message names the line reached.

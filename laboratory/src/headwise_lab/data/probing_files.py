@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +31,7 @@ FORMS = ("", ".txt", ".txt.gz")
 
 @dataclass(frozen=True)
 class Distinct:
-    """The lines of a file without repeated and contradictory ones.
-
-    Attributes:
-        lines: What is left of each partition.
-        repeated: Lines left out because their text is repeated in a later partition or in their own.
-        contradicted: Lines left out because their text occurs with two labels.
-        blank: Lines left out because they have no text.
-    """
+    """What is left of each partition, and how many lines were repeated, contradicted by another label, or blank."""
 
     lines: Mapping[str, list[LabeledText]]
     repeated: int
@@ -120,23 +114,19 @@ def drop_repeats(read: Mapping[str, Sequence[LabeledText]]) -> Distinct:
     >>> [one.text for one in found.lines["tr"]], len(found.lines["te"]), found.repeated
     (['c'], 1, 2)
     """
-    every = sum(len(lines) for lines in read.values())
-    read = {name: [one for one in lines if one.text] for name, lines in read.items()}
-    labels: dict[str, set[str]] = {}
-    for lines in read.values():
-        for one in lines:
-            labels.setdefault(one.text.lower(), set()).add(one.label)
+    lines = {name: [one for one in part if one.text] for name, part in read.items()}
+    labels: defaultdict[str, set[str]] = defaultdict(set)
+    for part in lines.values():
+        for one in part:
+            labels[one.text.lower()].add(one.label)
+    clear = {name: [one for one in part if len(labels[one.text.lower()]) == 1] for name, part in lines.items()}
     kept: dict[str, list[LabeledText]] = {}
     seen: set[str] = set()
-    contradicted = 0
-    for name, lines in reversed(list(read.items())):
+    for name, part in reversed(clear.items()):
         kept[name] = []
-        for one in lines:
-            text = one.text.lower()
-            if len(labels[text]) > 1:
-                contradicted += 1
-            elif text not in seen:
-                seen.add(text)
+        for one in part:
+            if one.text.lower() not in seen:
+                seen.add(one.text.lower())
                 kept[name].append(one)
-    left, written = (sum(map(len, lines.values())) for lines in (kept, read))
-    return Distinct({name: kept[name] for name in read}, written - left - contradicted, contradicted, every - written)
+    every, written, known, left = (sum(map(len, parts.values())) for parts in (read, lines, clear, kept))
+    return Distinct({name: kept[name] for name in read}, known - left, written - known, every - written)

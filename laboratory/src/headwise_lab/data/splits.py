@@ -30,7 +30,8 @@ def assign_parts(texts: Sequence[str], count: int) -> NDArray[np.int64]:
         raise DataError(f"{len(members)} different texts cannot be cut into {count} parts; add data.")
     found = np.zeros(len(texts), dtype=np.int64)
     dealt = part = opened = 0
-    for left, text in zip(range(len(members), 0, -1), sorted(members, key=_order), strict=True):
+    ordered = sorted(members, key=lambda text: (stable_key("part", text), text))
+    for left, text in zip(range(len(members), 0, -1), ordered, strict=True):
         # start the next part when this one is full, or when every text left is needed to start one
         if opened and (dealt * count >= (part + 1) * len(texts) or left < count - part):
             part, opened = min(part + 1, count - 1), 0
@@ -88,7 +89,3 @@ def order_by_hash(numbers: NDArray[np.int64], keys: NDArray, purpose: str) -> ND
     """Return items in an order that depends on their keys and a purpose only."""
     ordered = sorted(numbers.tolist(), key=lambda number: (stable_key(purpose, str(keys[number])), number))
     return np.array(ordered, dtype=np.int64)
-
-
-def _order(text: str) -> tuple[int, str]:
-    return stable_key("part", text), text

@@ -34,20 +34,17 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
         word = " ".join(fields[:-width])
         if word in found or (word not in wanted and number > 1):
             continue
-        try:
-            # a number that float32 does not hold is refused below
-            with np.errstate(over="ignore"):
-                vector = np.array(fields[-width:], dtype=np.float32)
-        except ValueError:
+        vector = _read_numbers(fields[-width:])
+        if vector is None:
             raise DataError(
                 f"{path}, line {number}: not all of the last {width} fields are numbers; expected a word and {width}, "
                 "the model's width."
-            ) from None
+            )
         if not np.isfinite(vector).all():
             raise DataError(
                 f"{path}, line {number}: the vector of {word[:60]!r} holds a number that is not finite; drop the line."
             )
-        if len(fields) > width + 1 and _is_number(fields[-width - 1]):
+        if len(fields) > width + 1 and _read_numbers(fields[-width - 1 : -width]) is not None:
             raise DataError(
                 f"{path}, line {number}: a word and more than {width} numbers; expected {width}, the model's width."
             )
@@ -56,6 +53,15 @@ def read_word_vectors(path: Path, words: Collection[str], width: int) -> dict[st
     if number == 0:
         raise DataError(f"{path} is empty; expected a word and {width} numbers in each line.")
     return found
+
+
+def _read_numbers(fields: Sequence[str]) -> NDArray[np.float32] | None:
+    try:
+        # a number that float32 does not hold is infinite
+        with np.errstate(over="ignore"):
+            return np.array(fields, dtype=np.float32)
+    except ValueError:
+        return None
 
 
 def pack_vectors(path: Path, words: Collection[str], width: int) -> dict[str, NDArray]:
@@ -84,11 +90,3 @@ def select_vectors(
     known = [(index, vectors[word]) for index, word in enumerate(vocabulary) if word in vectors]
     ids = np.array([index for index, _ in known], dtype=np.int64)
     return ids, np.array([vector for _, vector in known], dtype=np.float32).reshape(len(known), width)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

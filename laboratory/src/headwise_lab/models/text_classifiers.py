@@ -4,7 +4,7 @@ They differ in how they make the vector of a sentence from the word vectors.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,35 +64,6 @@ class WordVectors(nn.Embedding):
         return F.dropout(super().forward(input), self.dropout, self.training)
 
 
-class EncoderSizes(Protocol):
-    """The sizes of a Transformer encoder that the word vectors do not determine."""
-
-    @property
-    def layers(self) -> int:
-        """Encoder layers."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """Attention heads of a layer."""
-        ...
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        ...
-
-    @property
-    def hidden(self) -> int:
-        """Hidden units of the feed-forward layers."""
-        ...
-
-    @property
-    def norm_first(self) -> bool:
-        """Whether layers are pre-norm."""
-        ...
-
-
 class TextClassifier(nn.Module, ABC):
     """Returns the logits of the class of a text or of two texts; subclasses compute them from the tokens."""
 
@@ -110,13 +81,9 @@ class TextClassifier(nn.Module, ABC):
         numbers: Tensor | None = None,  # noqa: ARG002  for whoever masks heads sentence by sentence
         second: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return {"logits": [B, labels]}, and "loss", the mean cross entropy, when labels are given.
+        """Return {"logits": [B, labels]}, and "loss", the mean cross entropy, when labels [B] are given.
 
-        Args:
-            tokens: Token ids, int64 [B, L]; 0 is padding, which follows the tokens.
-            labels: Class of each sentence, int64 [B].
-            numbers: Which sentences of the data these are, int64 [B]; the model does not look.
-            second: Token ids of the second text of each pair, [B, L2]; None where an example is one text.
+        Token ids are [B, L], those of the second text of each pair [B, L2]; 0 is padding, which follows the tokens.
 
         Raises:
             ShapeError: Token ids are not two-dimensional, or a second text is missing or too many.
@@ -167,9 +134,14 @@ class SentenceTransformer(SentenceClassifier):
     """A Transformer encoder and the mean of its states over the tokens of the sentence.
 
     `model.encoder.layers.*.attention` are the attention sites.
+
+    Args:
+        words: Vectors of the tokens.
+        num_labels: Number of classes.
+        sizes: Has the layers, heads, head_size, hidden units and norm_first of the encoder.
     """
 
-    def __init__(self, words: WordVectors, num_labels: int, sizes: EncoderSizes) -> None:
+    def __init__(self, words: WordVectors, num_labels: int, sizes: Any) -> None:
         super().__init__(words, num_labels)
         self.encoder = Encoder(
             words.num_embeddings,
@@ -199,13 +171,8 @@ class SentenceLSTM(SentenceClassifier):
         self.recurrent = nn.LSTM(words.embedding_dim, words.embedding_dim, batch_first=True, bidirectional=True)
 
     def vector(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        """Return the mean state of each sentence; padding is not read in either direction."""
-        lengths = (~padding).sum(dim=1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
-        states, _ = nn.utils.rnn.pad_packed_sequence(
-            self.recurrent(packed)[0], batch_first=True, total_length=tokens.shape[1]
-        )
-        return masked_mean(states, padding)
+        """Return the mean state of each sentence."""
+        return masked_mean(run_lstm(self.recurrent, self.words(tokens), padding), padding)
 
 
 class SentenceCNN(SentenceClassifier):
@@ -229,6 +196,13 @@ class SentenceCNN(SentenceClassifier):
             # after ReLU nothing is below zero, so a place that is masked with zero never is the greatest
             found.append(answers.masked_fill(padding.unsqueeze(1), 0.0).amax(dim=-1))
         return torch.cat(found, dim=1)
+
+
+def run_lstm(recurrent: nn.LSTM, vectors: Tensor, padding: Tensor) -> Tensor:
+    """Return the states of an LSTM, [B, L, d], of vectors [B, L, d]; padding is not read in either direction."""
+    lengths = (~padding).sum(dim=1).cpu()
+    packed = nn.utils.rnn.pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(recurrent(packed)[0], batch_first=True, total_length=padding.shape[1])[0]
 
 
 def masked_mean(states: Tensor, padding: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from headwise.plots.style import GRAY, assign_styles, drawing_panels, to_png
@@ -37,22 +38,13 @@ def make_heads_grid(tasks: Sequence[ProbedTask]) -> Grid | None:
     """Return the best head of each task and the number above chance; None if no single head was probed."""
     rows = []
     for task in tasks:
-        heads = task.single_heads
-        if not heads:
+        if not (heads := task.single_heads):
             continue
         best = max(heads, key=lambda one: one.dev)
-        told = sum(not one.at_chance for one in heads)
-        ordered = sorted(one.accuracy for one in heads)
-        median = f"{50 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]):.1f}"
-        cells = (
-            f"{100 * task.majority:.1f}",
-            best.name,
-            _format_cell(best),
-            median,
-            f"{told} of {len(heads)}",
-            _format_half(heads),
-        )
-        rows.append((task.title, *cells))
+        shares = (task.majority, best.name, _format_cell(best), median(one.accuracy for one in heads))
+        told = f"{sum(not one.at_chance for one in heads)} of {len(heads)}"
+        cells = (f"{100 * one:.1f}" if isinstance(one, float) else one for one in shares)
+        rows.append((task.title, *cells, told, _format_half(heads)))
     header = ("task", "majority", "best head", "its accuracy", "median head", "above chance", "±")
     return Grid("accuracy of single heads, %", header, tuple(rows), "lrlrrrr") if rows else None
 

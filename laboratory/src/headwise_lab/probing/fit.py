@@ -35,20 +35,16 @@ MANY = 100
 
 @dataclass(frozen=True)
 class Classifier:
-    """The classifier to fit.
-
-    Attributes:
-        kind: "regression" (logistic) or "mlp" (one hidden layer).
-        penalties: Values to try for lambda in mean loss + lambda/2 |W|^2, in order.
-        hidden: Number of hidden units of the MLP.
-        seed: Random seed of the MLP.
+    """The classifier to fit: logistic "regression", or "mlp" with one hidden layer.
 
     Raises:
         SettingError: A value is outside its range.
     """
 
     kind: str = "regression"
+    # Values to try for lambda in mean loss + lambda/2 |W|^2, in order.
     penalties: tuple[float, ...] = PENALTIES
+    # Units of the hidden layer, and the seed of its random numbers.
     hidden: int = 50
     seed: int = 0
 
@@ -70,14 +66,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The result of a fit.
-
-    Attributes:
-        dev: Accuracy on dev under the chosen penalty.
-        correct: Number of correct test predictions.
-        penalty: The chosen penalty.
-        converged: Whether the chosen fit converged within its iterations.
-    """
+    """Accuracy on dev, number of correct test predictions, the penalty chosen, and whether its fit converged."""
 
     dev: float
     correct: int
@@ -112,35 +101,33 @@ def fit(classifier: Classifier, splits: Mapping[str, Split]) -> Fitted:
     def standardize(name: str) -> NDArray[np.float32]:
         return ((np.asarray(splits[name].vectors, dtype=np.float32) - middle) / spread).astype(np.float32)
 
-    kept: tuple[float, float, Any] | None = None
-    worse = 0
     vectors, dev = standardize("train"), standardize("dev")
     many = len(np.unique(splits["train"].labels)) > MANY
     hidden = classifier.kind == "mlp" and not many
+    best, penalty, worse = -1.0, 0.0, 0
+    model: Any = None
+    chosen: Any = None
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model: Any = None
-        for penalty in classifier.penalties:
+        for tried in classifier.penalties:
             if hidden:
-                model = _make_hidden_layer(classifier, penalty, len(vectors))
+                model = _make_hidden_layer(classifier, tried, len(vectors))
             elif many:
-                model = (model or SoftmaxRegression(max_iter=ITERATIONS)).set_params(penalty=penalty)
+                model = (model or SoftmaxRegression(max_iter=ITERATIONS)).set_params(penalty=tried)
             else:
                 model = model or LogisticRegression(max_iter=ITERATIONS, warm_start=True)
-                model.set_params(C=1.0 / (penalty * len(vectors)))
+                model.set_params(C=1.0 / (tried * len(vectors)))
             model.fit(vectors, splits["train"].labels)
             score = float(np.mean(model.predict(dev) == splits["dev"].labels))
-            if kept is None or score > kept[0]:
-                kept, worse = (score, penalty, copy.deepcopy(model)), 0
+            if score > best:
+                best, penalty, chosen, worse = score, tried, copy.deepcopy(model), 0
             else:
                 worse += 1
             if worse == PATIENCE and not hidden:
                 break
-        assert kept is not None  # there is at least one penalty
-        score, penalty, chosen = kept
         correct = int(np.sum(chosen.predict(standardize("test")) == splits["test"].labels))
     converged = chosen.converged_ if many else int(np.max(chosen.n_iter_)) < chosen.max_iter
-    return Fitted(score, correct, penalty, converged)
+    return Fitted(best, correct, penalty, converged)
 
 
 def _make_hidden_layer(classifier: Classifier, penalty: float, count: int) -> MLPClassifier:

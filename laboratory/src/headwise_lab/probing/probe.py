@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from scipy.stats import binomtest
 
 from headwise.errors import DataError
@@ -25,14 +26,11 @@ CONFIDENCE, LEVEL = 0.95, 0.05
 
 @dataclass(frozen=True)
 class Vectors:
-    """The input of one classifier: the states of a layer, or the concatenated outputs of heads.
+    """The input of one classifier: the states of a layer, or the concatenated outputs of heads."""
 
-    Attributes:
-        layer: The layer, from 0, or -1 for what goes into layer 0; None for heads.
-        heads: (layer, head) of each head, both from 0; () for a layer.
-    """
-
+    # From 0, or -1 for what goes into layer 0; None for heads.
     layer: int | None = None
+    # Layer and head, both from 0; () for a layer.
     heads: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
@@ -60,19 +58,11 @@ class Chosen:
 class Probed:
     """The result of one classifier.
 
-    Attributes:
-        name: Its input: a layer ("emb", "0", ...), a head ("3.5") or several ("3.5+4.0").
-        layer: The layer; None for heads.
-        heads: Layer and head of each head.
-        dev: Accuracy on dev, by which its penalty was chosen.
-        accuracy: Accuracy on test.
-        low: Lower end of its 95 % binomial interval (Wilson).
-        high: Upper end.
-        p: One-sided binomial p-value against the majority baseline, Holm-adjusted over all probes of the task.
-        penalty: The chosen penalty.
-        converged: Whether the fit converged.
+    `dev` and `accuracy` on test are shares, with the 95 % binomial interval of the latter (Wilson); `p` is one-sided,
+    against the majority baseline, Holm-adjusted over all probes of the task.
     """
 
+    # The input: a layer ("emb", "0", ...), a head ("3.5") or several ("3.5+4.0").
     name: str
     layer: int | None
     heads: tuple[tuple[int, int], ...]
@@ -92,30 +82,22 @@ class Probed:
 
 @dataclass(frozen=True)
 class ProbedTask:
-    """The results on one task.
+    """The results on one task."""
 
-    Attributes:
-        task: Name of its file.
-        data: Digest of what the file holds.
-        title: Its short name.
-        labels: Number of classes.
-        train: Training sentences.
-        dev: Dev sentences.
-        test: Test sentences.
-        majority: Share of test that has the most frequent class of training.
-        said: Summary of the data.
-        found: Result of each classifier, in the requested order.
-    """
-
+    # The name of its file, and the digest of what it holds.
     task: str
     data: str
     title: str
+    # Number of classes, and of sentences.
     labels: int
     train: int
     dev: int
     test: int
+    # Share of test that has the most frequent class of training.
     majority: float
+    # Summary of the data.
     said: str
+    # Result of each classifier, in the requested order.
     found: tuple[Probed, ...]
 
     @property
@@ -137,49 +119,17 @@ class ProbedTask:
         """Return it as JSON data."""
         return asdict(self)
 
-    @classmethod
-    def read(cls, record: dict[str, Any]) -> ProbedTask:
-        """Return what `record` wrote.
-
-        Raises:
-            TypeError: It is not such a record.
-            KeyError: Likewise.
-            ValueError: Likewise.
-        """
-        return cls(
-            task=str(record["task"]),
-            data=str(record["data"]),
-            title=str(record["title"]),
-            labels=int(record["labels"]),
-            train=int(record["train"]),
-            dev=int(record["dev"]),
-            test=int(record["test"]),
-            majority=float(record["majority"]),
-            said=str(record["said"]),
-            found=tuple(map(_read_probed, record["found"])),
-        )
-
-
-def _read_probed(record: dict[str, Any]) -> Probed:
-    return Probed(
-        name=str(record["name"]),
-        layer=None if record["layer"] is None else int(record["layer"]),
-        heads=tuple((int(layer), int(head)) for layer, head in record["heads"]),
-        converged=bool(record["converged"]),
-        **{name: float(record[name]) for name in ("dev", "accuracy", "low", "high", "p", "penalty")},
-    )
+    @staticmethod
+    def read(record: Any) -> ProbedTask:
+        """Return what `record` wrote; raise `ValueError` for other data."""
+        return TypeAdapter(ProbedTask).validate_python(record)
 
 
 def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int], Chosen]:
     """Return the numbers of the sentences to encode, and the splits among them.
 
-    A capped number is divided into six tenths for training, one for dev and three for test, chosen by a hash of the
-    sentences.
-
-    Args:
-        data: The sentences.
-        most: Maximum number of sentences; None for all.
-        place: Name of the data in messages.
+    At most `most` sentences, None for all, are divided into six tenths for training, one for dev and three for test,
+    chosen by a hash of the sentences.
 
     Raises:
         DataError: A split has no sentence, or all training sentences have one class.
@@ -187,11 +137,10 @@ def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int
     numbers: list[int] = []
     places, labels = {}, {}
     for name, share in SHARES.items():
-        split = getattr(data, name)
-        chosen = split.numbers.tolist()
+        chosen = getattr(data, name).numbers.tolist()
         if most is not None:
-            ordered = sorted(chosen, key=lambda number: (stable_key("probe", data.sentences[number].lower()), number))
-            chosen = sorted(ordered[: int(share * most)])
+            chosen.sort(key=lambda number: (stable_key("probe", data.sentences[number].lower()), number))
+            chosen = sorted(chosen[: int(share * most)])
         if not chosen:
             raise DataError(f"{place}: no {name} sentence is left; raise --sentences.")
         places[name] = np.arange(len(numbers), len(numbers) + len(chosen))
@@ -205,36 +154,20 @@ def choose_sentences(data: Any, most: int | None, place: Path) -> tuple[list[int
 def probe_vectors(found: Encodings, chosen: Chosen, vectors: Vectors, classifier: Classifier) -> Fitted:
     """Fit a classifier on the vectors of a layer or of heads."""
     read = vectors.select(found)
-    splits = {name: Split(read[places], chosen.labels[name]) for name, places in chosen.places.items()}
-    return fit(classifier, splits)
+    return fit(classifier, {name: Split(read[at], chosen.labels[name]) for name, at in chosen.places.items()})
 
 
 def judge_probes(fitted: Sequence[tuple[Vectors, Fitted]], *, test: int, majority: float) -> tuple[Probed, ...]:
     """Return the results with intervals, and adjusted p-values against the majority baseline.
 
-    Args:
-        fitted: Inputs and results of the fits.
-        test: Number of test sentences.
-        majority: Accuracy of the majority baseline on them, or of guessing if that is better.
+    `test` is the number of test sentences, and `majority` the accuracy of the baseline on them, or of guessing if that
+    is better.
     """
     tests = [binomtest(one.correct, test, majority, alternative="greater") for _, one in fitted]
-    adjusted = holm([float(one.pvalue) for one in tests])
     probed = []
-    for (vectors, one), p in zip(fitted, adjusted, strict=True):
+    for (vectors, one), p in zip(fitted, holm([float(one.pvalue) for one in tests]), strict=True):
         # the interval is two-sided, the test is not
-        interval = binomtest(one.correct, test).proportion_ci(CONFIDENCE, method="wilson")
-        probed.append(
-            Probed(
-                name=str(vectors),
-                layer=vectors.layer,
-                heads=vectors.heads,
-                dev=one.dev,
-                accuracy=one.correct / test,
-                low=float(interval.low),
-                high=float(interval.high),
-                p=p,
-                penalty=one.penalty,
-                converged=one.converged,
-            )
-        )
+        ends = binomtest(one.correct, test).proportion_ci(CONFIDENCE, method="wilson")
+        own = (one.dev, one.correct / test, float(ends.low), float(ends.high), p, one.penalty, one.converged)
+        probed.append(Probed(str(vectors), vectors.layer, vectors.heads, *own))
     return tuple(probed)

@@ -1,6 +1,6 @@
 """The request of a probe, checked before anything is encoded: tasks, layers, heads, classifier and folder."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +27,7 @@ LONGEST = 120
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What to probe and how.
-
-    Attributes:
-        layers: Argument of `parse_layers`; spaces are removed.
-        heads: Argument of `parse_heads`; spaces are removed.
-        classifier: The classifier to fit.
-        sentences: Number of sentences per task; None for all.
-    """
+    """The options `layers` and `heads`, the classifier, and the number of sentences per task, None for all."""
 
     layers: str
     heads: str
@@ -93,11 +86,7 @@ def find_task_files(data: Path, wanted: Iterable[str]) -> list[tuple[str, Path]]
 
 
 def parse_layers(text: str, count: int) -> list[Vectors]:
-    """Return the layers of an option: all, none, or names as in "emb,0,5".
-
-    Args:
-        text: The option.
-        count: Layers of the model.
+    """Return the layers of an option, of a model with so many: all, none, or names as in "emb,0,5".
 
     Raises:
         SettingError: A name is no layer of the model.
@@ -109,18 +98,12 @@ def parse_layers(text: str, count: int) -> list[Vectors]:
     if text in (ALL, NONE):
         return [Vectors(layer) for layer in known.values() if text == ALL]
     names = [name.strip() for name in text.split(",")]
-    wrong = next((name for name in names if name not in known), None)
-    if wrong is not None:
-        raise SettingError(f"--layers has {wrong!r}; expected all, none, or some of {', '.join(known)}.")
+    _require_known("layers", names, known, f"some of {', '.join(known)}")
     return [Vectors(known[name]) for name in dict.fromkeys(names)]
 
 
 def parse_heads(text: str, counts: Sequence[int]) -> list[Vectors]:
-    """Return the heads of an option: all, none, or single heads and sets of them as in "3.5,3.5+4.0".
-
-    Args:
-        text: The option.
-        counts: Heads of each layer.
+    """Return the heads of an option, given those of each layer: all, none, or heads and sets as in "3.5,3.5+4.0".
 
     Raises:
         SettingError: A name is no head of the model.
@@ -131,16 +114,20 @@ def parse_heads(text: str, counts: Sequence[int]) -> list[Vectors]:
     known = {f"{layer}.{head}": (layer, head) for layer, count in enumerate(counts) for head in range(count)}
     if text in (ALL, NONE):
         return [Vectors(heads=(place,)) for place in known.values() if text == ALL]
+    last = [*known][-1] if known else "none: it has no heads that can be read"
     found: dict[frozenset[tuple[int, int]], Vectors] = {}
     for piece in text.split(","):
         names = [name.strip() for name in piece.split("+")]
-        wrong = next((name for name in names if name not in known), None)
-        if wrong is not None:
-            last = f"{len(counts) - 1}.{counts[-1] - 1}" if counts else "none: it has no heads that can be read"
-            raise SettingError(f"--heads has {wrong!r}; expected all, none, or LAYER.HEAD from 0.0 to {last}.")
+        _require_known("heads", names, known, f"LAYER.HEAD from 0.0 to {last}")
         places = tuple(dict.fromkeys(known[name] for name in names))
         found.setdefault(frozenset(places), Vectors(heads=places))
     return list(found.values())
+
+
+def _require_known(option: str, names: Iterable[str], known: Container[str], expected: str) -> None:
+    wrong = next((name for name in names if name not in known), None)
+    if wrong is not None:
+        raise SettingError(f"--{option} has {wrong!r}; expected all, none, or {expected}.")
 
 
 def choose_vectors(frozen: Frozen, request: ProbeRequest) -> list[Vectors]:

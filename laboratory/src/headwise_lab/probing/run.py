@@ -1,13 +1,15 @@
 """The command `headwise probe`: encode sentences once, fit classifiers, print and write the results."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
 import joblib
 import numpy as np
+from pydantic import ValidationError
 from rich.console import Console
+from rich.progress import Progress
 
 from headwise.atomic import hold, write_whole
 from headwise.errors import DataError, SettingError
@@ -17,7 +19,7 @@ from headwise_lab.data.arrays import digest
 from headwise_lab.data.probing_files import PROBES
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.registry import named_task
-from headwise_lab.frozen.vectors import encodings, fingerprint
+from headwise_lab.frozen.vectors import Encodings, encodings, fingerprint
 from headwise_lab.probing.figures import (
     NOTE,
     draw_heads,
@@ -41,29 +43,6 @@ from headwise_lab.results.runs import COMPARISON
 ENCODINGS, WORDS, TEXT = "encodings", "words", "probe.md"
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A task to be probed.
-
-    Attributes:
-        task: Name of its file.
-        data: Digest of what the file holds.
-        title: Its short name.
-        labels: Number of classes.
-        sentences: The sentences to encode.
-        chosen: Their places and classes by split.
-        said: Summary of the data.
-    """
-
-    task: str
-    data: str
-    title: str
-    labels: int
-    sentences: list[str]
-    chosen: Chosen
-    said: str
-
-
 def probe_model(
     frozen: Frozen,
     files: Sequence[tuple[str, Path]],
@@ -76,13 +55,13 @@ def probe_model(
 ) -> list[ProbedTask]:
     """Probe a model on each task whose result is not in `out` yet, then show all of them.
 
-    All checks are made before anything is written to `out`.
+    All checks are made before anything is written to `out`, by default `choose_folder`.
 
     Args:
         frozen: The model.
         files: Name and file of each task.
         request: What to probe and how.
-        out: Folder of results, figures and text; finished tasks are not repeated. None for `choose_folder`.
+        out: Folder of results, figures and text; finished tasks are not repeated.
         cache: Folder of encoded sentences.
         workers: Number of classifiers fitted in parallel.
         console: The console.
@@ -94,35 +73,32 @@ def probe_model(
     """
     out = choose_folder(frozen.name, request) if out is None else out
     with hold(out):
-        return _probe_all(frozen, files, request, out, cache, workers, console, command)
-
-
-def _probe_all(
-    frozen: Frozen,
-    files: Sequence[tuple[str, Path]],
-    request: ProbeRequest,
-    out: Path,
-    cache: Path,
-    workers: int,
-    console: Console,
-    command: str,
-) -> list[ProbedTask]:
-    _require_free(out, cache)
-    model = fingerprint(frozen)
-    record = {"model": model, "form": FORM, **asdict(request)}
-    run_folder.require_same(out / run_folder.SETTINGS, record)
-    vectors = choose_vectors(frozen, request)
-    finished = {name: task for name, path in files if (task := _read_finished(out, name, path)) is not None}
-    left = [_prepare(name, path, request, cache) for name, path in files if name not in finished]
-    if frozen.note:
-        console.print(frozen.note, highlight=False, markup=False)
-    run_folder.claim(out, record)
-    for prepared in left:
-        task = _probe(frozen, model, prepared, vectors, request, cache, workers, console)
-        run_folder.write_json(out / f"{prepared.task}.json", task.record())
-        finished[prepared.task] = task
-    tasks = [finished[name] for name, _ in files]
-    _show(tasks, out, console, frozen.name, command)
+        _require_free(out, cache)
+        model = fingerprint(frozen)
+        record = {"model": model, "form": FORM, **asdict(request)}
+        run_folder.require_same(out / run_folder.SETTINGS, record)
+        vectors = choose_vectors(frozen, request)
+        finished = {name: task for name, path in files if (task := _read_finished(out, name, path)) is not None}
+        left = [_prepare(name, path, request, cache) for name, path in files if name not in finished]
+        if frozen.note:
+            console.print(frozen.note, highlight=False, markup=False)
+        run_folder.claim(out, record)
+        for task, sentences, chosen in left:
+            with make_bars(console=console) as bars:
+                bar = bars.add_task(f"{task.title}: encoding", total=len(sentences))
+                found = encodings(
+                    frozen,
+                    sentences,
+                    cache / ENCODINGS,
+                    model=model,
+                    heads=request.heads != NONE,
+                    advance=lambda done, bars=bars, bar=bar: bars.update(bar, advance=done),
+                )
+                bars.update(bar, completed=len(sentences))
+                finished[task.task] = _probe(task, found, chosen, vectors, request, workers, bars)
+            run_folder.write_json(out / f"{task.task}.json", finished[task.task].record())
+        tasks = [finished[name] for name, _ in files]
+        _show(tasks, out, console, frozen.name, command)
     return tasks
 
 
@@ -145,8 +121,10 @@ def _read_finished(out: Path, name: str, path: Path) -> ProbedTask | None:
         return None
     try:
         task = ProbedTask.read(run_folder.read_json(place))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place} is not the result of a probe ({error}); delete it and probe again.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{place} is not the result of a probe ({fault}); delete it and probe again.") from None
     data = digest("", [path])
     if task.data != data:
         raise SettingError(
@@ -156,62 +134,43 @@ def _read_finished(out: Path, name: str, path: Path) -> ProbedTask | None:
     return task
 
 
-def _prepare(name: str, path: Path, request: ProbeRequest, cache: Path) -> Prepared:
+def _prepare(name: str, path: Path, request: ProbeRequest, cache: Path) -> tuple[ProbedTask, list[str], Chosen]:
+    """Return a task without results, its sentences, and their splits."""
     task = named_task("probing")
     data = task.load(path, task.scales["paper"], cache / WORDS)
     numbers, chosen = choose_sentences(data, request.sentences, path)
-    title = PROBES.get(name, name)
-    sentences = [data.sentences[number] for number in numbers]
-    return Prepared(name, digest("", [path]), title, len(data.labels), sentences, chosen, data.summary())
+    majority = float(np.mean(chosen.labels["test"] == np.bincount(chosen.labels["train"]).argmax()))
+    found = ProbedTask(
+        task=name,
+        data=digest("", [path]),
+        title=PROBES.get(name, name),
+        labels=len(data.labels),
+        **{split: len(places) for split, places in chosen.places.items()},
+        majority=majority,
+        said=data.summary(),
+        found=(),
+    )
+    return found, [data.sentences[number] for number in numbers], chosen
 
 
 def _probe(
-    frozen: Frozen,
-    model: str,
-    task: Prepared,
+    task: ProbedTask,
+    found: Encodings,
+    chosen: Chosen,
     vectors: Sequence[Vectors],
     request: ProbeRequest,
-    cache: Path,
     workers: int,
-    console: Console,
+    bars: Progress,
 ) -> ProbedTask:
-    with make_bars(console=console) as bars:
-        bar = bars.add_task(f"{task.title}: encoding", total=len(task.sentences))
-        found = encodings(
-            frozen,
-            task.sentences,
-            cache / ENCODINGS,
-            model=model,
-            heads=request.heads != NONE,
-            advance=lambda done: bars.update(bar, advance=done),
-        )
-        bars.update(bar, completed=len(task.sentences))
-        bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
-        jobs = (joblib.delayed(probe_vectors)(found, task.chosen, one, request.classifier) for one in vectors)
-        fitted: list[tuple[Vectors, Fitted]] = []
-        results = cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
-        for one, result in zip(vectors, results, strict=True):
-            fitted.append((one, result))
-            bars.update(bar, advance=1)
-    most_frequent = np.bincount(task.chosen.labels["train"]).argmax()
-    majority = float(np.mean(task.chosen.labels["test"] == most_frequent))
-    return ProbedTask(
-        task=task.task,
-        data=task.data,
-        title=task.title,
-        labels=task.labels,
-        **{split: len(places) for split, places in task.chosen.places.items()},
-        majority=majority,
-        said=task.said,
-        # of a thousand classes the most frequent one may not occur in test at all
-        found=judge_probes(fitted, test=len(task.chosen.places["test"]), majority=max(majority, 1.0 / task.labels)),
-    )
-
-
-def _count_unconverged(task: ProbedTask) -> str:
-    """Return how many classifiers of a task did not converge, or ""."""
-    short = sum(not one.converged for one in task.found)
-    return f"{task.title}: {short} of {len(task.found)} classifiers ended at their limit of iterations." * (short > 0)
+    bar = bars.add_task(f"{task.title}: classifiers", total=len(vectors))
+    jobs = (joblib.delayed(probe_vectors)(found, chosen, one, request.classifier) for one in vectors)
+    fitted: list[tuple[Vectors, Fitted]] = []
+    results = cast(Iterable[Fitted], joblib.Parallel(n_jobs=workers, return_as="generator")(jobs))
+    for one, result in zip(vectors, results, strict=True):
+        fitted.append((one, result))
+        bars.update(bar, advance=1)
+    # of a thousand classes the most frequent one may not occur in test at all
+    return replace(task, found=judge_probes(fitted, test=task.test, majority=max(task.majority, 1.0 / task.labels)))
 
 
 def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, command: str) -> None:
@@ -220,7 +179,13 @@ def _show(tasks: Sequence[ProbedTask], out: Path, console: Console, name: str, c
         if grid is not None:
             console.print(grid)
             lines += [grid.to_markdown(), ""]
-    for note in (NOTE, *filter(None, map(_count_unconverged, tasks))):
+    short = [(task, sum(not one.converged for one in task.found)) for task in tasks]
+    limits = [
+        f"{task.title}: {count} of {len(task.found)} classifiers ended at their limit of iterations."
+        for task, count in short
+        if count
+    ]
+    for note in (NOTE, *limits):
         console.print(note, highlight=False, markup=False)
         lines += [note, ""]
     for picture in (draw_layers(tasks), draw_heads(tasks)):

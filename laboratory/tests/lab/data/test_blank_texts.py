@@ -11,14 +11,14 @@ import pytest
 
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import describe_blank
-from headwise_lab.tasks.classification.data import load_data
-from headwise_lab.tasks.classification.probing_data import load_probing
+from headwise_lab.tasks.classification.probing import load_probing
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.task import load_data
 from headwise_lab.tasks.glue.files import read_split
 from headwise_lab.tasks.lm.scales import LM_SCALES
 from headwise_lab.tasks.lm.task import LmTask
-from headwise_lab.tasks.sentence.data import load_sentences
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.tasks.sentence.task import load_sentences
 from lab.tasks.sentence.sentence_sets import sentence
 
 CLASSIFICATION = dataclasses.replace(CLASSIFICATION_SCALES["demo"], train_examples=None)

@@ -19,7 +19,7 @@ from headwise.texts.labeled_texts import Layout, read_labeled
 from headwise.texts.tables import Columns
 from headwise_lab.data.probing_files import read_probing
 from headwise_lab.tasks.glue.files import read_split
-from headwise_lab.tasks.sentence.files import read_set
+from headwise_lab.texts.sets import read_set
 
 TEXTS = [
     "fine, thanks",

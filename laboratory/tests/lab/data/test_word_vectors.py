@@ -32,9 +32,9 @@ def test_words_may_hold_blanks_the_first_of_two_counts_and_a_line_of_sizes_is_pa
     }
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_what_is_no_vector_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "v.txt"
+    for content, message in (
         ("a 1 2\nb 1\n", r"v\.txt, line 2: a word and 1 numbers; expected 2, the model's width"),
         ("a 1 2 3\n", r"line 1: a word and more than 2 numbers; expected 2"),
         ("a 1 2\nb 1 x\n", r"line 2: not all of the last 2 fields are numbers"),
@@ -43,10 +43,7 @@ def test_words_may_hold_blanks_the_first_of_two_counts_and_a_line_of_sizes_is_pa
         ("a 1 2\nb 1 1e40\n", r"line 2: the vector of 'b' holds a number that is not finite; drop the line"),
         (f"a {'1 ' * 100_000}", r"line 1: a word and more than 2 numbers"),
         ("", r"is empty; expected a word and 2 numbers in each line"),
-    ],
-)
-def test_what_is_no_vector_is_refused_by_its_line(tmp_path, content, message):
-    path = tmp_path / "v.txt"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_word_vectors(path, {"a", "b"}, 2)
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            read_word_vectors(path, {"a", "b"}, 2)

@@ -12,8 +12,7 @@ import pytest
 from distributed.processes import Processes
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
-from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES, PROBING_SCALES
 from headwise_lab.tasks.glue.scales import GLUE_SCALES
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES

@@ -20,7 +20,6 @@ from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.frozen.vectors import encodings, fingerprint
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
-from headwise_lab.tasks.classification.task import list_words
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import Trained, load_trained
 from lab.command import call
@@ -89,7 +88,7 @@ def states_of(trained: Trained, numbers: list[int]) -> dict[int, Tensor]:
     data, device = trained.data, next(trained.model.parameters()).device
     known = {word: place for place, word in enumerate(data.vocabulary)}
     for number in numbers:
-        words = [data.texts.types[word].lower() for word in data.texts.words[number]]
+        words = [data.texts.types[word].lower() for word in data.texts.words[0][number]]
         tokens = torch.tensor([[2, *(known.get(word, 1) for word in words), 3]], device=device)
         trained.model(tokens=tokens, numbers=torch.tensor([number]))
     handle.remove()
@@ -191,7 +190,7 @@ def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
 def test_a_run_keeps_how_rare_its_training_words_are_and_what_parsed_them(run_of, pipeline):
     folder, settings = run_of("roles")
     data = load_trained(settings, folder).data
-    kept, counted = hw.roles.IDF.load(folder / "idf.json"), hw.roles.idf(list_words(data, data.train))
+    kept, counted = hw.roles.IDF.load(folder / "idf.json"), hw.roles.idf(data.words(data.train))
     for word in ("the", "lovely", ".", "never-seen", *map(str, range(30))):
         assert kept(word) == counted(word)
     assert kept("the") < kept("lovely") < kept("never-seen")

@@ -12,16 +12,16 @@ from fuzz.mutate import mutate_json_lines, mutate_text
 from headwise.texts.labeled_texts import Layout, read_labeled, read_texts
 from headwise_lab.data.probing_files import drop_repeats, read_probing
 from headwise_lab.data.word_vectors import pack_vectors
-from headwise_lab.tasks.classification.data import load_data
-from headwise_lab.tasks.classification.probing_data import load_probing
+from headwise_lab.tasks.classification.probing import load_probing
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.task import load_data
 from headwise_lab.tasks.glue.files import read_split
 from headwise_lab.tasks.logic.data import load_logic
 from headwise_lab.tasks.logic.generator import generate
 from headwise_lab.tasks.logic.scales import LogicScale
-from headwise_lab.tasks.sentence.data import load_sentences
-from headwise_lab.tasks.sentence.files import read_set
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
+from headwise_lab.tasks.sentence.task import load_sentences
+from headwise_lab.texts.sets import read_set
 from lab.tasks.classification.probing_toy import write_probing
 from lab.tasks.glue.glue_toy import write_glue
 from lab.tasks.logic.logic_toy import TOY

@@ -24,10 +24,10 @@ from headwise_lab.probing.figures import make_heads_grid, make_layers_grid
 from headwise_lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
 from headwise_lab.probing.probe import ProbedTask, choose_sentences, judge_probes
 from headwise_lab.probing.request import parse_heads, parse_layers
-from headwise_lab.tasks.classification.probing import ProbingTask
-from headwise_lab.tasks.classification.probing_data import load_probing
-from headwise_lab.tasks.classification.probing_scales import PROBING_SCALES
+from headwise_lab.tasks.classification.probing import ProbingTask, load_probing
+from headwise_lab.tasks.classification.scales import PROBING_SCALES
 from headwise_lab.training.train import train_run
+from headwise_lab.training.trained import load_trained
 from lab.command import call, refused
 from lab.tasks.classification.probing_toy import FILLERS, WORDS, write_bert, write_probing
 
@@ -54,7 +54,7 @@ def probing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_vectors_are_the_means_over_the_real_tokens_of_each_sentence_alone(bert, tmp_path):
     frozen = open_frozen(bert)
-    found = encodings(frozen, SENTENCES, tmp_path, model="m")
+    found = encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
     assert found.counts == (3, 3)
     model = BertModel.from_pretrained(bert, attn_implementation="eager").eval()
     given: list[torch.Tensor] = []
@@ -71,14 +71,13 @@ def test_vectors_are_the_means_over_the_real_tokens_of_each_sentence_alone(bert,
             for head in range(3):
                 own = concatenated[0, :, 8 * head : 8 * head + 8].mean(0)
                 np.testing.assert_allclose(found.head(layer, head)[place], own, atol=1e-5)
-
-
-def test_sentences_are_encoded_once_for_a_model_and_a_text(bert, tmp_path):
-    frozen = open_frozen(bert)
-    first = encodings(frozen, SENTENCES, tmp_path / "cache", model="m")
+    # a set of heads stands side by side
+    both = parse_heads("1.2+0.0", found.counts)[0].select(found)
+    assert np.array_equal(both, np.concatenate([found.heads[1][:, 16:24], found.heads[0][:, 0:8]], axis=1))
+    # sentences are encoded once for a model and a text
     silent = dataclasses.replace(frozen, states=lambda _batch: pytest.fail("encoded again"))
     again = encodings(silent, SENTENCES, tmp_path / "cache", model="m")
-    assert np.array_equal(first.layers, again.layers)
+    assert np.array_equal(found.layers, again.layers)
     for other in ({"model": "n"}, {"model": "m", "heads": False}):
         with pytest.raises(pytest.fail.Exception, match="encoded again"):
             encodings(silent, SENTENCES, tmp_path / "cache", **other)
@@ -86,10 +85,11 @@ def test_sentences_are_encoded_once_for_a_model_and_a_text(bert, tmp_path):
     assert len([*(tmp_path / "cache").iterdir()]) == 1
 
 
-def test_the_fingerprint_is_that_of_the_weights_and_not_of_a_readme(bert, tmp_path):
-    copy = Path(shutil.copytree(bert, tmp_path / "copy"))
+def test_a_model_has_the_name_of_its_folder_and_the_fingerprint_of_its_weights(bert, tmp_path):
+    copy = Path(shutil.copytree(bert, tmp_path / "mine" / "model"))
     (copy / "README.md").write_text("what it is")
     assert fingerprint(open_frozen(copy)) == fingerprint(open_frozen(bert))
+    assert [open_frozen(place).name for place in (bert, copy)] == ["bert", "mine"]
     model = BertModel.from_pretrained(copy)
     with torch.no_grad():
         model.encoder.layer[1].output.dense.bias += 1e-3
@@ -97,18 +97,14 @@ def test_the_fingerprint_is_that_of_the_weights_and_not_of_a_readme(bert, tmp_pa
     assert fingerprint(open_frozen(copy)) != fingerprint(open_frozen(bert))
 
 
-def test_a_folder_called_model_has_the_name_of_the_one_around_it(bert, tmp_path):
-    assert open_frozen(Path(shutil.copytree(bert, tmp_path / "mine" / "model"))).name == "mine"
-    assert open_frozen(Path(shutil.copytree(bert, tmp_path / "yours"))).name == "yours"
-
-
-@pytest.mark.parametrize("arm", ["plain", "em:layers=0"])
+@pytest.mark.parametrize("arm", [pytest.param("plain", marks=pytest.mark.full), "em:layers=0"])
 def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder, tmp_path):
     toy = dataclasses.replace(
         PROBING_SCALES["demo"], name="toy", width=12, heads=3, head_size=4, hidden=12, epochs=1, min_count=1
     )
     place = probing_folder / "past_present.txt"
-    train_run(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
+    settings = RunSettings("probing", toy, parse_arm(arm), seed=1, data=place)
+    train_run(settings, tmp_path / "arm" / "seed-1")
     frozen = open_frozen(tmp_path / "arm" / "seed-1")
     assert frozen.name == "arm-seed-1"
     task = ProbingTask()
@@ -117,9 +113,7 @@ def test_the_top_layer_of_a_run_is_what_its_classifier_reads(arm, probing_folder
     found = encodings(frozen, texts, tmp_path / "cache", model=fingerprint(frozen))
     assert found.layers.shape == (3, len(texts), 12)
     assert [array.shape for array in found.heads] == [(len(texts), 12)] * 2
-    from headwise_lab.training.trained import load_trained
-
-    trained = load_trained(RunSettings("probing", toy, parse_arm(arm), seed=1, data=place), tmp_path / "arm" / "seed-1")
+    trained = load_trained(settings, tmp_path / "arm" / "seed-1")
     device = next(trained.model.parameters()).device
     tokens = task.collate([data.test[place] for place in range(len(texts))])["tokens"].to(device)
     with torch.no_grad():
@@ -174,6 +168,7 @@ def test_vectors_are_standardised_by_the_training_split():
     assert fit(Classifier(), still) == fit(Classifier(), given)
 
 
+@pytest.mark.full
 def test_one_hidden_layer_tells_what_no_line_does():
     draw = np.random.default_rng(3)
     vectors = draw.uniform(-1, 1, size=(1200, 2))
@@ -207,25 +202,18 @@ def test_what_is_at_chance_is_told_from_what_is_not():
     assert ProbedTask.read(json.loads(json.dumps(task.record()))) == task
 
 
-@pytest.mark.parametrize(("text", "said"), [("2", "--layers has '2'"), ("emb,x", "--layers has 'x'")])
-def test_layers_that_are_not_there_are_refused(text, said):
-    with pytest.raises(SettingError, match=said):
-        parse_layers(text, 2)
-
-
-def test_heads_and_sets_of_heads_are_named_by_layer_and_number():
+def test_layers_heads_and_sets_of_heads_are_named_by_number():
     assert [one.heads for one in parse_heads("0.1,1.0+0.2", (3, 1))] == [((0, 1),), ((1, 0), (0, 2))]
     # one set once, in the order of its first name
     assert [str(one) for one in parse_heads("0.1, 0.1,1.0+0.1 + 1.0,0.1+1.0", (3, 1))] == ["0.1", "1.0+0.1"]
     assert parse_heads("none", (3,)) == []
-    with pytest.raises(SettingError, match=r"--heads has '1.1'; expected all, none, or LAYER.HEAD from 0.0 to 1.0"):
-        parse_heads("1.1", (3, 1))
-
-
-def test_a_set_of_heads_stands_side_by_side(bert, tmp_path):
-    found = encodings(open_frozen(bert), SENTENCES, tmp_path, model="m")
-    both = parse_heads("1.2+0.0", found.counts)[0].select(found)
-    assert np.array_equal(both, np.concatenate([found.heads[1][:, 16:24], found.heads[0][:, 0:8]], axis=1))
+    for parse, text, known, said in (
+        (parse_heads, "1.1", (3, 1), r"--heads has '1.1'; expected all, none, or LAYER.HEAD from 0.0 to 1.0"),
+        (parse_layers, "2", 2, "--layers has '2'"),
+        (parse_layers, "emb,x", 2, "--layers has 'x'"),
+    ):
+        with pytest.raises(SettingError, match=said):
+            parse(text, known)
 
 
 def test_a_capped_number_of_sentences_keeps_to_its_shares(probing_folder):
@@ -264,7 +252,7 @@ def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, cap
     capsys.readouterr()
     done: list[str] = []
     probed = run._probe
-    monkeypatch.setattr(run, "_probe", lambda *given: done.append(given[2].task) or probed(*given))
+    monkeypatch.setattr(run, "_probe", lambda *given: done.append(given[0].task) or probed(*given))
     assert call(*words) == 0
     assert done == ["past_present"]  # the other was there
     shown = capsys.readouterr().out
@@ -289,7 +277,7 @@ def test_the_command_shows_keeps_and_goes_on(bert, probing_folder, tmp_path, cap
 
 
 def test_a_small_set_is_fit_with_the_penalty_that_is_named():
-    # scikit-learn divides by the batch, which has all of a small set
+    # scikit-learn divides by the batch, which is all of a small set
     for count, batch in ((40, 40), (5_000, fitting.BATCH)):
         layer = fitting._make_hidden_layer(Classifier("mlp"), 0.3, count)
         assert layer.alpha / layer.batch_size == pytest.approx(0.3)

@@ -46,126 +46,98 @@ def words(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     return ["probe", str(bert), "--data", "data", "--workers", "1"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--layers", "99"), "--layers has '99'; expected all, none, or some of emb, 0, 1"),
-        (("--heads", "0.7"), "--heads has '0.7'"),
-        (("--layers", "none", "--heads", "none"), "--layers and --heads are both none"),
-        (("--task", "all,past_present"), "--task is 'all,past_present'; expected all, or names of files without it"),
-        (("--task", "word_content"), "word_content does not exist"),
-        (
-            ("--data", "data/past_present.txt", "--task", "tree_depth"),
-            "and --task is tree_depth; name its folder",
-        ),
-        (("--workers", "0"), "--workers is 0; expected an integer of at least 1"),
-        (("--workers", "-3"), "--workers is -3; expected an integer of at least 1"),
-        (("--classifier", "forest"), "classifier is 'forest'"),
-        (("--sentences", "5"), "no dev sentence is left; raise --sentences"),
-    ],
-)
-def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(options, said, words, capsys, monkeypatch):
+def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(words, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(run, "encodings", lambda *_given, **_named: pytest.fail("encoded"))
-        assert said in refused(capsys, *words, "--out", "out", *options)
+        for options, said in (
+            (("--layers", "99"), "--layers has '99'; expected all, none, or some of emb, 0, 1"),
+            (("--heads", "0.7"), "--heads has '0.7'"),
+            (("--layers", "none", "--heads", "none"), "--layers and --heads are both none"),
+            (
+                ("--task", "all,past_present"),
+                "--task is 'all,past_present'; expected all, or names of files without it",
+            ),
+            (("--task", "word_content"), "word_content does not exist"),
+            (("--data", "data/past_present.txt", "--task", "tree_depth"), "and --task is tree_depth; name its folder"),
+            (("--workers", "0"), "--workers is 0; expected an integer of at least 1"),
+            (("--workers", "-3"), "--workers is -3; expected an integer of at least 1"),
+            (("--classifier", "forest"), "classifier is 'forest'"),
+            (("--sentences", "5"), "no dev sentence is left; raise --sentences"),
+            (("--out", "runs/probe/cache"), "is the folder of --cache, which may be removed"),
+        ):
+            assert said in refused(capsys, *words, "--out", "out", *options)
+    for name in ("settings", "config", "comparison"):
+        write_probing(Path("data") / f"{name}.txt", {"tr": 60, "va": 20, "te": 30})
+        said = refused(capsys, *words[:3], f"data/{name}.txt")
+        assert f"its results cannot be called {name}.json; rename the file" in said
+    assert [path.name for path in Path("runs/probe").iterdir()] == ["cache"]
     assert not Path("out").exists()
-
-
-def test_the_right_command_runs_after_a_wrong_one(words, capsys):
-    quick = [*words, "--task", "tree_depth", "--heads", "none", "--out", "out"]
-    refused(capsys, *quick, "--layers", "9")
-    assert call(*quick, "--layers", "0") == 0
-
-
-def test_one_file_is_probed_under_its_own_name(words):
-    assert (
-        call(*words, "--data", "data/past_present.txt", "--task", "past_present", "--layers", "0", "--heads", "0.0")
-        == 0
-    )
-    assert Path("runs/probe/bert-layers_0-heads_0.0/past_present.json").is_file()
 
 
 def test_results_of_other_sentences_are_not_shown_for_those_of_this_file(words, capsys):
     quick = [*words, "--heads", "none", "--layers", "emb", "--out", "out"]
     assert call(*quick, "--task", "tree_depth") == 0
-    before = Path("out/tree_depth.json").read_text()
+    place = Path("out/tree_depth.json")
+    before = place.read_text()
     write_probing(Path("data/tree_depth.txt"), {"tr": 60, "va": 20, "te": 30}, seed=9)
     said = refused(capsys, *quick)
-    old = json.loads(before)["data"]
-    assert f"out/tree_depth.json is about other sentences (digest {old}) than those of data/tree_depth.txt" in said
+    record = json.loads(before)
+    assert f"{place} is about other sentences (digest {record['data']}) than those of data/tree_depth.txt" in said
     assert "choose another --out" in said
-    assert Path("out/tree_depth.json").read_text() == before
+    assert place.read_text() == before
     assert not Path("out/past_present.json").exists()
     assert call(*quick, "--task", "past_present") == 0
-
-
-def test_a_result_that_does_not_say_its_data_is_refused(words, capsys):
-    quick = [*words, "--heads", "none", "--layers", "emb", "--out", "out", "--task", "tree_depth"]
-    assert call(*quick) == 0
-    place = Path("out/tree_depth.json")
-    record = json.loads(place.read_text())
+    # a result that does not name its data is refused
     place.write_text(json.dumps({name: value for name, value in record.items() if name != "data"}))
     assert "tree_depth.json is not the result of a probe" in refused(capsys, *quick)
 
 
-def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(words):
+def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(words, capsys):
     quick = [*words, "--task", "tree_depth"]
-    assert call(*quick, "--layers", "emb,1", "--heads", "none") == 0
     assert call(*quick, "--layers", "none", "--heads", "0.1,0.1+1.0", "--sentences", "0", "--seed", "3") == 0
-    assert call(*quick) == 0
+    # the same layers in other words are the same probe
+    for layers in ("emb, 1", "emb,1"):
+        assert call(*quick, "--layers", layers, "--heads", "none") == 0
+    assert call(*quick, "--data", "data/tree_depth.txt", "--layers", "0", "--heads", "0.0") == 0
     assert sorted(path.name for path in Path("runs/probe").iterdir()) == [
-        "bert",
+        "bert-layers_0-heads_0.0",
         "bert-layers_emb,1-heads_none",
         "bert-layers_none-heads_0.1,0.1+1.0-sentences_all-seed_3",
         "cache",
     ]
-
-
-def test_the_same_layers_in_other_words_are_the_same_probe(words, capsys):
-    assert call(*words, "--heads", "none", "--layers", "emb, 1") == 0
-    assert call(*words, "--heads", "none", "--layers", "emb,1") == 0
-    assert [one.name for one in Path("runs/probe").iterdir() if one.name != "cache"] == ["bert-layers_emb,1-heads_none"]
+    assert Path("runs/probe/bert-layers_0-heads_0.0/tree_depth.json").is_file()
     settings = Path("runs/probe/bert-layers_emb,1-heads_none/settings.json")
     settings.write_text(settings.read_text().replace(FORM, "fit-1"))
     said = refused(capsys, *words, "--heads", "none", "--layers", "emb,1")
     assert f"settings.json has form 'fit-1' but '{FORM}' is requested; choose another --out" in said
-
-
-def test_names_that_are_taken_are_refused(words, capsys):
-    assert "is the folder of --cache, which may be removed" in refused(capsys, *words, "--out", "runs/probe/cache")
-    for name in ("settings", "config", "comparison"):
-        write_probing(Path("data") / f"{name}.txt", {"tr": 60, "va": 20, "te": 30})
-        said = refused(capsys, *words[:3], f"data/{name}.txt")
-        assert f"its results cannot be called {name}.json; rename the file" in said
-    assert not Path("runs").exists()
+    assert signature(probe).parameters["sentences"].default == SENTENCES
 
 
 def test_classifiers_that_did_not_come_to_their_end_are_counted(words, monkeypatch, capsys):
-    assert call(*words, "--heads", "none", "--out", "whole") == 0
+    quick = [*words, "--task", "past_present", "--heads", "none"]
+    assert call(*quick, "--out", "whole") == 0
     assert "limit of iterations" not in Path("whole/probe.md").read_text()
     monkeypatch.setattr(fit, "ITERATIONS", 1)
-    assert call(*words, "--heads", "none", "--out", "short") == 0
+    assert call(*quick, "--out", "short") == 0
     said = "Tense: 3 of 3 classifiers ended at their limit of iterations."
     assert said in Path("short/probe.md").read_text()
     assert said in capsys.readouterr().out
 
 
-def test_what_is_typed_by_default_is_no_part_of_a_folder_s_name():
-    assert signature(probe).parameters["sentences"].default == SENTENCES
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "comparison.json"])
-def test_a_folder_of_something_else_is_not_written_to(name, words, capsys):
-    Path("mine").mkdir()
-    (Path("mine") / name).write_text("{}")
-    assert f"mine holds a model or runs ({name}); choose another --out" in refused(capsys, *words, "--out", "mine")
-    assert [path.name for path in Path("mine").iterdir()] == [name]
-
-
-def test_a_folder_of_an_unfinished_run_is_not_written_to(words, capsys):
-    Path("mine").mkdir()
-    (Path("mine") / "settings.json").write_text(json.dumps({"task": "logic"}))
-    assert "mine holds a model or runs (settings.json)" in refused(capsys, *words, "--out", "mine")
+def test_a_folder_of_something_else_is_not_written_to(words, capsys):
+    files = {
+        "config.json": "{}",
+        "model.safetensors": "{}",
+        "comparison.json": "{}",
+        "settings.json": '{"task": "logic"}',
+    }
+    for name, content in files.items():
+        place = Path(f"of-{name}")
+        place.mkdir()
+        (place / name).write_text(content)
+        said = refused(capsys, *words, "--out", str(place))
+        assert f"{place} holds a model or runs ({name}); choose another --out" in said
+        assert [path.name for path in place.iterdir()] == [name]
 
 
 def test_a_run_of_sentence_has_heads_and_no_layers(words, tmp_path, capsys):

@@ -44,7 +44,7 @@ def test_it_ends_where_scikit_learn_does_in_float64_from_penalty_to_penalty():
         assert np.mean(found.predict(vectors) == slow.predict(vectors)) > 0.99
 
 
-def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes():
+def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes(monkeypatch):
     vectors, labels = drawn(110, 700)
     found = SoftmaxRegression(0.02).fit(vectors, labels)
     first = found.n_iter_
@@ -55,19 +55,12 @@ def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes():
     assert np.array_equal(found.set_params(penalty=0.01).fit(vectors, labels * 2).coef_, fresh.coef_)
     short = SoftmaxRegression(0.01, max_iter=2).fit(vectors, labels)
     assert (short.n_iter_, short.converged_) == (2, False)
-
-
-def test_a_fit_that_stops_before_its_last_iteration_need_not_have_come_to_its_end(monkeypatch):
-    vectors, labels = drawn(110, 700)
+    # a fit that stops before its last iteration need not have come to its end
     given = dict.fromkeys(("train", "dev", "test"), Split(vectors, labels))
     assert fit(Classifier(penalties=(1e-3,)), given).converged
     # the loss is read three times at most
     monkeypatch.setattr(softmax_regression, "EVALUATIONS", 0.03)
     assert not fit(Classifier(penalties=(1e-3,)), given).converged
-
-
-def test_what_it_cannot_take_is_refused():
-    vectors, labels = drawn(3, 30)
     with pytest.raises(SettingError, match=r"penalty is 0\.0"):
         SoftmaxRegression(0.0).fit(vectors, labels)
     with pytest.raises(SettingError, match="max_iter is 0"):

@@ -14,9 +14,9 @@ from headwise.roles.idf import idf
 from headwise.roles.roles import Dependency, Major, Rare, Separator, Window
 from headwise_lab.experiment.arm import PARSED, ROLES, Guided
 from headwise_lab.role_masks.sentences import Donors
-from headwise_lab.tasks.classification.data import collate
 from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
 from headwise_lab.tasks.classification.task import ClassificationTask
+from headwise_lab.texts.data import collate
 from lab.sentences import parse_without_spacy, parsed, write_sentences
 
 TASK = ClassificationTask()
@@ -114,7 +114,7 @@ def test_a_shuffled_parse_changes_the_roles_of_a_parse_alone(data, scale):
 
 
 def test_another_parse_is_that_of_a_training_sentence_of_as_many_words_and_never_the_own_one(data):
-    lengths, pool = data.texts.words.lengths, data.train.numbers.tolist()
+    lengths, pool = data.texts.words[0].lengths, data.train.numbers.tolist()
     donors = Donors(data.texts.table, lengths, pool, seed=8)
     parses = {number: data.texts.table(number).parse() for number in pool}
     from_another = 0

@@ -20,8 +20,7 @@ from headwise_lab.results.figures import Picture, choose_styles, draw_means, dra
 from headwise_lab.results.runs import Run
 from headwise_lab.results.table import PLAIN, Table
 from headwise_lab.tasks.graph2text.ratings import make_outputs_page, read_items, write_rating
-from headwise_lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY
-from headwise_lab.tasks.sentence.uncertainty import read_reliability
+from headwise_lab.tasks.sentence.analyses import ATTENTION_MAPS, ENTROPY, RELIABILITY, read_reliability
 
 READ, RATED = 10, 50
 PAGE = "outputs.html"

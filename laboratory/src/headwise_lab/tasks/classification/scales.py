@@ -1,4 +1,4 @@
-"""The sizes of the classification task and their presets; `demo` and `cpu` were chosen on dev, without roles."""
+"""The sizes of the classification and probing tasks; `task.toml` and `probing.toml` have their presets."""
 
 import functools
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from headwise.errors import SettingError, require_integer
 from headwise.settings import Count, Dropout, Natural, Positive
 from headwise.texts.tables import USUAL, Columns
-from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
+from headwise_lab.experiment.scale import UNRECORDED, Scale, read_presets
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,6 @@ class ClassificationScale(Scale):
             require_integer("fold", self.fold, high=self.folds - 1)
 
 
-# cpu: train_examples caps the phrases of SST only.
-# paper: Wang et al. 2021 and its released code: width, heads of 100 // 6, post-norm, ten folds, at most 30 epochs and
-# the middle of its grid for rate, dropout and batch size; set layers (2 to 8) and heads (6 or 8) with --set.
-CLASSIFICATION_SCALES = presets(
-    ClassificationScale,
-    "demo cpu paper",
-    width=[48, 100, 100],
-    layers=2,
-    heads=6,
-    head_size=[8, 16, 16],
-    hidden=[96, 256, 256],
-    norm_first=[True, True, False],
-    dropout=[0.2, 0.3, 0.3],
-    learning_rate=[2e-3, 2e-3, 5e-4],
-    batch_size=[32, 32, 64],
-    epochs=[3, 6, 30],
-    warmup_steps=[100, 100, 0],
-    train_examples=[3_000, 10_000, None],
-    folds=[None, None, 10],
+CLASSIFICATION_SCALES, PROBING_SCALES = (
+    read_presets(Path(__file__).with_name(file), ClassificationScale) for file in ("task.toml", "probing.toml")
 )

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ShapeError, require_integer
 from headwise.nn.additive import AdditiveAttention
-from headwise_lab.models.text_classifiers import TextClassifier, WordVectors
+from headwise_lab.models.text_classifiers import TextClassifier, WordVectors, run_lstm
 from headwise_lab.tasks.sentence.scales import SentenceScale
 
 
@@ -84,11 +84,7 @@ class SelfAttentive(TextClassifier):
     def attend(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the concatenated heads of each text, [B, r * d], and their attention, [B, r, L], 0 at padding."""
         padding = tokens == 0
-        lengths = (~padding).sum(dim=1).cpu()
-        if not bool((lengths > 0).all()):
-            raise ShapeError(f"text {int((lengths == 0).nonzero()[0])} of the batch is padding alone; leave it out.")
-        packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
-        states, _ = nn.utils.rnn.pad_packed_sequence(
-            self.recurrent(packed)[0], batch_first=True, total_length=tokens.shape[1]
-        )
-        return self.attention(states, padding)
+        empty = padding.all(dim=1)
+        if bool(empty.any()):
+            raise ShapeError(f"text {int(empty.nonzero()[0])} of the batch is padding alone; leave it out.")
+        return self.attention(run_lstm(self.recurrent, self.words(tokens), padding), padding)

@@ -1,11 +1,11 @@
-"""The sizes of the sentence task and their presets; `demo` and `cpu` were chosen on dev, with plain attention."""
+"""The sizes of the sentence task; `task.toml` has their presets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.settings import Count, Dropout, Natural, Positive, Share
 from headwise.texts.tables import USUAL, Columns
-from headwise_lab.experiment.scale import UNRECORDED, Scale, presets
+from headwise_lab.experiment.scale import UNRECORDED, Scale, read_presets
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,4 @@ class SentenceScale(Scale):
         return 1
 
 
-SENTENCE_SCALES = presets(
-    SentenceScale,
-    "demo cpu paper",
-    width=[48, 100, 300],
-    units=[32, 64, 300],
-    attention=[32, 64, 350],
-    heads=[8, 30, 30],
-    hidden=[64, 256, 3_000],
-    dropout=0.3,
-    learning_rate=[3e-3, 2e-3, 5e-4],
-    batch_size=[32, 32, 128],
-    epochs=[3, 4, 30],
-    warmup_steps=[50, 100, 0],
-    clip_norm=[1.0, 1.0, 0.5],
-    max_words=[60, 100, 500],
-    min_count=[2, 2, 1],
-    train_examples=[3_000, None, None],
-)
+SENTENCE_SCALES = read_presets(Path(__file__).with_name("task.toml"), SentenceScale)

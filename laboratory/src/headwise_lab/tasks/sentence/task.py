@@ -5,47 +5,96 @@ Further measures of a classifier's answers: loss, calibration and, for two class
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import DataError
-from headwise.input_files import encode_json
+from headwise.heads.find import find_heads
+from headwise.input_files import name_in_errors
 from headwise.metrics.calibration import reliability_of
-from headwise.texts.batching import batch_by_length
-from headwise.texts.frozen import Frozen
-from headwise_lab.experiment.evaluation import Accuracy, Measure, round_to_bins
-from headwise_lab.experiment.task import Answers, ClassifierTask
-from headwise_lab.models.text_classifiers import (
-    SentenceClassifier,
-    SentenceCNN,
-    SentenceLSTM,
-    TextClassifier,
-    WordVectors,
-)
-from headwise_lab.tasks.sentence.analyses import ANALYSES
-from headwise_lab.tasks.sentence.data import Encoded, SentenceData, Sentences, collate, load_sentences
-from headwise_lab.tasks.sentence.files import read_set
-from headwise_lab.tasks.sentence.frozen import open_sentence
+from headwise.texts.batching import Encoded, Row, batch_by_length
+from headwise.texts.frozen import Agreement, Fidelity, Frozen
+from headwise_lab.data.splits import order_by_hash
+from headwise_lab.experiment.task import Answers, name_run
+from headwise_lab.frozen.runs import batch_rows, list_files
+from headwise_lab.models.text_classifiers import TextClassifier
 from headwise_lab.tasks.sentence.model import SelfAttentive
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
+from headwise_lab.texts.data import UNKNOWN, Form, Split, TextData, Texts, load_texts
+from headwise_lab.texts.sets import read_set
+from headwise_lab.texts.task import TextTask, make_vectors, restore_classifier
+from headwise_lab.texts.words import find_spacy, locate_words, tokenize
+from headwise_lab.training.trained import list_weights
 
-SHOWN = (
-    Measure("NLL", "NLL", better="lower", digits=3),
-    Measure("ECE", "ECE", better="lower", digits=3),
-    Measure("OE", "OE", better="lower", digits=3),
-    Measure("AUC-ROC", "AUC-ROC", digits=3),
-    Measure("AUC-PR", "AUC-PR", digits=3),
-    Measure("MCC", "MCC", digits=3),
-    Measure("F1", "F1", digits=3),
-)
+ENCODING = "sentence-1"  # changes with anything that changes the words
+# Examples that are answered together.
+BATCH = 128
 # Lower bound of a probability in the loss.
 LEAST = 1e-12
+# The label that `SentenceScale.positive` is about.
+POSITIVE = "1"
+FORM = Form(
+    words=lambda texts, _scale, _cache, progress: [*tokenize(texts, progress=progress)],
+    key=lambda _example, words: ("example", *(" ".join(text) for text in words)),
+    grouped=True,
+    bounded=False,
+    left_out=("without_words", "without a word left out"),
+    cut="texts cut to the longest length",
+)
+
+
+class SentenceData(TextData):
+    """The task's data."""
+
+    def describe_labels(self) -> str:
+        """Return the labels with their shares of test, the size of the vocabulary, and how many words have a vector."""
+        shares = np.bincount(self.test.labels, minlength=len(self.labels)) / len(self.test)
+        labels = ", ".join(f"{name} {share:.0%}" for name, share in zip(self.labels, shares, strict=True))
+        known = f", {len(self.texts.vectors):,} words of the set with a vector" if self.texts.vectors else ""
+        return f"labels of test {labels}; {len(self.vocabulary):,} token ids{known}"
+
+
+def load_sentences(place: Path, scale: SentenceScale, cache: Path | None, *, progress: bool = False) -> SentenceData:
+    """Return the data of a scale.
+
+    Of published splits, training examples that are also in dev or test are left out, and dev is cut from training if
+    there is none. A set without splits is cut into tenths by a hash of the text, the premise or the author.
+
+    Raises:
+        DataError: A file is missing or malformed, a split is empty, or there are too few examples of label 1.
+        HeadwiseError: spaCy is not installed.
+    """
+    found = read_set(place, scale.columns)
+    inputs = f"{ENCODING} {scale.max_words} {found.description} {[*found.splits]} {find_spacy()}"
+    inputs += "" if scale.embeddings is None else f" vectors {scale.width}"
+    inputs = " ".join([inputs, *scale.columns.words()])
+    files = [] if scale.embeddings is None else [scale.embeddings]
+    texts = load_texts(found, FORM, scale, cache, inputs, files, progress=progress)
+    with name_in_errors(place):
+        splits, dropped = texts.cut_splits()
+    before = sum(map(len, splits.values()))
+    if scale.positive is not None:
+        splits = {name: _thin(texts, numbers, scale.positive, place) for name, numbers in splits.items()}
+    thinned = before - sum(map(len, splits.values()))
+    return SentenceData.of(texts, splits, FORM, scale, place, dropped=dropped, thinned=thinned)
+
+
+def _thin(texts: Texts, numbers: NDArray[np.int64], share: float, place: Path) -> NDArray[np.int64]:
+    """Return a split with as many examples of label 1 left out as needed to reach their share."""
+    if sorted(texts.labels) != ["0", POSITIVE]:
+        raise DataError(f"{place} has labels {', '.join(texts.labels[:4])}; a share of label 1 needs labels 0 and 1.")
+    positive = texts.classes[numbers] == texts.labels.index(POSITIVE)
+    wanted = round(share / (1 - share) * int((~positive).sum()))
+    if wanted > int(positive.sum()):
+        raise DataError(f"{place}: {positive.mean():.1%} of a split have label 1, less than {share:.1%}; lower it.")
+    chosen = order_by_hash(numbers[positive], texts.keys, "thin")[:wanted]
+    return np.sort(np.concatenate([numbers[~positive], chosen]))
 
 
 def scores(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> dict[str, float]:
@@ -79,122 +128,113 @@ def scores(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> dic
     return found
 
 
-BATCH = 128
-# The last word count of each bin of test items; the last bin takes what is longer.
-BINS = (10, 20, 40, 80, 160)
-MODELS: Mapping[str, type[SentenceClassifier]] = {"cnn": SentenceCNN, "bilstm": SentenceLSTM}
-# Prefixes of the words of a pair: a word in both texts is two features.
-SIDES = ("", "2:")
-
-
-class SentenceTask(ClassifierTask):
+class SentenceTask(TextTask, settings=Path(__file__).with_name("task.toml")):
     """Self-attentive sentence classification (Lin et al. 2017; An et al. 2020, section 5.1); see `task.Task`."""
 
     name = "sentence"
-    metric = Accuracy().name
-    primary = "accuracy on the test texts"
-    difficulty = "words, up to"
     scales = SENTENCE_SCALES
-    baselines = ("majority", "nb-lr")
-    models = tuple(MODELS)
-    shown = SHOWN
-    analyses = ANALYSES
-    probe_batch = BATCH
 
     def load(
         self, folder: Path | None, scale: SentenceScale, cache: Path | None, *, progress: bool = False
     ) -> SentenceData:
         """Return the data; see `load_sentences`."""
-        if folder is None:
-            raise DataError(
-                "sentence needs --data: a set's folder (Yelp, SNLI or SICK, PAN's author profiles; or train.tsv, "
-                "test.tsv and perhaps dev.tsv), or a single file with a label and one or two texts in each line."
-            )
-        return load_sentences(folder, scale, cache, progress=progress)
+        return load_sentences(self.require_place(folder), scale, cache, progress=progress)
 
     def find(self, folder: Path, scale: SentenceScale) -> None:  # noqa: ARG002  any scale reads the same files
         """Refuse a place without a set of texts or pairs."""
         read_set(folder)
 
-    def model(self, data: SentenceData, scale: SentenceScale) -> SelfAttentive:
+    def model(self, data: TextData, scale: SentenceScale) -> SelfAttentive:
         """Return a bidirectional LSTM with additive attention."""
-        return SelfAttentive(_word_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
+        return SelfAttentive(make_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
 
-    def other_model(self, name: str, data: SentenceData, scale: SentenceScale) -> SentenceClassifier:
-        """Return a temporal CNN, or a bidirectional LSTM with the mean of its states."""
-        return MODELS[name](_word_vectors(data, scale), len(data.labels), texts=1 + data.pairs)
+    def predict(self, model: TextClassifier, split: Split) -> NDArray[np.int64]:
+        """Return the predicted class of each example of a split, [N]."""
+        return probabilities(model, split).argmax(axis=1)
 
-    def collate(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
-        """Return a padded batch."""
-        return collate(examples)
-
-    def on_dev(self, model: TextClassifier, data: SentenceData) -> dict[str, Any]:
-        """Return the accuracy on dev."""
-        return {"pooled": float((probabilities(model, data.dev).argmax(axis=1) == data.dev.labels).mean())}
-
-    def on_test(self, model: TextClassifier, data: SentenceData) -> Answers:
+    def on_test(self, model: TextClassifier, data: TextData) -> Answers:
         """Return the predicted classes, whether they are right, and `scores`."""
         return _answers(probabilities(model, data.test), data.test)
 
-    def losses(self, model: TextClassifier, data: SentenceData) -> NDArray[np.float64]:
+    def losses(self, model: TextClassifier, data: TextData) -> NDArray[np.float64]:
         """Return the cross entropy of each test example, and 1."""
         found = probabilities(model, data.test)[np.arange(len(data.test)), data.test.labels]
         return np.stack([-np.log(np.maximum(found, LEAST)), np.ones(len(found))], axis=1)
 
-    def difficulties(self, data: SentenceData) -> NDArray[np.int64]:
-        """Return the number of words of each test example, rounded up to the end of its bin."""
-        return round_to_bins(data.test.lengths, BINS)
-
-    def baseline(self, name: str, data: SentenceData, seed: int) -> Answers:
+    def baseline(self, name: str, data: TextData, seed: int) -> Answers:
         """Return the answers of the most frequent class, or of a regression on naive Bayes log-count ratios."""
         if name == "majority":
             shares = np.bincount(data.train.labels, minlength=len(data.labels)) / len(data.train)
             return _answers(np.tile(shares, (len(data.test), 1)), data.test)
         # scikit-learn takes seconds to import
-        from headwise_lab.tasks.sentence.naive_bayes import naive_bayes_regression
+        from headwise_lab.models.bag_of_words import naive_bayes_regression
 
-        train, test = _words(data, data.train), _words(data, data.test)
+        train, test = data.words(data.train), data.words(data.test)
         return _answers(naive_bayes_regression(train, test, data.train.labels, seed=seed), data.test)
-
-    def extra_files(self, data: SentenceData) -> dict[str, str]:
-        """Return the vocabulary, the labels, and how many examples there were."""
-        kept = {"vocabulary": data.vocabulary, "labels": data.labels, "counts": data.counts()}
-        return {"vocabulary.json": encode_json(kept, indent=1, ascii_only=False) + "\n"}
 
     def open_frozen(self, folder: Path, record: Mapping[str, Any], pipeline: Path | None) -> Frozen:  # noqa: ARG002  nothing is parsed
         """Return the model of a run; of one that compares two texts, the part that reads each of them."""
-        return open_sentence(self, folder, record)
+        pairs = any(name.startswith("gate.") for name in list_weights(folder))
+        model, scale, vocabulary = restore_classifier(
+            self,
+            folder,
+            record,
+            SentenceScale,
+            lambda words, labels, scale: SelfAttentive(words, labels, scale, texts=1 + pairs),
+        )
+        read, encode = OneText(model) if pairs else model, FORM.encoder(vocabulary)
+
+        def row(sentence: str) -> Row:
+            whole = next(locate_words([sentence]))
+            found = whole[: scale.max_words]
+            numbers = encode([word for word, _ in found])
+            shown = tuple(
+                word if one != UNKNOWN else vocabulary[UNKNOWN] for (word, _), one in zip(found, numbers, strict=True)
+            )
+            return Row(numbers, shown, [span for _, span in found], cut=len(whole) > len(found))
+
+        def run(batch: Encoded) -> Tensor:
+            found = read(batch.inputs["input_ids"])
+            return found if isinstance(found, Tensor) else found["logits"]
+
+        return Frozen(
+            name_run(folder),
+            read,
+            find_heads(read),
+            batch_rows(row, read),
+            run,
+            None,
+            list_files(folder),
+            score=Fidelity if pairs else Agreement,
+            note="This run compares two texts; each line was read as one, and fidelity is of its heads side by side."
+            if pairs
+            else "",
+            longest=f"{scale.max_words} words",
+        )
 
 
-def probabilities(model: TextClassifier, split: Sentences) -> NDArray[np.float64]:
+class OneText(nn.Module):
+    """Returns the concatenated heads of each text, [B, r * d], of ids [B, L], by a model that compares two texts."""
+
+    def __init__(self, model: SelfAttentive) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the heads."""
+        return self.model.attend(tokens)[0]
+
+
+def probabilities(model: TextClassifier, split: Split) -> NDArray[np.float64]:
     """Return the probability of each class, [N, C], of each example of a split, in the split's order."""
-    found = None
-    for batch in batch_by_length(split.lengths, BATCH):
-        logits = SentenceTask().logits(model, split, np.asarray(batch))
-        answered = torch.softmax(logits.double(), dim=-1).cpu().numpy()
-        found = np.zeros((len(split), answered.shape[1])) if found is None else found
-        found[batch] = answered
-    assert found is not None  # no split is empty
+    places = batch_by_length(split.lengths, BATCH)
+    logits = [SentenceTask().logits(model, split, np.asarray(batch)).double() for batch in places]
+    answered = torch.cat([torch.softmax(one, dim=-1).cpu() for one in logits]).numpy()
+    found = np.empty_like(answered)
+    found[np.concatenate(places)] = answered
     return found
 
 
-def _answers(found: NDArray[np.float64], split: Sentences) -> Answers:
+def _answers(found: NDArray[np.float64], split: Split) -> Answers:
     predicted = found.argmax(axis=1)
     return Answers(predicted == split.labels, predicted, scores(found, split.labels))
-
-
-def _word_vectors(data: SentenceData, scale: SentenceScale) -> WordVectors:
-    ids, known = data.vectors(scale.width)
-    return WordVectors(len(data.vocabulary), scale.width, dropout=scale.dropout, ids=ids, known=known)
-
-
-def _words(data: SentenceData, split: Sentences) -> list[list[str]]:
-    """Return the words of each example of a split; those of a pair's second text are marked."""
-    return [
-        [
-            side + word
-            for text, side in zip(range(len(split.texts)), SIDES, strict=False)
-            for word in data.words.words(number, text)
-        ]
-        for number in split.numbers.tolist()
-    ]

@@ -13,11 +13,10 @@ import pytest
 
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
-from headwise_lab.tasks.sentence import words as sentence_words
-from headwise_lab.tasks.sentence.data import load_sentences
-from headwise_lab.tasks.sentence.files import read_set
 from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES, SentenceScale
-from headwise_lab.tasks.sentence.words import locate_words, tokenize
+from headwise_lab.tasks.sentence.task import load_sentences
+from headwise_lab.texts import words
+from headwise_lab.texts.sets import read_set
 from lab.tasks.sentence.sentence_sets import sentence, write_pairs, write_profiles, write_texts
 
 spacy = pytest.importorskip("spacy")
@@ -31,7 +30,7 @@ def scale(**changes: object) -> SentenceScale:
 
 
 def texts_of(data, split: str) -> list[str]:
-    return [" ".join(data.words.words(number)) for number in getattr(data, split).numbers.tolist()]
+    return [" ".join(words) for words in data.words(getattr(data, split))]
 
 
 def test_a_file_of_ones_own_is_cut_by_its_texts_and_encoded(tmp_path):
@@ -42,9 +41,9 @@ def test_a_file_of_ones_own_is_cut_by_its_texts_and_encoded(tmp_path):
     assert again.fingerprint == data.fingerprint
     assert again.train.texts[0].values.tolist() == data.train.texts[0].values.tolist()
     one = data.train[3]
-    words = [data.vocabulary[token] for token in one["tokens"]]
-    assert " ".join(words) == texts_of(data, "train")[3]
-    assert data.labels[one["label"]] == ("1" if {"awful", "dirty"} & {*words} else "0")
+    known = [data.vocabulary[token] for token in one["tokens"]]
+    assert " ".join(known) == texts_of(data, "train")[3]
+    assert data.labels[one["label"]] == ("1" if {"awful", "dirty"} & {*known} else "0")
     # a word of test that training does not have is unknown
     assert all(token < len(data.vocabulary) for text in data.test.texts for token in text.values)
     assert data.counts()["test_words_unknown"] > 0
@@ -55,30 +54,24 @@ def test_words_are_those_of_spacys_tokenizer_in_lower_case_and_cut(tmp_path):
     path.write_text("".join(f"{n % 2}\tIt Didn't  work, #{n} $5!\n" for n in range(40)), encoding="utf-8")
     data = load_sentences(path, scale(max_words=5), None)
     assert texts_of(data, "train")[0] == "it did n't work ,"
-    assert data.words.cut == 40
+    assert data.texts.cut == 40
 
 
-def test_lines_that_are_read_one_by_one_share_a_tokenizer(monkeypatch):
+def test_a_word_of_any_length_is_cut_in_time_and_lines_share_a_tokenizer(monkeypatch):
     made: list[str] = []
     blank = spacy.blank
     monkeypatch.setattr(spacy, "blank", lambda name: made.append(name) or blank(name))
-    sentence_words._make_tokenizer.cache_clear()
-    assert [next(tokenize([line])) for line in ("It didn't.", "It did.")] == [
-        ["it", "did", "n't", "."],
-        ["it", "did", "."],
-    ]
-    assert made == ["en"]
-
-
-def test_a_word_of_any_length_is_cut_in_time_and_keeps_its_place():
-    """A hundred thousand brackets took minutes."""
+    words._make_tokenizer.cache_clear()
+    assert [*words.tokenize(["It didn't.", "It did."])] == [["it", "did", "n't", "."], ["it", "did", "."]]
+    # a hundred thousand brackets took minutes
     text = f"It didn't {'(' * 100_000} end, {'x' * 1_000} {'y' * 1_050}."
     found = []
-    read_in_time(lambda: found.extend(next(locate_words([text]))))
+    read_in_time(lambda: found.extend(next(words.locate_words([text]))))
     assert all(text[start:end].lower() == word for word, (start, end) in found)
-    words = [word for word, _ in found if word != "("]
-    assert words == ["it", "did", "n't", "end", ",", "x" * 1_000, *["y" * 100] * 10, "y" * 50, "."]
-    assert len(found) == len(words) + 100_000
+    others = [word for word, _ in found if word != "("]
+    assert others == ["it", "did", "n't", "end", ",", "x" * 1_000, *["y" * 100] * 10, "y" * 50, "."]
+    assert len(found) == len(others) + 100_000
+    assert made == ["en"]
 
 
 def test_a_premise_or_an_author_is_in_one_split_alone(tmp_path):
@@ -98,78 +91,71 @@ def test_a_premise_or_an_author_is_in_one_split_alone(tmp_path):
 
 
 def test_pans_markup_is_taken_off_and_its_ages_are_the_labels(tmp_path):
-    found = read_set(write_profiles(tmp_path / "pan", authors=2, tweets=1))
+    folder = write_profiles(tmp_path, authors=2, tweets=1)
+    found = read_set(folder)
     assert [(one.label, one.texts, one.group) for one in found.splits["all"]] == [
         ("18-24", ("tweet 0 of 0 & friends",), "a0"),
         ("25-34", ("tweet 0 of 1 & friends",), "a1"),
     ]
-    text = "<author><documents><document><![CDATA[<p class='x'>a < b > c <br/>d</p>]]></document></documents></author>"
-    (tmp_path / "pan" / "a0.xml").write_text(text, encoding="utf-8")
-    assert read_set(tmp_path / "pan").splits["all"][0].texts == ("a < b > c d",)
-    text = f"<author><document>one <b>two</b> &amp;#{'9' * 5000}; <![CDATA[three]]></document></author>"
-    (tmp_path / "pan" / "a0.xml").write_text(text, encoding="utf-8")
-    assert read_set(tmp_path / "pan").splits["all"][0].texts == ("one two \ufffd three",)
-
-
-def test_an_author_whose_age_is_not_known_is_left_out(tmp_path):
-    folder = write_profiles(tmp_path, authors=3, tweets=2)
+    for text, read in (
+        ("<documents><document><![CDATA[<p class='x'>a < b > c <br/>d</p>]]></document></documents>", "a < b > c d"),
+        (f"<document>one <b>two</b> &amp;#{'9' * 5000}; <![CDATA[three]]></document>", "one two \ufffd three"),
+    ):
+        (folder / "a0.xml").write_text(f"<author>{text}</author>", encoding="utf-8")
+        assert read_set(folder).splits["all"][0].texts == (read,)
+    # an author whose age is not known is left out
+    write_profiles(folder, authors=3, tweets=2)
     (folder / "truth.txt").write_text("a0:::f:::18-24\na1:::m:::XX-XX\na2:::f:::25-34\n", encoding="utf-8")
     found = read_set(folder)
     assert {(one.group, one.label) for one in found.splits["all"]} == {("a0", "18-24"), ("a2", "25-34")}
     assert found.description == "tweets by their author's age (1 authors of unknown age left out)"
-    assert [path.name for path in found.paths[:2]] == ["a0.xml", "a2.xml"]
-    (folder / "truth.txt").write_text("".join(f"a{n}:::f:::XX-XX\n" for n in range(3)), encoding="utf-8")
-    with pytest.raises(DataError, match=r"knows the age of no author"):
-        read_set(folder)
+    assert [path.name for path in found.paths] == ["a0.xml", "a2.xml"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("truth.txt", "a0:::female:::18-24\nnobody", "line 2: 'nobody'; expected author:::gender:::age"),
-        ("truth.txt", "a0:::female:::18-24", "no line for author 'a1'"),
-        ("truth.txt", "a0:::f:::18-24\na1:::f:::25-34\na9:::f:::25-34", "names author 'a9'"),
-        ("truth.txt", "a0:::f:::18-24\na0:::f:::25-34", "line 2: author 'a0' occurs a second time"),
-        ("a0.xml", "<author>", "a0.xml, line 1: no XML that can be read"),
-        ("a0.xml", "<author>\n<document>&x;</document></author>", "a0.xml, line 2: no XML .*undefined entity"),
-        ("a0.xml", '<?xml version="1.0" encoding="nothing"?><author/>', "a0.xml, line 1: no XML .*unknown encoding"),
-        ("a0.xml", '<?xml version="1.0" encoding="utf-7"?><author/>', "a0.xml, line 1: .*multi-byte encodings"),
-        ("a0.xml", '<?xml version="1.0" encoding="idna"?><author/>', "a0.xml, line 1: no XML .*: convert the file"),
-    ],
-)
-def test_a_profile_that_does_not_fit_is_refused_by_its_file(name, content, message, tmp_path):
-    folder = write_profiles(tmp_path, authors=2)
-    (folder / name).write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=message):
-        read_set(folder)
+def test_a_profile_that_does_not_fit_is_refused_by_its_file(tmp_path):
+    for number, (name, content, message) in enumerate(
+        (
+            ("truth.txt", "a0:::female:::18-24\nnobody", "line 2: 'nobody'; expected author:::gender:::age"),
+            ("truth.txt", "a0:::female:::18-24", "no line for author 'a1'"),
+            ("truth.txt", "a0:::f:::18-24\na1:::f:::25-34\na9:::f:::25-34", "names author 'a9'"),
+            ("truth.txt", "a0:::f:::18-24\na0:::f:::25-34", "line 2: author 'a0' occurs a second time"),
+            ("truth.txt", "a0:::f:::XX-XX\na1:::f:::XX-XX", "knows the age of no author"),
+            ("a0.xml", "<author>", "a0.xml, line 1: no XML that can be read"),
+            ("a0.xml", "<author>\n<document>&x;</document></author>", "a0.xml, line 2: no XML .*undefined entity"),
+            (
+                "a0.xml",
+                '<?xml version="1.0" encoding="nothing"?><author/>',
+                "a0.xml, line 1: no XML .*unknown encoding",
+            ),
+            ("a0.xml", '<?xml version="1.0" encoding="utf-7"?><author/>', "a0.xml, line 1: .*multi-byte encodings"),
+            ("a0.xml", '<?xml version="1.0" encoding="idna"?><author/>', "a0.xml, line 1: no XML .*: convert the file"),
+        )
+    ):
+        folder = write_profiles(tmp_path / str(number), authors=2)
+        (folder / name).write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            read_set(folder)
 
 
 def test_yelps_own_file_and_its_parts_are_read(tmp_path):
-    reviews = tmp_path / "own"
-    reviews.mkdir()
+    reviews = tmp_path / "own" / "review.json.gz"
+    reviews.parent.mkdir()
     lines = [json.dumps({"stars": 1.0 + n % 5, "text": f"review\n{n}"}) for n in range(60)]
-    (reviews / "review.json.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    found = read_set(reviews).splits["all"]
+    reviews.write_bytes(gzip.compress("\n".join(lines).encode()))
+    found = read_set(reviews.parent).splits["all"]
     assert (found[6].label, found[6].texts) == ("2", ("review 6",))
     deep, huge = '{"stars":' * 100_000, "9" * 5000
-    for line in (deep, f'{{"stars": {huge}, "text": ""}}', '{"stars": true, "text": ""}', '{"stars": 2.5, "text": ""}'):
-        (reviews / "review.json.gz").write_bytes(gzip.compress(f"{lines[0]}\n{line}\n".encode()))
-        with pytest.raises(DataError, match=r"line 2: expected a JSON object with stars and text \(.+\); correct or"):
-            read_set(reviews)
     for line in (
-        '{"stars": 2.0}',
-        '{"stars": 2, "text": "\\ud83d"}',
-        '{"stars": 2, "text": null}',
+        *(deep, f'{{"stars": {huge}, "text": ""}}', '{"stars": true, "text": ""}', '{"stars": 2.5, "text": ""}'),
+        *('{"stars": 2.0}', '{"stars": 2, "text": "\\ud83d"}', '{"stars": 2, "text": null}', "[]"),
         '{"stars": Infinity, "text": "fine"}',
-        "[]",
     ):
-        (reviews / "review.json.gz").write_bytes(gzip.compress(line.encode()))
-        with pytest.raises(DataError, match="line 1: expected a JSON object"):
-            read_set(reviews)
-    parts = tmp_path / "parts"
-    write_texts(parts / "part1.tsv", 30)
-    write_texts(parts / "part2.tsv", 30)
-    assert len(read_set(parts).splits["all"]) == 60
+        reviews.write_bytes(gzip.compress(f"{lines[0]}\n{line}\n".encode()))
+        with pytest.raises(DataError, match=r"line 2: expected a JSON object with stars and text \(.+\); correct or"):
+            read_set(reviews.parent)
+    for name in ("part1.tsv", "part2.tsv"):
+        write_texts(tmp_path / "parts" / name, 30)
+    assert len(read_set(tmp_path / "parts").splits["all"]) == 60
 
 
 def test_snli_without_its_training_file_is_sick(tmp_path):
@@ -208,59 +194,42 @@ def test_the_share_of_a_label_is_thinned_by_texts_alone(tmp_path):
     path.write_text("\n".join(reversed(lines)) + "\n", encoding="utf-8")
     other = load_sentences(path, scale(positive=0.2), None)
     assert {*texts_of(other, "train")} == {*texts_of(data, "train")}
-    with pytest.raises(DataError, match="less than 70"):
-        load_sentences(path, scale(positive=0.7), None)
     with pytest.raises(SettingError, match="between 0 and 1"):
         scale(positive=1.0)
 
 
-def test_labels_other_than_0_and_1_cannot_be_thinned(tmp_path):
-    path = tmp_path / "mine.tsv"
-    path.write_text("".join(f"{'ab'[n % 2]}\t{sentence(n, '1')}\n" for n in range(40)), encoding="utf-8")
-    with pytest.raises(DataError, match="needs labels 0 and 1"):
-        load_sentences(path, scale(positive=0.2), None)
+def test_what_does_not_fit_is_refused(tmp_path):
+    path = write_texts(tmp_path / "mine.tsv", 400)
+    other = "".join(f"{'ab'[n % 2]}\t{sentence(n, '1')}\n" for n in range(40))
+    for content, changes, message in (
+        (path.read_text(), {"positive": 0.7}, "less than 70"),
+        (other, {"positive": 0.2}, "needs labels 0 and 1"),
+        ("0\tone\ttwo\n1\tone\n", {}, "line 2: 2 fields; expected 3"),
+        ("0\tone\ttwo\n\tone\ttwo\n", {}, "line 2: the label is empty"),
+        ("0\tone\n0\ttwo\n", {}, "one label"),
+    ):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            load_sentences(path, scale(**changes), None)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("0\tone\ttwo\n1\tone\n", "line 2: 2 fields; expected 3"),
-        ("0\tone\ttwo\n\tone\ttwo\n", "line 2: the label is empty"),
-        ("0\tone\n0\ttwo\n", "one label"),
-    ],
-)
-def test_lines_that_do_not_fit_are_refused_by_their_number(content, message, tmp_path):
-    path = tmp_path / "mine.tsv"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=message):
-        load_sentences(path, SCALE, None)
-
-
-@pytest.mark.parametrize(
-    ("header", "row", "texts"),
-    [
-        ("sentiment\ttext\tsource", "pos\tit is fine\tweb", ("it is fine",)),
-        ("target\treview\tauthor", "pos\tit is fine\tann", ("it is fine",)),
-        ("id\tclass\ttext", "7\tpos\tit is fine", ("it is fine",)),
-        ("class\tpremise\thypothesis", "pos\ta dog runs\tit moves", ("a dog runs", "it moves")),
-        (
-            "category\tsentence1\tsentence2\tgold_label",
-            "fiction\ta dog runs\tit moves\tpos",
-            ("a dog runs", "it moves"),
-        ),
-        ("id\tsentence2\tlabel\tsentence1", "7\tit moves\tpos\ta dog runs", ("a dog runs", "it moves")),
-    ],
-)
-def test_a_header_says_what_the_columns_are(header, row, texts, tmp_path):
-    other = row.replace("pos", "neg")
-    (tmp_path / "mine.tsv").write_text(f"{header}\n{row}\n{other}\n", encoding="utf-8")
-    found = read_set(tmp_path / "mine.tsv").splits["all"]
-    assert [(one.label, one.texts) for one in found] == [("pos", texts), ("neg", texts)]
-
-
-def test_a_file_of_pairs_without_a_header_may_begin_with_any_label(tmp_path):
-    (tmp_path / "mine.tsv").write_text("y\ta dog runs\tit moves\nn\ta cat\ta dog\ny\tone\tother\n", encoding="utf-8")
-    assert [one.label for one in read_set(tmp_path / "mine.tsv").splits["all"]] == ["y", "n", "y"]
+def test_a_header_says_what_the_columns_are(tmp_path):
+    one, two = ("it is fine",), ("a dog runs", "it moves")
+    for header, row, texts in (
+        ("sentiment\ttext\tsource", "pos\tit is fine\tweb", one),
+        ("target\treview\tauthor", "pos\tit is fine\tann", one),
+        ("id\tclass\ttext", "7\tpos\tit is fine", one),
+        ("class\tpremise\thypothesis", "pos\ta dog runs\tit moves", two),
+        ("category\tsentence1\tsentence2\tgold_label", "fiction\ta dog runs\tit moves\tpos", two),
+        ("id\tsentence2\tlabel\tsentence1", "7\tit moves\tpos\ta dog runs", two),
+    ):
+        other = row.replace("pos", "neg")
+        (tmp_path / "mine.tsv").write_text(f"{header}\n{row}\n{other}\n", encoding="utf-8")
+        found = [(one.label, one.texts) for one in read_set(tmp_path / "mine.tsv").splits["all"]]
+        assert found == [("pos", texts), ("neg", texts)]
+    # without one a file of pairs may begin with any label
+    (tmp_path / "mine.tsv").write_text("y\ta dog runs\tit moves\nn\ta cat\ta dog\n", encoding="utf-8")
+    assert [one.label for one in read_set(tmp_path / "mine.tsv").splits["all"]] == ["y", "n"]
 
 
 def test_vectors_are_read_and_their_words_kept_however_rare(tmp_path):
