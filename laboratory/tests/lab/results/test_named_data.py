@@ -8,7 +8,7 @@ from headwise.plots.style import drawing
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.figures import name_data
 from headwise_lab.results.tabulate import make_table
-from lab.papers.test_figures import evidence as evidence
+from lab.papers.test_paper_figures import evidence as evidence
 
 
 @pytest.mark.parametrize(("named", "said"), [("trec", " on trec, scale "), ("", ", scale ")])
