@@ -164,6 +164,7 @@ def assert_guided() -> None:
         assert_equal(guided(engine), alone)
 
 
+@pytest.mark.full
 def test_a_removed_head_is_the_one_removed_in_one_process(two: Processes):
     for engine in ("FSDP2 rows", "tensor parallel"):
         for first in (True, False):

@@ -162,6 +162,7 @@ def build(kind) -> tuple[nn.Module, hw.Heads]:
     return model, hw.find_heads(model)
 
 
+@pytest.mark.full
 @cases("kind", [*CALLED, *USED])
 def test_heads_whose_weights_are_handed_to_a_function_are_proved_read_removed_pruned_and_trained(kind):
     model, heads = build(kind)

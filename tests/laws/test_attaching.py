@@ -199,6 +199,7 @@ def test_the_law_is_of_every_term_there_is():
     assert terms <= METHODS.keys()
 
 
+@pytest.mark.full
 @cases("name", LAYOUTS)
 def test_attaching_to_a_torch_model_changes_nothing_it_computes(name: str):
     place = list(LAYOUTS).index(name)

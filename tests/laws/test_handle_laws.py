@@ -412,6 +412,7 @@ def overtake(works: list[Callable[[], list[Tensor]]], place: int) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @cases("name", ["written out", "written and called"])
 @cases("what", [what for what, attachment in ATTACHMENTS.items() if not attachment.trains])
 def test_a_first_forward_that_ends_inside_another_leaves_it_alone(what: str, name: str):

@@ -210,6 +210,7 @@ def test_spos_of_one_particle_is_langevin_with_its_own_gradient_added():
     assert final.var().item() == pytest.approx(wanted, rel=4 * math.sqrt(2 / 32000))
 
 
+@pytest.mark.full
 @cases("beta", [0.5, 4.0])
 def test_spos_of_many_particles_samples_the_target_whatever_its_temperature(beta: float):
     rule = SPOS(1.0, 0.02, inverse_temperature=beta)

@@ -588,6 +588,7 @@ def replaced_aggregator() -> Iterator[Callable[[], Any]]:
     attention.out_proj = placed
 
 
+@pytest.mark.full
 @cases("message", REMEDIES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_remedy_holds(message: str):

@@ -177,6 +177,7 @@ def by_words(roles: hw.roles.Roles, aligned: Alignment, index: int) -> Tensor:
     return found
 
 
+@pytest.mark.full
 @cases("kind", KINDS)
 @settings(max_examples=25)
 @given(

@@ -283,6 +283,7 @@ def test_a_gate_that_has_no_heads_stays_and_one_of_all_heads_is_refused():
     assert torch.equal(before, model(x))
 
 
+@pytest.mark.full
 @cases("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @cases("name", ["Llama 4", "Gemma 3n", "Laguna, a gate a head", "T5", "BERT", "ModernBERT"])
 def test_rounding_is_told_from_what_was_forgotten_in_every_precision(name: str, dtype: torch.dtype):

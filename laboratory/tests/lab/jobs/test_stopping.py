@@ -145,6 +145,7 @@ class Told(Watch):
             self.silent_jobs.append(job.name)
 
 
+@pytest.mark.full
 def test_a_worker_that_writes_nothing_is_named_once(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "SILENCE_SECONDS", 0.5)
     watch = Told()

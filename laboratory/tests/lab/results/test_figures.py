@@ -65,6 +65,7 @@ def test_files_are_written_whole_and_a_folder_that_refuses_is_named(table, tmp_p
         write_figures(table, tmp_path / "missing")
 
 
+@pytest.mark.full
 def test_drawing_leaves_the_users_settings_and_imports_no_pyplot(table):
     with mpl.rc_context({"font.size": 23.0, "text.parse_math": True}):
         before = dict(mpl.rcParams)

@@ -62,6 +62,7 @@ def by_command(kind: str, references: Path, *systems: Path) -> list[list[str]]:
     return [values for values in found if values]
 
 
+@pytest.mark.full
 def test_the_p_values_are_those_of_sacrebleus_own_command(files, monkeypatch):
     monkeypatch.setenv("SACREBLEU_SEED", "99")
     references, pairs = files
@@ -87,6 +88,7 @@ def test_the_p_values_are_those_of_sacrebleus_own_command(files, monkeypatch):
     assert tests["better"][0].bootstrap < 0.05 < tests["same"][0].bootstrap
 
 
+@pytest.mark.full
 def test_tests_are_kept_and_only_new_or_changed_texts_are_tested_again(files, tmp_path, monkeypatch):
     references, pairs = files
     kept, asked = tmp_path / "paired.json", []
