@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -47,3 +48,28 @@ def cases(names: str | Sequence[str], values: Iterable) -> Callable[[Callable[..
         return run
 
     return decorate
+
+
+class Made(dict[str, Any]):
+    """What is made by name when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self.make(name)
+        return self[name]
+
+
+def find_unrefused(cases: Iterable[tuple[Callable[[], object], type[Exception], str]]) -> list[str]:
+    """Return the cases (call, exception, pattern of its message) that ended in another way."""
+    missed = []
+    for number, (call, kind, pattern) in enumerate(cases):
+        try:
+            call()
+        except kind as error:
+            missed += [] if re.search(pattern, str(error)) else [f"{number}, {pattern}: {error}"]
+        else:
+            missed.append(f"{number}, {pattern}: nothing was raised")
+    return missed

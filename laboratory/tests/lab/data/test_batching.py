@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from cases import cases, find_unrefused
 from headwise.errors import DataError, SettingError
 from headwise.texts.batching import LengthBatches, TokenBatches, batch_by_length, batch_by_tokens
-from lab.cases import each, find_unrefused
 
 LENGTHS = np.random.default_rng(3).lognormal(3.0, 0.5, size=(2_003, 2)).astype(int) + 1
 TOKENS = 400
@@ -78,7 +78,7 @@ def test_a_batch_ends_only_where_the_next_example_would_not_fit(lengths, tokens,
     assert position == len(ordered)
 
 
-@each("kind", MAKE)
+@cases("kind", MAKE)
 def test_the_order_follows_from_seed_and_epoch_alone_and_epochs_have_other_batches(kind):
     first = order(kind, 4, 2)
     np.random.default_rng(0).random()
@@ -112,7 +112,7 @@ def test_batches_pad_little_and_are_mixed():
         assert min(max(batch) - min(batch) for batch in batches) > 200
 
 
-@each("kind", MAKE)
+@cases("kind", MAKE)
 def test_accelerate_sets_the_epoch_resumes_in_the_middle_and_shares_an_epoch(kind):
     def prepared():
         loader = DataLoader(range(len(LENGTHS)), batch_sampler=MAKE[kind](4), collate_fn=list)

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from cases import cases
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.subwords import (
@@ -24,7 +25,6 @@ from headwise_lab.data.subwords import (
     read_subwords,
 )
 from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces
-from lab.cases import each
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
 
 TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
@@ -69,7 +69,7 @@ def test_a_text_full_of_special_words_never_teaches_a_special_id():
 
 
 @pytest.mark.full
-@each("word", [" " + "(" * 200_000, " " + "ab" * 100_000, " " + "1" * 200_000, " " * 200_000])
+@cases("word", [" " + "(" * 200_000, " " + "ab" * 100_000, " " + "1" * 200_000, " " * 200_000])
 def test_a_word_of_any_length_does_not_hold_learning_up(word):
     """One word of 200,000 characters took a minute."""
     texts = ["ein hund rennt"] * 3

@@ -25,6 +25,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from cases import cases
 from headwise.errors import DataError, SettingError
 from headwise.texts.pretrained import require_whole
 from headwise_lab.experiment.arm_text import parse_arm
@@ -32,7 +33,6 @@ from headwise_lab.frozen.open import open_frozen
 from headwise_lab.tasks.glue.files import GLUE, find_missing_file, find_set, format_submission, read_split
 from headwise_lab.training.start import Classifier, find_start, require_positions
 from headwise_lab.training.train import train_run
-from lab.cases import each
 from lab.tasks.glue.glue_toy import PUBLISHED, TASK, sentence, settings, toy, toy_words, write_glue
 
 
@@ -46,7 +46,7 @@ def altered(model: Path, place: Path, change: Callable[[dict[str, torch.Tensor]]
 QUERY = "electra.encoder.layer.1.attention.self.query.weight"
 
 
-@each(
+@cases(
     ("change", "said"),
     [
         (lambda kept: {f"module.{name}": value for name, value in kept.items()}, r"has no 'electra\.embeddings"),
@@ -159,7 +159,7 @@ def test_a_run_ends_without_measures_of_attention_where_weights_cannot_be_read(g
     assert site["effective_heads"] == result["effective_heads"]
 
 
-@each("arm", ["differential", "wider"])
+@cases("arm", ["differential", "wider"])
 def test_arms_that_undo_what_the_model_learned_are_refused(arm, model, glue):
     scale = toy(model)
     data = TASK.load(glue / "RTE", scale, None)
@@ -195,7 +195,7 @@ def test_every_set_is_read_in_its_published_form(tmp_path):
     assert [example.label for example in read_split(tmp_path / "MRPC", "train")[0]] == ["1", "0"]
 
 
-@each(
+@cases(
     ("name", "line", "said"),
     [
         ("RTE", "9\ta\tb\tmaybe", r"line 3: the label is 'maybe'; expected entailment or not_entailment"),

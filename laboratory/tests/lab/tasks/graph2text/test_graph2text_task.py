@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from cases import cases
 from headwise.errors import DataError, NotFired, SettingError
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms
@@ -24,7 +25,6 @@ from headwise_lab.tasks.graph2text.task import Graph2TextTask, fill_in, find_nea
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.train import train_run
-from lab.cases import each
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.graph2text.graph_sets import write_triples
 
@@ -68,7 +68,7 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(mine, tmp_path):
     assert len((tmp_path / "plain" / "seed-0" / "predictions.txt").read_text().splitlines()) == 6
 
 
-@each("arm", ["differential", "paired", "wider"])
+@cases("arm", ["differential", "paired", "wider"])
 def test_arms_that_rebuild_the_blocks_read_graphs_beside_others_as_alone(arm, mine):
     data = TASK.load(mine, TOY, None)
     model, _ = attach_arm(TASK, parse_arm(arm), data, TOY, seed=1)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import cases
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError
 from headwise_lab.tasks.graph2text.data import END, START, UNKNOWN, EncodedGraph, collate, load_graphs
 from headwise_lab.tasks.graph2text.files import find_mentions, parse_triples, read_graphs, read_triples
 from headwise_lab.tasks.graph2text.scales import GRAPH_SCALES
-from lab.cases import each
 from lab.tasks.graph2text.graph_sets import agenda_line, write_agenda, write_triples
 
 TOY = dataclasses.replace(
@@ -70,7 +70,7 @@ def test_a_file_of_ones_own_is_cut_into_tenths(tmp_path):
     assert data.coder.vocabulary[:7] == ("<pad>", "<unk>", "<s>", "</s>", "<method>", "<task>", ",")
 
 
-@each(
+@cases(
     ("line", "said"),
     [
         ("a title\tone | two | three", "line 2: 2 fields; expected a title"),
@@ -93,7 +93,7 @@ def test_a_line_of_ones_own_that_does_not_fit_is_named(line, said, tmp_path):
     assert str(caught.value).startswith(f"{path}, {said}")
 
 
-@each(
+@cases(
     ("changed", "said"),
     [
         ({"types": "<method> <task>"}, "3 entities and 2 types"),
@@ -204,6 +204,6 @@ LINES = {
 }
 
 
-@each("name", LINES)
+@cases("name", LINES)
 def test_a_line_of_many_entities_or_of_long_ones_is_read_in_time(name: str):
     read_in_time(lambda: parse_triples(LINES[name], "a.tsv", 1))

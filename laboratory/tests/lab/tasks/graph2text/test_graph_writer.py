@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headwise as hw
+from cases import cases
 from headwise.errors import ShapeError
 from headwise_lab.experiment.seeding import initialize_parameters
 from headwise_lab.tasks.graph2text.data import END, START, EncodedGraph, collate
@@ -26,7 +27,6 @@ from headwise_lab.tasks.graph2text.model import (
     Places,
     pack,
 )
-from lab.cases import each
 
 WORDS, KINDS = 11, 8
 
@@ -101,7 +101,7 @@ def test_a_batch_of_graphs_equals_its_graphs_one_by_one():
     assert torch.allclose(whole["loss"], whole["losses"].sum() / sum(len(one["text"]) for one in GRAPHS))
 
 
-@each("departures", [CORRECT, Departures(scaled_by_width=True)])
+@cases("departures", [CORRECT, Departures(scaled_by_width=True)])
 def test_blocks_without_some_heads_compute_what_they_do_with_these_ablated(departures):
     encoder, batch = writer(departures).encoder, collate(GRAPHS)
     inputs = [torch.randn(len(batch["entities"]), 8).double(), batch["nodes"], batch["neighbors"]]
@@ -129,7 +129,7 @@ def test_a_node_that_is_no_neighbor_changes_nothing_and_a_neighbor_does():
 
 
 @torch.no_grad()
-@each("layers", [1, 2, 3])
+@cases("layers", [1, 2, 3])
 def test_another_entity_changes_the_nodes_within_as_many_steps_as_blocks_and_no_other_bit(layers):
     encoder = GraphEncoder(KINDS, width=8, layers=layers, heads=2, dropout=0.0).double()
     initialize_parameters(encoder, 4)
@@ -224,7 +224,7 @@ def losses(model: GraphWriter) -> torch.Tensor:
     return model(**collate(GRAPHS))["losses"].detach()
 
 
-@each("name", ["scaled_by_width", "no_output", "bare_copies", "loose_masks"])
+@cases("name", ["scaled_by_width", "no_output", "bare_copies", "loose_masks"])
 def test_a_departure_changes_what_is_said(name):
     assert not torch.allclose(losses(writer()), losses(departing(name)), rtol=1e-9)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import Made, cases
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.line_streams import LONGEST_LINE, read_lines
 from headwise_lab.experiment import run_folder
@@ -20,7 +21,6 @@ from headwise_lab.tasks.graph2text import decoding
 from headwise_lab.tasks.graph2text.data import test_graphs as graphs_of_test
 from headwise_lab.tasks.graph2text.writer import open_writer, read_requests, write_lines
 from headwise_lab.training.train import train_run
-from lab.cases import Made, each
 from lab.sealing import seal_again
 from lab.streamed import answered, started
 from lab.tasks.graph2text.graph_sets import write_triples
@@ -131,7 +131,7 @@ def test_blank_lines_are_kept_and_a_title_may_be_empty(trained):
     assert lines_of(trained["plain"], b"") == ([], [])
 
 
-@each(
+@cases(
     ("line", "said"),
     [
         (b"a title", "1 field; expected a title and triples"),

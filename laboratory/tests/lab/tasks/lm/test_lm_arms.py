@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import headwise as hw
+from cases import cases
 from headwise.errors import LayoutError, SettingError
 from headwise.repulsion.repel import Repel
 from headwise.similarity.penalty import Penalize
@@ -21,7 +22,6 @@ from headwise_lab.tasks.lm.task import LmTask
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
-from lab.cases import each
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
 # What needs words with a parse, or another model.
@@ -79,7 +79,7 @@ def attach(arm: str, data, **changes):
     return model, methods, TASK.collate([data.train[number] for number in range(4)])
 
 
-@each("place", CHOSEN)
+@cases("place", CHOSEN)
 def test_a_rule_acts_on_the_groups_that_the_arm_names(place: str, data):
     found = []
     for arm in (f"svgd:alpha=0.5,{place}", "plain", "svgd:alpha=0.5"):
@@ -95,7 +95,7 @@ def test_a_rule_acts_on_the_groups_that_the_arm_names(place: str, data):
     assert not torch.allclose(found[0], found[2])
 
 
-@each("grouping", ["within", "across"])
+@cases("grouping", ["within", "across"])
 def test_a_penalty_compares_the_groups_that_the_arm_names(grouping: str, data):
     model, methods, batch = attach(f"output:grouping={grouping}", data)
     loss = model(**batch)["loss"]

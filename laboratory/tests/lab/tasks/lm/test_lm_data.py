@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from cases import cases
 from headwise.errors import DataError, SettingError
 from headwise_lab.data import documents as reading
 from headwise_lab.data.subwords import describe_tokenizer
@@ -26,7 +27,6 @@ from headwise_lab.tasks.lm.scores import find_items, find_last_words
 from headwise_lab.tasks.lm.task import LmTask
 from headwise_lab.tasks.lm.tokens import learn_tokens, read_tokens
 from headwise_lab.training.attach import attach_arm
-from lab.cases import each
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy, write_documents
 
 
@@ -35,8 +35,8 @@ def prepared(tmp_path_factory) -> Path:
     return prepare_toy(tmp_path_factory.mktemp("text"))
 
 
-@each("end", [1, 2])
-@each("length", [2, 3, 10])
+@cases("end", [1, 2])
+@cases("length", [2, 3, 10])
 def test_rows_predict_every_token_of_the_text_exactly_once(length, end):
     packer, stream, rows = Packer(length, start=1, end=end), [1], []
     for number in range(40):
@@ -66,7 +66,7 @@ def find_second(row: TextRow) -> int:
     return 1 + int(begins[0]) if len(begins) else 0
 
 
-@each("family", ["llama", "qwen3"])
+@cases("family", ["llama", "qwen3"])
 def test_attention_does_not_cross_documents(family, prepared):
     data = open_toy(prepared)
     model, _ = attach_arm(LmTask(), parse_arm("plain"), data, dataclasses.replace(TOY, family=family), seed=3)
@@ -155,7 +155,7 @@ def test_what_starts_and_ends_documents_is_found_in_the_users_tokenizer(tmp_path
         read_tokens(save_words(tmp_path / "none", ["[a]"], None))
 
 
-@each("most", [1, 2_000])
+@cases("most", [1, 2_000])
 def test_one_document_is_split_by_its_rows_which_add_up_to_it(most, tmp_path):
     text = "\n".join(json.loads(line)["text"] for line in write_documents(tmp_path / "a", 60).read_text().splitlines())
     (tmp_path / "one.txt").write_text(re.sub(r"\n\s*", "\n", text))

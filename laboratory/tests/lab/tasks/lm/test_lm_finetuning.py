@@ -20,6 +20,7 @@ from transformers import (
     RoFormerForCausalLM,
 )
 
+from cases import cases
 from headwise.errors import DataError, LayoutError, SettingError
 from headwise_lab.compare import require_fits
 from headwise_lab.experiment import run_folder
@@ -34,7 +35,6 @@ from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
 from headwise_lab.tune import Tuning, draw_arm
-from lab.cases import each
 from lab.command import call, refused
 from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
@@ -66,7 +66,7 @@ def compute_logits(model) -> Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-@each("lora", [0, 4])
+@cases("lora", [0, 4])
 def test_a_run_begins_with_the_model_of_the_folder(lora, place):
     chosen = settings(place, "plain", lora=lora)
     data = TASK.load(chosen.data, chosen.scale, chosen.cache)
@@ -185,7 +185,7 @@ def test_what_cannot_be_fine_tuned_is_refused(place, tmp_path):
         TASK.model(data, scale)
 
 
-@each(
+@cases(
     ("arm", "error", "said"),
     [
         ("muon-heads", LayoutError, r"c_attn\.base_layer\.weight is the base of a LoRA layer, which trains A and B"),

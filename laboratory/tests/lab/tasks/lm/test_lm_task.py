@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import headwise as hw
+from cases import Made, cases
 from headwise.errors import DataError, SettingError
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.evaluation import Likelihood
@@ -34,7 +35,6 @@ from headwise_lab.tasks.lm.tokens import TextTokens, learn_tokens
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
-from lab.cases import Made, each
 from lab.stopping import same_bits, stop_after
 from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
 
@@ -255,7 +255,7 @@ def test_arms_of_a_seed_see_the_same_text_and_start(text):
     assert batches[0] == batches[1]
 
 
-@each("arm", ARMS)
+@cases("arm", ARMS)
 def test_every_arm_generates_with_and_without_a_cache_alike(arm, runs, text):
     model = load_trained(settings(arm, text), runs[arm]).model
     prompt = torch.tensor([[1, 40, 41, 42]])
@@ -308,7 +308,7 @@ except (ValueError, OSError, KeyError) as error:
     assert not (runs["differential"] / "model").exists(), "transformers would pass over its second maps"
 
 
-@each("arm", ["talking", "mixture:shared=0,active=1", "differential"])
+@cases("arm", ["talking", "mixture:shared=0,active=1", "differential"])
 def test_a_run_without_a_folder_for_transformers_is_opened_as_it_was_trained(arm, runs, text):
     opened, trained = open_frozen(runs[arm]), load_trained(settings(arm, text), runs[arm])
     batch = next(iter(opened.read(["The old clock ticks", "A bell rings"])))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import cases, find_unrefused
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.arrays import Ragged, require_files
 from headwise_lab.tasks.logic import data as logic_data
@@ -35,7 +36,6 @@ from headwise_lab.tasks.logic.formulas import (
 from headwise_lab.tasks.logic.generator import generate
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from headwise_lab.tasks.logic.task import LogicTask, counts, token_counts
-from lab.cases import each, find_unrefused
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "logical_inference" / "propositionallogic"
 TOY = replace(LOGIC_SCALES["demo"], name="toy", generated_draws=3_000, train_operators=2, test_bins=(1, 2, 3))
@@ -208,7 +208,7 @@ def test_pairs_follow_from_draws_and_seed_and_come_as_a_stream(capsys):
 
 @pytest.mark.full
 @pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files")
-@each("operator_bin", range(13))
+@cases("operator_bin", range(13))
 def test_every_published_line_has_our_relation_and_bin(operator_bin):
     lines = 0
     for path in require_files(PUBLISHED, [f"train{operator_bin}", f"test{operator_bin}"]).values():

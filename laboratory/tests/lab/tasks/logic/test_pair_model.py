@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cases import cases
 from headwise.errors import SettingError, ShapeError
 from headwise.heads.find import find_heads
 from headwise_lab.models.encoder import Encoder, EncoderLayer, sinusoids
 from headwise_lab.tasks.logic.model import PairClassifier, QueryPooling
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES
-from lab.cases import each
 
 SMALL = replace(LOGIC_SCALES["demo"], width=8, heads=2, layers=3, classifier_width=16)
 POST = replace(SMALL, norm_first=False)
@@ -48,7 +48,7 @@ def test_padding_does_not_change_the_logits(norm_first, heads, queries, layers, 
     torch.testing.assert_close(alone, logits, atol=1e-6, rtol=1e-6)
 
 
-@each("scale", [SMALL, POST])
+@cases("scale", [SMALL, POST])
 def test_order_and_sides_do_change_the_logits(scale):
     model = built(scale)
     logits = model(PREMISE, HYPOTHESIS)["logits"]
@@ -56,7 +56,7 @@ def test_order_and_sides_do_change_the_logits(scale):
         assert (other["logits"] - logits).abs().amax(dim=1).min() > 1e-4
 
 
-@each("norm_first", [True, False])
+@cases("norm_first", [True, False])
 def test_a_layer_is_its_equation(norm_first):
     torch.manual_seed(1)
     layer = EncoderLayer(6, heads=3, norm_first=norm_first, dropout=0.4).double().eval()
@@ -158,7 +158,7 @@ def test_the_classifier_keeps_the_size_of_its_signal():
     assert hidden.square().mean().item() == pytest.approx(1.0, abs=0.25)
 
 
-@each("scale", [SMALL, POST])
+@cases("scale", [SMALL, POST])
 def test_the_loss_is_the_mean_cross_entropy_and_reaches_every_parameter(scale):
     model = built(scale).train()
     labels = torch.tensor([3, 6])
@@ -198,7 +198,7 @@ def test_the_paper_scale_has_the_papers_size():
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 2) == 1.65
 
 
-@each(
+@cases(
     ("premise", "hypothesis"),
     [((4,), (2, 4)), ((2, 4), (3, 4)), ((2, 0), (2, 3)), ((0, 3), (0, 3)), ((2, 3, 1), (2, 3))],
 )
@@ -208,7 +208,7 @@ def test_sides_that_do_not_fit_are_refused(premise, hypothesis):
         built(SMALL)(*sides)
 
 
-@each(
+@cases(
     ("changed", "message"),
     [
         ({"width": 7, "heads": 1}, "width is 7 with 1 heads"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import cases
 from headwise.atomic import seal
 from headwise.errors import DataError
 from headwise_lab.data import documents
@@ -21,7 +22,6 @@ from headwise_lab.packed_text.prepare import prepare_text
 from headwise_lab.packed_text.shards import StreamBatches, stack_rows
 from headwise_lab.tasks.pretraining.data import PACKING, Packer, draw_masked, number_segments
 from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces, read_word_pieces
-from lab.cases import each
 from lab.tasks.pretraining.pretraining_toy import document, load_text, open_text, small, write_jsonl
 
 
@@ -62,7 +62,7 @@ def test_a_document_that_is_not_read_to_its_end_does_not_spill_into_the_next(tmp
     assert list(next(found)) == ["three"]
 
 
-@each("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]', "[" * 100_000])
+@cases("line", ['{"text": 5}', '{"content": "a"}', "plain words", '["text"]', "[" * 100_000])
 def test_a_bad_line_is_named(line, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
@@ -95,7 +95,7 @@ def test_text_without_ends_of_lines_takes_no_more_memory_or_time_a_word(tmp_path
     assert peaks[1] < 1.5 * peaks[0]
 
 
-@each("longest", [1, 2, 3, 7, 1000])
+@cases("longest", [1, 2, 3, 7, 1000])
 def test_parts_of_lines_add_up_to_the_lines_wherever_they_are_cut(longest, tmp_path):
     lines = ["\ufeffaé b", "", " ", "c", "🙂 long one", "last"]
     (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode())
@@ -207,7 +207,7 @@ def test_a_preparation_stopped_in_the_middle_of_a_file_goes_on_to_the_same_shard
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
-@each("held", [{}, [], {"total": "x", "pieces": 5}, {"pieces": {}}])
+@cases("held", [{}, [], {"total": "x", "pieces": 5}, {"pieces": {}}])
 def test_a_state_that_lost_its_digests_is_refused(held, prepared, tmp_path):
     state = tmp_path / f".again-{'f' * 16}" / preparing.STATE
     state.parent.mkdir()
@@ -250,7 +250,7 @@ def test_every_pass_has_every_row_once_in_another_order():
     assert next(iter(other)) != next(iter(batches))
 
 
-@each(("round_", "batch"), [(0, 1), (0, 41), (1, 0), (2, 17)])
+@cases(("round_", "batch"), [(0, 1), (0, 41), (1, 0), (2, 17)])
 def test_the_stream_goes_on_in_the_middle_of_a_shard_to_the_same_batch(round_, batch):
     sizes, steps = [20] * 17 + [7], 50
     whole = StreamBatches(sizes, batch_size=9, steps=3 * steps, seed=3)

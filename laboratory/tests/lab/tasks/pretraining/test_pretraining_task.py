@@ -19,6 +19,7 @@ from scipy.special import expit
 from sklearn.metrics import log_loss, roc_auc_score
 
 import headwise as hw
+from cases import Made
 from headwise.errors import DataError, SettingError
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.evaluation import Auc
@@ -36,7 +37,6 @@ from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.start import Start
 from headwise_lab.training.train import never, train_run
 from headwise_lab.training.trained import load_trained
-from lab.cases import Made
 from lab.stopping import same_bits, stop_after
 from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
 

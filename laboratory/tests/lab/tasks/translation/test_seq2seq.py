@@ -8,12 +8,12 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import headwise as hw
+from cases import cases
 from headwise.errors import SettingError
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.seeding import initialize_parameters
 from headwise_lab.tasks.translation.model import END, START, Seq2Seq, Seq2SeqConfig
 from headwise_lab.training.attach import Methods
-from lab.cases import each
 
 SIZES = {"vocab_size": 11, "width": 16, "hidden": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
 SOURCE = torch.tensor([[4, 5, 6, 7, 2], [8, 2, 0, 0, 0]])
@@ -30,8 +30,8 @@ def built(seed: int = 3, **changes) -> Seq2Seq:
     return model.double().eval()
 
 
-@each("arm", ["plain", "differential", "gated-elements+talking", "mixture", "pruned"])
-@each("norm_first", [False, True])
+@cases("arm", ["plain", "differential", "gated-elements+talking", "mixture", "pruned"])
+@cases("norm_first", [False, True])
 def test_decoding_with_a_cache_equals_decoding_without(norm_first, arm):
     model = built(norm_first=norm_first)
     if arm == "pruned":
@@ -62,7 +62,7 @@ def test_decoding_with_a_cache_equals_decoding_without(norm_first, arm):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-10)
 
 
-@each("beams", [1, 4])
+@cases("beams", [1, 4])
 def test_generate_gives_the_same_tokens_with_and_without_a_cache(beams):
     model = built()
     hw.aggregate(hw.find_heads(model).kind("decoder").layer(1), hw.routing.EMRouting(capsules=4, iterations=2))
@@ -73,7 +73,7 @@ def test_generate_gives_the_same_tokens_with_and_without_a_cache(beams):
     assert len(torch.unique(with_cache)) > 2
 
 
-@each("length_penalty", [0.0, 0.7, 1.0])
+@cases("length_penalty", [0.0, 0.7, 1.0])
 def test_beam_search_with_room_for_everything_finds_the_best_of_all_translations(length_penalty):
     model = built(vocab_size=5, seed=8)
     source = torch.tensor([[4, 3, 3, 2]])

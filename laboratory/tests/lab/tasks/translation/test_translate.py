@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import Made
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.line_streams import LONGEST_LINE, read_lines
 from headwise_lab.data.subwords import END
@@ -24,7 +25,6 @@ from headwise_lab.tasks.translation import decoding
 from headwise_lab.tasks.translation.decoding import EXTRA, LONGER
 from headwise_lab.tasks.translation.translator import open_translator, translate_lines
 from headwise_lab.training.train import train_run
-from lab.cases import Made
 from lab.sealing import seal_again
 from lab.streamed import answered, started
 from lab.tasks.translation.test_translation_task import ARM, TOY, settings

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cases import cases
 from headwise.atomic import seal
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.arrays import RaggedWriter, open_ragged
@@ -22,7 +23,6 @@ from headwise_lab.tasks.translation import data as translation_data
 from headwise_lab.tasks.translation.corpora import CORPORA, Cleaning, Corpus, Layout, Part
 from headwise_lab.tasks.translation.data import Preparation, collate, load_translation, open_prepared
 from headwise_lab.tasks.translation.files import make_custom_corpus, make_folder_corpus
-from lab.cases import each
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -122,7 +122,7 @@ def test_pairs_of_dev_and_test_with_a_blank_side_are_left_out_and_counted(copy, 
     assert data.sources("test") == whole.sources("test")
 
 
-@each(
+@cases(
     ("mark", "cut"),
     [
         ("@@", lambda text: re.sub(r"(\w)(\w+)", r"\1@@ \2", text)),
@@ -131,7 +131,7 @@ def test_pairs_of_dev_and_test_with_a_blank_side_are_left_out_and_counted(copy, 
         ("￭", lambda text: re.sub(r"(\w)(\w+)", r"\1￭ \2", text)),
     ],
 )
-@each("name", ["train.de", "dev.en", "test.de"])
+@cases("name", ["train.de", "dev.en", "test.de"])
 def test_text_that_was_cut_into_subwords_is_refused_with_what_joins_it(mark, cut, name, copy, tmp_path):
     raw, train = read(copy / name), read(copy / "train.de")
     write(copy / name, [cut(line) for line in raw])
@@ -253,8 +253,8 @@ def test_a_prepared_folder_opens_without_its_files_on_another_machine(folder, tm
     assert str(folder) not in (elsewhere / "record.json").read_text()
 
 
-@each("name", ["train.source.ids.npy", "dev.target.offsets.npy", "tokenizer.json", "record.json"])
-@each("damage", ["gone", "cut", "other"])
+@cases("name", ["train.source.ids.npy", "dev.target.offsets.npy", "tokenizer.json", "record.json"])
+@cases("damage", ["gone", "cut", "other"])
 def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_path, name, damage):
     data = load(folder, tmp_path)
     path = data.folder / name
@@ -269,7 +269,7 @@ def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_p
     assert path.read_bytes() == whole
 
 
-@each(
+@cases(
     ("name", "value"),
     [
         ("splits", {}),

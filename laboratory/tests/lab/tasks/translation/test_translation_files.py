@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from fuzz.mutate import read_in_time
 from headwise.errors import DataError, SettingError
 from headwise_lab.tasks.translation.corpora import (
@@ -23,7 +24,6 @@ from headwise_lab.tasks.translation.corpora import (
     find_files,
 )
 from headwise_lab.tasks.translation.files import Line, make_custom_corpus, make_folder_corpus, read_pairs, read_side
-from lab.cases import each
 from lab.tasks.translation.translation_text import write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -36,7 +36,7 @@ def texts(path):
     return [line.text for line in read_side(path)]
 
 
-@each("packed", [False, True])
+@cases("packed", [False, True])
 def test_plain_lines_are_read_whatever_their_ends_and_strange_separators(tmp_path, packed):
     content = "\ufeff eins \r\n\nzwei\u2028drei\x0b\x1cvier\r\n  fünf".encode()
     path = tmp_path / ("text.de.gz" if packed else "text.de")
@@ -70,7 +70,7 @@ def test_segments_are_read_with_their_ids_and_characters(tmp_path):
         texts(tmp_path / "dev.sgm")
 
 
-@each("part", ['<seg id="', "<seg ", '<seg id="1">', " id=", '<seg id="1" '])
+@cases("part", ['<seg id="', "<seg ", '<seg id="1">', " id=", '<seg id="1" '])
 def test_a_broken_segment_of_any_length_is_refused_in_time(part, tmp_path):
     """A line of 200 kB took over a minute."""
     write(tmp_path / "a.sgm", ['<seg id="1">one</seg>', "<seg" + part * (200_000 // len(part))])
@@ -107,7 +107,7 @@ def test_tagged_talks_keep_title_and_description_and_drop_what_nobody_said(tmp_p
     ]
 
 
-@each(("left", "right"), [(3, 5), (5, 3), (0, 1)])
+@cases(("left", "right"), [(3, 5), (5, 3), (0, 1)])
 def test_files_of_unequal_length_are_refused_with_both_numbers(tmp_path, left, right):
     write(tmp_path / "a.de", ["x"] * left)
     write(tmp_path / "a.en", ["y"] * right)
@@ -122,7 +122,7 @@ def test_segments_of_another_order_are_refused(tmp_path):
         list(read_pairs(tmp_path / "a.de.sgm", tmp_path / "a.en.sgm"))
 
 
-@each("name", ["a.de", "a.de.sgm", "train.tags.de-en.de"])
+@cases("name", ["a.de", "a.de.sgm", "train.tags.de-en.de"])
 def test_text_that_is_not_utf_8_is_refused_at_its_line(tmp_path, name):
     (tmp_path / name).write_bytes(b'<seg id="1">a</seg>\n<seg id="2">gr\xfcn</seg>\n')
     with pytest.raises(DataError, match=rf"{re.escape(name)}, line 2: not UTF-8"):
@@ -148,7 +148,7 @@ def test_each_rule_drops_what_it_names_and_the_first_reason_counts():
 
 
 @needs_published_data
-@each(
+@cases(
     ("name", "folder", "layout", "pairs"),
     [
         ("multi30k", "multi30k", "official", {"train": 29_000, "dev": 1_014, "test": 1_000, "test_2017_mscoco": 461}),
@@ -186,7 +186,7 @@ def test_the_recipes_of_multi30k_have_the_checksums_of_the_published_files():
         assert (hashlib.sha256(content).hexdigest(), len(content)) == (download.sha256, download.size)
 
 
-@each("name", ["multi30k", "wmt14", "wmt16", "wmt17"])
+@cases("name", ["multi30k", "wmt14", "wmt16", "wmt17"])
 def test_recipes_fetch_exactly_the_files_of_the_first_layout(tmp_path, name):
     corpus = CORPORA[name]
     for download in corpus.downloads:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise.errors import DataError, SettingError
 from headwise_lab.tasks.translation.files import find_corpus
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise_lab.tasks.translation.task import TranslationTask
-from lab.cases import each
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
 PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
@@ -81,7 +81,7 @@ def test_a_language_may_have_a_hyphen(tmp_path):
         assert folder == tmp_path
 
 
-@each("packed", ["", ".gz"])
+@cases("packed", ["", ".gz"])
 def test_two_files_are_a_corpus_whose_dev_and_test_are_cut_the_same_every_time(tmp_path, monkeypatch, packed):
     write(tmp_path / "a" / f"my.en{packed}", lines(2_000, 5, SOURCE_WORDS))
     write(tmp_path / "b" / f"my.de{packed}", lines(2_000, 5, TARGET_WORDS))
