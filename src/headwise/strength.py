@@ -70,6 +70,12 @@ class Target:
     __post_init__ = check_fields
 
 
+def require_strength(name: str, value: float | Relative | Target, low: float = -math.inf) -> None:
+    """Raise `SettingError` unless a strength is a `Relative`, a `Target`, or a finite number of at least `low`."""
+    if not isinstance(value, Relative | Target):
+        require_range(name, value, low=low)
+
+
 @dataclass(frozen=True)
 class Control:
     """Where the controller of one attention stands.

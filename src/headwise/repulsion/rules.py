@@ -16,7 +16,7 @@ from typing import Annotated, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.errors import SettingError, ShapeError, require_range, require_shape
+from headwise.errors import SettingError, ShapeError, require_shape
 from headwise.kernels import (
     RBF,
     Cosine,
@@ -28,18 +28,13 @@ from headwise.kernels import (
     require_nonzero,
 )
 from headwise.settings import NonNegative, Positive, check_fields
-from headwise.strength import DEFAULT, Relative, Target
+from headwise.strength import DEFAULT, Relative, Target, require_strength
 
 # A factor on the repulsion of all groups, or of each by name.
 Strength = float | Mapping[str, float]
 
 
-def _require_alpha(name: str, value: float | Relative | Target) -> None:
-    if not isinstance(value, Relative | Target):
-        require_range(name, value, low=0.0)
-
-
-Alpha = Annotated[float | Relative | Target, _require_alpha]
+Alpha = Annotated[float | Relative | Target, partial(require_strength, low=0.0)]
 AnyKernel = Annotated[Kernel, partial(require_instance, Kernel, "a kernel such as RBF(), an instance")]
 
 
@@ -138,13 +133,18 @@ def write_finite(forces: Sequence[Tensor], gradients: Sequence[Tensor], total: T
     for force, gradient in zip(forces, gradients, strict=True):
         total = mark_overflow(total, force, gradient.dtype)
     # a number in the CPU's own memory can be read at once, and a copy costs less than a choice
-    known = math.isfinite(total.view(1).tolist()[0]) if total.device.type == "cpu" else None
+    known = is_finite(total) if total.device.type == "cpu" else None
     for force, gradient in zip(forces, gradients, strict=True):
         if known:
             gradient.copy_(force)
         elif known is None:
             torch.where(total.isfinite(), force.to(gradient.dtype), gradient, out=gradient)
     return total
+
+
+def is_finite(number: Tensor) -> bool:
+    """Whether a number in the CPU's own memory is finite."""
+    return math.isfinite(number.view(1).tolist()[0])
 
 
 def scale_prior(mixing: Mixing, scale: Tensor | None) -> Tensor | None:

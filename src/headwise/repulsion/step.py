@@ -47,6 +47,7 @@ from headwise.repulsion.rules import (
     add_mixed,
     add_repulsion,
     find_strength,
+    is_finite,
     mark_overflow,
     repulsion_factor,
     repulsion_norms,
@@ -259,11 +260,12 @@ def apply_in_place(
     Rows that are `apart` are mixed in columns that a core's cache holds, and other views whole, from differences.
     """
     distances, mixing, norms = evaluate(rule, sums.shifted, sums.plain)
-    names = [group.name for group, _, _ in batch]
+    groups = [group for group, _, _ in batch]
     drive, prior, repulsion, pushes = mixing.drive, scale_prior(mixing, scale), -mixing.repulsion, norms
     known = sums.driving_norms(drive, prior)
     if mixing.relative is None:
-        factors = repulsion_factor(mixing, norms, norms, stack_strengths(strength, names, norms), scale)
+        strengths = stack_strengths(strength, [group.name for group in groups], norms)
+        factors = repulsion_factor(mixing, norms, norms, strengths, scale)
         repulsion, pushes = factors[:, None, None] * repulsion, factors * norms
     if apart:
         # one conversion for all groups
@@ -291,7 +293,7 @@ def apply_in_place(
     driving, pushed, totals = map(torch.stack, zip(*found, strict=True))
     squares = sums.squares
     sizes = torch.stack([mean_norm(own) for _, own, _ in batch]) if squares is None else squares.sqrt().mean(-1)
-    return ForceNorms.of([group for group, _, _ in batch], driving, pushed, sizes, totals.isfinite(), distances, scale)
+    return ForceNorms.of(groups, driving, pushed, sizes, totals.isfinite(), distances, scale)
 
 
 class _Coefficients(NamedTuple):
@@ -357,9 +359,9 @@ def _mix_columns(
     most = _find_norm(gradients) * own.drive.norm().float()
     if own.prior is not None:
         most = most + own.prior.norm().float() * gram.diagonal().sum().sqrt().float()
-    norm = most if own.factor is None or not _is_finite(most) else _find_norm(drive())
+    norm = most if own.factor is None or not is_finite(most) else _find_norm(drive())
     coefficients, push = own.repel(norm)
-    if not _is_finite(most + push):
+    if not is_finite(most + push):
         return most * math.inf, push, most * math.inf
     norms = []
     for term, (rows, gradient) in zip(drive(), columns, strict=True):
@@ -374,11 +376,6 @@ def _find_norm(terms: Iterable[Tensor]) -> Tensor:
     """Return the norm of several terms together."""
     norms = [torch.linalg.vector_norm(term) for term in terms]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _is_finite(number: Tensor) -> bool:
-    """Whether a number in the CPU's own memory is finite."""
-    return math.isfinite(number.view(1).tolist()[0])
 
 
 def mean_norm(views: Sequence[Tensor]) -> Tensor:

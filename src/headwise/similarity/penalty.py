@@ -42,7 +42,16 @@ from headwise.similarity.terms import (
     measure_together,
     sum_and_count,
 )
-from headwise.strength import DEFAULT, Control, Relative, Target, advance, read_controls, tell_saturated
+from headwise.strength import (
+    DEFAULT,
+    Control,
+    Relative,
+    Target,
+    advance,
+    read_controls,
+    require_strength,
+    tell_saturated,
+)
 
 # Kinds of attention that a term has a weight for, in the order of `Penalize.kind_weights`.
 WEIGHTED_KINDS = KINDS[:3]
@@ -258,11 +267,6 @@ def _add_squares(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
     return sum(squares, torch.zeros((), device=like.device))
 
 
-def _require_weight(name: str, value: float | Relative | Target) -> None:
-    if not isinstance(value, Relative | Target):
-        require_range(name, value)
-
-
 def _require_kind_weights(name: str, value: tuple[float, ...]) -> None:
     if len(value) != len(WEIGHTED_KINDS):
         raise SettingError(f"{name} is {value}; expected one number for each of {WEIGHTED_KINDS}.")
@@ -270,7 +274,7 @@ def _require_kind_weights(name: str, value: tuple[float, ...]) -> None:
         require_range(name, weight)
 
 
-Weight = Annotated[float | Relative | Target, _require_weight]
+Weight = Annotated[float | Relative | Target, require_strength]
 KindWeights = Annotated[tuple[float, ...], _require_kind_weights]
 
 
