@@ -230,9 +230,15 @@ def _view_as_rows(view: Tensor) -> Tensor:
 
 def _gram_of_columns(every: Sequence[Tensor]) -> Tensor:
     """Return the Gram matrix of rows [M, D] in several parts: products in float32, their sums in float64."""
-    size = max(1, GRAM_PART // len(every[0]))
-    products = [columns @ columns.T for rows in every for columns in rows.split(size, dim=1)]
-    return products[0].double() if len(products) == 1 else torch.stack(products).sum(0, dtype=torch.float64)
+    size, products = max(1, GRAM_PART // len(every[0])), []
+    for rows in every:
+        whole = rows.shape[1] // size * size
+        for columns, width in ((rows[:, :whole], size), (rows[:, whole:], rows.shape[1] - whole)):
+            if columns.shape[1]:
+                # one batched product costs less than a call for each part
+                parts = columns.unflatten(1, (-1, width)).transpose(0, 1)
+                products.append(parts @ parts.mT)
+    return torch.cat(products).sum(0, dtype=torch.float64)
 
 
 def _add_grams(rule: Rule, batch: Sequence[Member], divided: bool) -> GramSums:
@@ -284,7 +290,8 @@ def apply_in_place(
         parts = list(zip(own, gradients, strict=True))
         if apart:
             most = max(1, MIXED_PART // group.particles)
-            parts = [part for pair in parts for part in zip(*(rows.split(most, 1) for rows in pair), strict=True)]
+            if any(rows.shape[1] > most for rows in own):
+                parts = [part for pair in parts for part in zip(*(rows.split(most, 1) for rows in pair), strict=True)]
         if apart and len(parts) > 1:
             found.append(_mix_columns(one, gradients, parts, sums.shifted[index], buffers))
         else:
