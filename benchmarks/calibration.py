@@ -6,7 +6,7 @@ normal, drawn through its mean squares. In the *logistic* one run s of arm i ans
     2.7 + shift + 3.0 z[n] + 0.7 u[s, n] +- (eta / 2) h[n] + gamma g[s, i] + 0.35 L[s, n, i] > 0
 
 with z, u, h, g standard normal and L standard logistic: items differ in difficulty, eta moves items up in one arm and
-down in the other, gamma moves whole runs, and an accuracy is about 0.80. Run by `make bench-calibration`.
+down in the other, gamma moves whole runs, and an accuracy is about 0.80. Run by `make bench NAME=calibration`.
 """
 
 from __future__ import annotations

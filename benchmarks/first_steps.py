@@ -2,7 +2,7 @@
 
 A clone of this repository, an environment of its own, the laboratory, and `headwise inspect` on a folder of Hugging
 Face; then `--help`, `--version` and the imports, each in processes of their own, in turn. pip may take packages from
-its cache; what it fetches depends on the network. Run by `make bench-first-steps`.
+its cache; what it fetches depends on the network. Run by `make bench NAME=first_steps`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The items are sentence pairs of STS-B, the loss of one is the squared difference between the cosine of its embeddings
 and its gold similarity from 0 to 1. Removing a head gives the change of each item's loss: its mean absolute value is
-what first-order importance estimates, its mean is `importance` in its exact form. Run by `make bench-importance`.
+what first-order importance estimates, its mean is `importance` in its exact form. Run by `make bench NAME=importance`.
 """
 
 from __future__ import annotations

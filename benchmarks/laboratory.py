@@ -6,7 +6,7 @@ FOLDER holds sentence pairs, as headwise compare translation --data takes them. 
 batches in turns in one process: `train_run` as `headwise compare` calls it, and ten lines of torch. The clock is CPU
 time; it starts after some steps and stops before anything is evaluated or saved. A start is from the command to the
 first step, for a seed added to a comparison. Exits with 1 where a figure misses its bar. Run by
-`make bench-laboratory DATA=FOLDER`.
+`make bench NAME=laboratory ARGS="--data FOLDER"`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a layer need not run what comes before it: with L layers, starting at that layer
 
 Both run alternately on the same sentences; the result is the median over rounds of the ratio within a round, on a CPU
 of CPU time. The separate evaluations only run the model and the score once per removed head and read nothing from the
-heads. Run by `make bench-measure`, which makes the allocator keep its memory in both cases.
+heads. Run by `make bench NAME=measure`, which makes the allocator keep its memory in both cases.
 """
 
 from __future__ import annotations

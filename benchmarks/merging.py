@@ -3,7 +3,7 @@
 For each family and seed a multi-head model is trained for a minute; then its key/value heads are merged to a half, a
 quarter and one, in every way that leads to that of `hw.merge`: averaging as it is (Ainslie et al. 2023), with and
 without a refit of W_O, aligning, the closed form, grouping. The loss is nats per byte of held-out text. Run by
-`make bench-merging TEXT=... HELD_OUT=...`.
+`make bench NAME=merging ARGS="--text ... --held-out ..."`.
 """
 
 from __future__ import annotations

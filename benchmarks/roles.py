@@ -2,7 +2,7 @@
 
 Steps of all variants run interleaved in one process; the result is the median over rounds of the ratio within a round.
 The reference has the same kind of mask, one per head, that only masks padding. It runs twice per round, so that the A/A
-ratio shows the noise of the machine; the unmodified model is also timed. Run by `make bench-roles`.
+ratio shows the noise of the machine; the unmodified model is also timed. Run by `make bench NAME=roles`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Half of the heads of a pretrained MiniLM are removed; of a Llama with random wei
 heads are removed, or of its key/value heads merged. Models take turns in one process, and the result is the median
 over rounds of the ratio within a round, of CPU time (on a GPU of the time between two events); the whole model runs
 twice, so that the A/A ratio shows the noise of the machine. The bytes of the cache are counted. Run by
-`make bench-shrinking`.
+`make bench NAME=shrinking`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimate, without a GPU, how long a run of `make translation-gpu` takes on one.
+"""Estimate, without a GPU, how long the comparison of docs/translation.md takes on one.
 
 For a training step (forward, backward, arm, optimizer) and a decoding step, the script counts what torch dispatches:
 operations, each of which takes at least one launch; the bytes they read and write; and their arithmetic. It adds the

@@ -2,7 +2,7 @@
 
 Each version brings its own `src` and its own `floors.py` and `overhead.py`, which know its calls; its modules stand in
 `sys.modules` only while it runs. The earlier version comes from git. This version runs twice, so that the two ratios
-show the noise of the machine. Times are of the CPU. Run by `make bench-versions BEFORE=COMMIT`.
+show the noise of the machine. Times are of the CPU. Run by `make bench NAME=versions ARGS="--before COMMIT"`.
 """
 
 from __future__ import annotations

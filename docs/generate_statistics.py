@@ -1,4 +1,4 @@
-"""Writes the tables of docs/statistics.md from the record that `make bench-calibration` wrote last: `make api`."""
+"""Writes the tables of docs/statistics.md from the record that `make bench NAME=calibration` wrote last: `make api`."""
 
 from __future__ import annotations
 

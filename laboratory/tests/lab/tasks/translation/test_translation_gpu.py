@@ -1,11 +1,9 @@
-"""The recipe for one GPU: what `make translation-gpu` runs fits its model, starts on real data, stops and goes on."""
+"""The recipe for one GPU: its arms fit the model, and a run starts on real data, stops and goes on."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,23 +30,12 @@ PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
 GPU = TRANSLATION_SCALES["gpu"]
 
 
-def words_of(*arguments: str) -> list[str]:
-    """The command that the target would run."""
-    made = subprocess.run(
-        ["make", "-s", "-n", "translation-gpu", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return shlex.split(made.stdout.replace("\\\n", " ").splitlines()[-1])
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(tmp_path):
-    command = words_of("DATA=some folder", "OUT=there", "SEEDS=2", "ARGS=--workers 1")
-    assert command[0] == "PYTHONPATH=src:laboratory/src"
-    assert command[2:6] == ["-m", "headwise_lab", "compare", "translation"]
-    given = dict(zip(command[6::2], command[7::2], strict=True))
-    expected = {"--scale": "gpu", "--seeds": "2", "--data": "some folder", "--out": "there", "--workers": "1"}
-    assert {name: given[name] for name in expected} == expected
-    arms = parse_arms(given["--arms"])
+def test_the_documented_command_compares_arms_that_fit_the_model(tmp_path):
+    page = (ROOT / "docs" / "translation.md").read_text(encoding="utf-8")
+    command = next(block for block in page.split("```console\n$ ") if "--scale gpu" in block).partition("```")[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["headwise", "compare", "translation"]
+    arms = parse_arms(words[words.index("--arms") + 1])
     assert [arm.name for arm in arms] == [
         *("plain", "smooth", "svgd", "svgd-relative", "output"),
         *(f"{arm}:layers=0/1,kinds=self" for arm in ("trunk", "em", "output+em")),
@@ -59,22 +46,6 @@ def test_the_target_compares_arms_that_fit_the_model_on_the_folder_it_is_given(t
     data = TranslationTask().load(tmp_path / "prepared", GPU, None)
     for arm in arms:
         require_fits(arm, TranslationTask(), data, GPU)
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_variables_of_the_environment_do_not_move_the_results(monkeypatch):
-    monkeypatch.setenv("OUT", "elsewhere")
-    monkeypatch.setenv("SEEDS", "9")
-    command = words_of("DATA=prepared")
-    assert command[command.index("--out") + 1] == "runs/translation-gpu"
-    assert command[command.index("--seeds") + 1] == "5"
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_the_target_without_data_says_what_to_name():
-    done = subprocess.run(["make", "translation-gpu", "DATA="], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "give the prepared folder: make translation-gpu DATA=FOLDER" in done.stderr
 
 
 @pytest.mark.slow
