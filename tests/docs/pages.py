@@ -30,7 +30,7 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 def generator(name: str) -> ModuleType:
-    """The module in docs/ that writes a page: its PAGE, and the text of it that its render() makes anew."""
+    """A module in docs/ that writes pages: its render() returns the text of its PAGE, or of each page by its path."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

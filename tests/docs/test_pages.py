@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,6 +20,10 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
 README = ROOT / "README.md"
+# They read every record, and build every family.
+SLOW_GENERATORS = ("generate_any_model", "generate_pages")
+# Pages whose blocks take more than a second.
+SLOW_PAGES = {"any-model.md", "gpu.md", "measure.md", "strength.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -63,7 +67,15 @@ def test_every_make_target_that_is_named_exists_and_every_fence_says_its_languag
     assert not [name_of(page) for page in PAGES if blocks(page, "")]
 
 
-@pytest.mark.parametrize("page", [page for page in EXECUTED if page == README or blocks(page, "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.full] if page.name in SLOW_PAGES else [])
+        for page in EXECUTED
+        if page == README or blocks(page, "python")
+    ],
+    ids=name_of,
+)
 def test_every_python_block_of_a_page_runs_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -79,12 +91,23 @@ def test_every_python_block_of_a_page_runs_in_order(
         assert [text for text in shown if text not in printed] == []
 
 
-def test_a_written_page_is_up_to_date_and_written_by_make():
-    names = sorted(path.stem for path in (ROOT / "docs").glob("generate_*.py"))
-    assert names
+def test_the_page_of_public_names_is_up_to_date_and_every_generator_is_run_by_make():
+    names = {path.stem for path in (ROOT / "docs").glob("generate_*.py")}
+    assert names == {"generate_api", *SLOW_GENERATORS}
     assert all(f"docs/{name}.py" in MAKEFILE for name in names)
-    written = {name: generator(name) for name in names}
-    old = [name for name, one in written.items() if one.PAGE.read_text(encoding="utf-8") != one.render()]
+    require_up_to_date(generator("generate_api"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SLOW_GENERATORS)
+def test_a_page_of_records_or_families_is_up_to_date(name: str):
+    require_up_to_date(generator(name))
+
+
+def require_up_to_date(module: ModuleType) -> None:
+    made = module.render()
+    pages = made if isinstance(made, dict) else {module.PAGE: made}
+    old = [name_of(page) for page, text in pages.items() if page.read_text(encoding="utf-8") != text]
     assert not old, f"{old}: run `make api` and look at the change."
 
 
@@ -105,8 +128,8 @@ def test_every_family_form_and_refusal_has_a_row_that_says_what_is_reached():
 
 
 def test_the_table_of_costs_has_the_figures_of_its_record():
-    page = generator("generate_cost")
-    now = json.loads((page.RECORDS / page.NOW).read_text(encoding="utf-8"))
+    page = generator("generate_pages")
+    now = page.read(page.NOW)
     assert f"{now['python']['microseconds per layer']['svgd']:.0f} us" in page.make_table(now, now)
     now["bytes"]["rows"]["svgd, 54 groups"]["times the floor"] = 123.4
     assert "123.4 times" in page.make_table(now, now)

@@ -4,7 +4,7 @@ import pytest
 
 from docs.pages import generator
 
-blind_spots = generator("generate_diversity").load_blind_spots()
+blind_spots = generator("generate_pages").load_blind_spots()
 
 # in the order of blind_spots.TRICKS; x = fooled
 FOOLED = {

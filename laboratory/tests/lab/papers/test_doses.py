@@ -13,7 +13,7 @@ from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.diversity.doses import EFFECTIVE, METHODS, RATIOS, draw_doses, name_doses
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import make_table
+from headwise_lab.results.table import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 DOSES = [REPRODUCTIONS[f"diversity/dose-{name}"] for name in ("logic", "translation", "pairs", "questions")]

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from headwise_lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise_lab.papers.overview import (
+    Measured,
+    build_overview,
+    choose_deciding,
+    read_contrast,
+    read_papers,
+    summarize_claims,
+)
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.results.cells import MINUS, NONE, Grid, Link
 
@@ -76,7 +83,7 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     record = {"format": 2, "id": "diversify/table-5", "scale": "cpu", "title": "Main results"}
     record |= {"source": "Table 5", "claims": claims}
     (folder / "table-5-cpu.json").write_text(json.dumps(record))
-    page = build_overview(tmp_path)
+    page = build_overview(read_papers(tmp_path))
     link = "[diversify/table-5](diversify/RESULTS.md#diversifytable-5-at-scale-cpu-main-results)"
     counted = (
         "The three papers, judged by calibrated tests, 1 tables and figures: "
@@ -99,7 +106,7 @@ def test_data_that_stand_in_for_the_papers_are_named(tmp_path: Path):
     record["described"] = ["Yelp: reviews: 8 train", "SNLI: SICK, since SNLI's training file is absent: 4 train"]
     record["claims"] = [{"statement": f"{one}.", "verdict": "not shown", "contrasts": [one]} for one in contrasts]
     (folder / "table-1-cpu.json").write_text(json.dumps(record))
-    page = build_overview(tmp_path)
+    page = build_overview(read_papers(tmp_path))
     assert "| svgd over plain in Yelp |" in page
     assert "| svgd over plain in SNLI (SICK) |" in page
 
@@ -111,7 +118,7 @@ def test_the_pictures_of_doses_come_first(tmp_path: Path):
         picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
         record = {"format": 2, "id": f"diversity/{name}", "scale": "cpu", "title": name, "source": OWN, "claims": []}
         (folder / f"{name}.json").write_text(json.dumps(record | {"pictures": [picture]}))
-    doses = build_overview(tmp_path).partition("## Doses\n")[2].partition("## diversity")[0]
+    doses = build_overview(read_papers(tmp_path)).partition("## Doses\n")[2].partition("## diversity")[0]
     assert doses.splitlines() == [
         "",
         "Score by effective heads.",
@@ -150,7 +157,7 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     # a claim of version 0.1 is counted apart and not listed
     old = {"statement": "f", "verdict": "borne out", "contrasts": ["f over g: +9.00 points [+8.00, +10.00], p = 0.010"]}
     (folder / "y-cpu.json").write_text(json.dumps({"id": "guided/y", "source": "Table 1", "claims": [old]} | told))
-    counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
+    counts, earlier, gains, losses = summarize_claims(read_papers(tmp_path), most=1).split("\n\n")
     assert counts == (
         "Our own studies, judged by calibrated tests, 1 tables and figures: 4 comparisons of scores (2 contradicted; 1 "
         "borne out; 1 not shown), 1 checks of what a method does to heads (1 borne out)."

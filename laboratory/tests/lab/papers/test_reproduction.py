@@ -25,7 +25,7 @@ from headwise_lab.papers.run import Plan, do_plans, make_plans, report, show_lis
 from headwise_lab.results.cells import NONE, Grid
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import make_table
+from headwise_lab.results.table import make_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison
 from lab.tasks.translation.translation_toy import make_demo_smallest, parse_without_spacy, write_toy_corpus
 

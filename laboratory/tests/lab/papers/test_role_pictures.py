@@ -15,7 +15,7 @@ from headwise_lab.papers.records import Reproduced, write_records
 from headwise_lab.results.cells import show_signed
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import make_table
+from headwise_lab.results.table import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 FIGURE_2 = REPRODUCTIONS["guided/figure-2"]

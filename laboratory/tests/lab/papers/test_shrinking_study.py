@@ -18,7 +18,7 @@ from headwise_lab.papers.diversity.shrinking import draw_shrinking, tabulate_shr
 from headwise_lab.papers.run import do_plans, make_plans, report
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import make_table
+from headwise_lab.results.table import make_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 DIFFERENT, TOGETHER = ("output-relative", "cka", "svgd-span"), "cka-together"

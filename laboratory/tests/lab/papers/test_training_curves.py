@@ -12,7 +12,7 @@ from headwise_lab.papers.repulsive import figures as module
 from headwise_lab.papers.repulsive.figures import draw_training_curves
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import read_table
+from headwise_lab.results.table import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 ARMS = (Drawn("plain", None), Drawn("svgd"))

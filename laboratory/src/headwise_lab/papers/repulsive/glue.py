@@ -65,7 +65,7 @@ def _show_cell(table: Table, arm: str) -> Cell:
     row = table.row(arm)
     if row is None:
         return NONE
-    return _show_average(row.score, [point.score for point in row.points])
+    return _show_average(row.score, row.score.by_seed)
 
 
 def _read_scores(evidence: Mapping[str, Evidence], chosen: Sequence[str], arm: str) -> list[list[float]]:
