@@ -24,7 +24,7 @@
 #   make bench-demo  run the demo with nothing to resume, and keep what it printed, its picture and its time
 #   make bench-first-steps TEXT=FILE  time the README's way from nothing to a report; FILE has a sentence a line
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
-#   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
+#   make api         write docs/api.md from the docstrings, docs/any-model.md from the tests, other pages from records
 #   make records     write the records and result pages of laboratory/papers/ anew from the numbers kept with them
 #   make docs        build the documentation as a site in build/site, running its tutorials
 #   make wheel       build the wheel in build/dist, install it into a bare environment and use it there
@@ -149,11 +149,7 @@ bench-graphs: $(VENV)/.dev
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/python docs/generate_any_model.py
-	$(BIN)/python docs/generate_diversity.py
-	$(BIN)/python docs/generate_cost.py
-	$(BIN)/python docs/generate_statistics.py
-	$(BIN)/python docs/generate_claims.py
-	$(BIN)/python docs/generate_readme.py
+	$(BIN)/python docs/generate_pages.py
 
 records: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python docs/write_records.py

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from headwise_lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise_lab.papers.overview import (
+    Measured,
+    build_overview,
+    choose_deciding,
+    read_contrast,
+    read_papers,
+    summarize_claims,
+)
 from headwise_lab.papers.pages import describe_plateau, describe_rise
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.results.cells import MINUS, NONE, Grid, Link
@@ -82,7 +89,7 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     for name in ("dose-pairs", "lm", "dose-logic"):
         picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
         write(tmp_path, f"diversity/{name}", [], source=OWN, title=name, pictures=[picture])
-    page = build_overview(tmp_path)
+    page = build_overview(read_papers(tmp_path))
     # a comparison that several claims name is counted once
     counted = (
         "judged by calibrated tests, 2 tables and figures: 2 comparisons of scores (2 published gain not found).\n"
@@ -127,7 +134,7 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     # a claim of version 0.1 is counted apart and not listed
     old = claim("f", "borne out", "f over g: +9.00 points [+8.00, +10.00], p = 0.010")
     write(tmp_path, "guided/y", [old], version=1)
-    counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
+    counts, earlier, gains, losses = summarize_claims(read_papers(tmp_path), most=1).split("\n\n")
     assert counts == (
         "Our own studies, judged by calibrated tests, 1 tables and figures: 4 comparisons of scores (2 contradicted; 1 "
         "borne out; 1 not shown), 1 checks of what a method does to heads (1 borne out)."
