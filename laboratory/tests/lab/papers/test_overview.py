@@ -70,7 +70,7 @@ def test_a_claim_is_decided_by_its_furthest_contrast():
     def measured(value: float, p: float | None, verdict: str = "") -> Measured:
         return Measured("a over b", value, value - 1, value + 1, points=True, p=p, verdict=verdict)
 
-    weak, strong, below = measured(1.0, 0.4), measured(2.0, 0.01), measured(-3.0, 0.002)
+    weak, strong, below = measured(1.0, 0.4), measured(2.0, 0.001), measured(-3.0, 0.002)
     # a contrast with the claim's own verdict comes before others; of contrasts with one p-value the lowest
     own, low, high = measured(0.5, 0.2, "not shown"), measured(-1.0, 1.0), measured(3.0, 1.0)
     assert choose_deciding([strong, weak], "borne out") is weak
@@ -86,6 +86,9 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     contrasts = [{**NUMBERS, "contrast": f"svgd over plain in {part}", "by_seed": [1]} for part in ("Yelp", "SNLI")]
     described = ["Yelp: reviews: 8 train", "SNLI: SICK, since SNLI's training file is absent: 4 train"]
     write(tmp_path, "repulsive/table-1", [claim("-", "not shown", one) for one in contrasts], described=described)
+    # version 0.1 wrote no published numbers
+    text = "svgd over plain: -0.25 points [-0.71, +0.21], p = 0.362"
+    write(tmp_path, "repulsive/table-6", [claim("It was.", "not shown", text)], version=1)
     for name in ("dose-pairs", "lm", "dose-logic"):
         picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
         write(tmp_path, f"diversity/{name}", [], source=OWN, title=name, pictures=[picture])
@@ -99,6 +102,7 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
     assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 to 0.91 | no verdict (3 seeds) | {link} |" in page
     assert f"| It is cheap. | {' | '.join([NONE] * 4)} | measured, not tested | {link} |" in page
+    assert f"| It was. | svgd over plain | +0.80 | {ours} | {NONE} | not shown (version 0.1) |" in page
     # data that stand in for the paper's are named
     assert "| svgd over plain in Yelp |" in page
     assert "| svgd over plain in SNLI (SICK) |" in page
