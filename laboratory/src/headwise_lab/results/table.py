@@ -54,7 +54,7 @@ class Row:
         score: The metric pooled over all test bins.
         bins: The metric in each bin, in the order of `Table.bins`.
         to_plain: Difference to plain, paired by seed and item; None for plain itself and if plain was not run.
-        to_control: Difference to the control, which `verdict` is about; None if it was not run. The same object as
+        to_control: Difference to the control, which `verdict` is about; None if it was not run. Equal to
             `to_plain` if the control is plain.
         bins_to_plain: Difference to plain in each bin, or empty.
         verdict: The verdict in words; "" for plain and for baselines.
@@ -298,18 +298,13 @@ def _judge_arms(rows: Sequence[Row], requested: Sequence[str], doubt: str) -> di
 
 
 def _judge(row: Row, judged: Mapping[tuple[str, str], Judgement], metric: Metric) -> Row:
-    to_plain = row.to_plain and judged.get((row.arm, PLAIN), row.to_plain)
+    row = replace(row, to_plain=row.to_plain and judged.get((row.arm, PLAIN), row.to_plain))
     if row.control is None:
-        return replace(row, to_plain=to_plain)
+        return row
     if row.to_control is None:
-        return replace(row, to_plain=to_plain, verdict=f"no verdict ({row.control} not run)")
+        return replace(row, verdict=f"no verdict ({row.control} not run)")
     to_control = judged.get((row.arm, row.control), row.to_control)
-    return replace(
-        row,
-        to_control=to_control,
-        to_plain=to_control if row.control == PLAIN else to_plain,
-        verdict=OWN_TEST if metric.own_test else to_control.words,
-    )
+    return replace(row, to_control=to_control, verdict=OWN_TEST if metric.own_test else to_control.words)
 
 
 def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:

@@ -26,7 +26,7 @@ from headwise_lab.results.grids import (
     verdict_grid,
 )
 from headwise_lab.results.pages import format_setting, make_page, write_headline
-from headwise_lab.results.statistics import Estimate
+from headwise_lab.results.statistics import Estimate, Judgement
 from headwise_lab.results.table import Table, make_record, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, change, write_comparison, write_head_costs
 
@@ -249,6 +249,9 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
     places = [html.index(part) for part in parts]
     assert places == sorted(places)
     assert "What each head is worth" not in html
+    apart = Judgement(Estimate((0.01, 0.02, 0.015, 0.012, -0.3)), 1, 0.9)
+    noted = make_page(replace(table, rows=(replace(table.row("svgd"), to_control=apart),)), ()).render()
+    assert "svgd against smooth: one seed stands apart: p of flipped signs 1.000." in noted
     title = "headwise reproduce diversity/dose-logic 1x"
     assert f"<title>{title}" in make_page(table, (), title=title).render()
 
