@@ -64,11 +64,7 @@ bench: $(VENV)/.dev
 api: $(VENV)/.dev
 	$(BIN)/python docs/generate_api.py
 	$(BIN)/python docs/generate_any_model.py
-	$(BIN)/python docs/generate_diversity.py
-	$(BIN)/python docs/generate_cost.py
-	$(BIN)/python docs/generate_statistics.py
-	$(BIN)/python docs/generate_claims.py
-	$(BIN)/python docs/generate_readme.py
+	$(BIN)/python docs/generate_pages.py
 
 records: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python docs/write_records.py

@@ -1,6 +1,6 @@
 """Run what `make demo` runs, with nothing to resume, and keep what it printed, its picture and its time.
 
-Run by `make bench NAME=demo`. The README shows the record named in docs/generate_readme.py.
+Run by `make bench NAME=demo`. The README shows the record named in docs/generate_pages.py.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*nested_tensor.*:UserWarning")
 def test_a_step_whose_gradients_are_subnormal_is_refused_and_the_model_of_the_benchmark_has_none(monkeypatch):
     module = load("overhead", monkeypatch)
@@ -54,6 +55,7 @@ def test_a_step_whose_gradients_are_subnormal_is_refused_and_the_model_of_the_be
         module.model_table(torch.device("cpu"), 8, 64, 1, False, [])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*nested_tensor.*:UserWarning")
 def test_a_tiny_run_measures_every_method_and_writes_a_record(benchmark, tmp_path):
     out = tmp_path / "record.json"
@@ -115,6 +117,7 @@ def test_a_gpu_that_is_not_there_is_said_so(benchmark, monkeypatch, capsys, tmp_
     assert "models" not in record
 
 
+@pytest.mark.full
 def test_a_tiny_run_measures_every_term_rule_and_rival_which_all_change_what_is_trained(monkeypatch, tmp_path):
     module = load("penalties", monkeypatch)
     for name, value in {"WIDTH": 16, "INNER": 8, "BATCH": 2, "LENGTH": 6}.items():

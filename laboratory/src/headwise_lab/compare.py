@@ -27,10 +27,9 @@ from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.experiment.task import Data, Task
 from headwise_lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise_lab.jobs.pool import do_analyses, do_jobs
-from headwise_lab.results.comparison_page import make_page
 from headwise_lab.results.figures import write_figures
 from headwise_lab.results.grids import render_terminal
-from headwise_lab.results.paired_tests import run_paired_tests
+from headwise_lab.results.pages import make_page
 from headwise_lab.results.runs import (
     COMPARISON,
     PAIRED,
@@ -41,8 +40,8 @@ from headwise_lab.results.runs import (
     pair_with_controls,
     read_results,
 )
-from headwise_lab.results.table import Table, make_record
-from headwise_lab.results.tabulate import read_table
+from headwise_lab.results.statistics import run_paired_tests
+from headwise_lab.results.table import Table, make_record, read_table
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.baseline import BaselineSettings
 from headwise_lab.training.cross_validation import find_run, gather_parts, list_scales, split_job

@@ -21,7 +21,7 @@ from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import Failure
 from headwise_lab.jobs import pool
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import read_table
+from headwise_lab.results.table import read_table
 from headwise_lab.tasks.glue.scales import GLUE_SCALES
 from headwise_lab.tasks.logic.task import LogicTask
 from headwise_lab.training.attach import attach_arm, build_model

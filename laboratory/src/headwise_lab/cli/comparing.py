@@ -208,11 +208,11 @@ def show(
     if as_csv + as_latex + as_markdown + asked_output().as_json > 1:
         raise typer.BadParameter("expected one of --csv, --latex, --markdown and --json.")
     from headwise_lab.results.grids import render_terminal
-    from headwise_lab.results.side_by_side import format_csv, format_latex, list_rows, make_grid, read_comparisons
+    from headwise_lab.results.pages import format_csv, list_rows, make_grid, read_comparisons
 
     tables = read_comparisons(folders, tell=warn)
     if page is not None:
-        from headwise_lab.results.side_by_side import make_side_by_side_page
+        from headwise_lab.results.pages import make_side_by_side_page
 
         make_side_by_side_page(tables).write(page)
         if not as_csv + as_latex + as_markdown:
@@ -220,7 +220,7 @@ def show(
     if as_csv:
         typer.echo(format_csv(tables), nl=False)
     elif as_latex:
-        typer.echo(format_latex(make_grid(tables)))
+        typer.echo(make_grid(tables).to_latex())
     elif as_markdown:
         typer.echo(make_grid(tables).to_markdown())
     elif asked_output().as_json:

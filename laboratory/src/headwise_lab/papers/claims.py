@@ -17,7 +17,7 @@ from headwise_lab.results.cells import Cell, Line, Number
 from headwise_lab.results.evidence import Evidence, index_by_seed, match_seeds
 from headwise_lab.results.runs import MEASURES, STEP_RATIO, Results, Run, read_starts
 from headwise_lab.results.statistics import ORDER, Estimate, Judgement, estimate_over_starts, judge_family
-from headwise_lab.results.tabulate import find_doubt
+from headwise_lab.results.table import find_doubt
 
 ABSENT, UNMEASURED = "not run", "not measured"
 MEASURED, NO_VERDICT = "measured, not tested", "no verdict (nothing measured)"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from headwise_lab.papers.pages import FOLDER, FORMAT, PAGE, is_shown_in_points, 
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.papers.run import choose_seeds
 from headwise_lab.results.cells import NONE, Cell, Grid, Link, Number, choose_digits
-from headwise_lab.results.statistics import ORDER
+from headwise_lab.results.statistics import BORNE_OUT, CONTRADICTED
 
+# The records of each paper by the name of its folder, and where these folders are.
+Papers = Mapping[str, Sequence[Mapping[str, Any]]]
+PLACE = "laboratory/papers"
 # The ids of the studies of doses begin with this.
 DOSES = "diversity/dose-"
 # What a record of the first format says of a contrast: "svgd over plain: +0.52 points [-0.31, +1.35], p = 0.412".
@@ -32,7 +36,6 @@ _TEXT = re.compile(
 _STAND_IN = re.compile(r"(?P<part>[^:]+): (?P<data>\w+), since .+ is absent")
 _KINDS = {EFFICACY: "comparisons of scores", MANIPULATION: "checks of what a method does to heads"}
 _HEADER = ("claim", "contrast that decides it", "published", "ours", "detectable", "verdict", "table")
-_CONTRADICTED = ORDER[0]
 _WHY_ABSENT = (
     "These need more time than was available on two cores: each row counts its runs, and `headwise reproduce ID "
     "--dry-run` says what they cost where runs of their kind have finished. They need nothing else but their "
@@ -79,53 +82,55 @@ class Measured:
     verdict: str = ""
 
 
-def build_overview(papers: Path) -> str:
-    """Return the page of the claims of every paper below a folder, in Markdown.
+def read_papers(papers: Path) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the records of each paper by the name of its folder, of which `papers` holds one for each.
 
     Raises:
         DataError: A record is damaged.
     """
-    found = _read_papers(papers)
-    records = [record for paper in found.values() for record in paper.values()]
-    parts = ["# Claims", "", *_introduce(records), "", *_show_doses(found)]
-    for folder, paper in found.items():
-        rows = [row for record in paper.values() for row in _list_rows(record, folder.name)]
-        links = f"[Results]({folder.name}/{PAGE}), [deviations]({folder.name}/DEVIATIONS.md)."
-        parts += [f"## {folder.name}", "", links, "", Grid("Claims", _HEADER, tuple(rows), "llrrrll").to_markdown(), ""]
+    folders = sorted(path.parent for path in papers.glob(f"*/{FOLDER}"))
+    return {folder.name: list(read_records(folder).values()) for folder in folders}
+
+
+def build_overview(papers: Papers) -> str:
+    """Return the page of the claims of every paper, in Markdown."""
+    records = [record for paper in papers.values() for record in paper]
+    written = "Written by `make api` from the records in `*/results/`, not by hand."
+    parts = ["# Claims", "", written, "", _count(records), "", _READING, "", *_show_doses(papers)]
+    for folder, paper in papers.items():
+        rows = tuple(row for record in paper for row in _list_rows(record, folder))
+        links = f"[Results]({folder}/{PAGE}), [deviations]({folder}/DEVIATIONS.md)."
+        parts += [f"## {folder}", "", links, "", Grid("Claims", _HEADER, rows, "llrrrll").to_markdown(), ""]
     parts += ["## Not run", "", _WHY_ABSENT, "", _list_absent({record["id"] for record in records}).to_markdown(), ""]
     return "\n".join(parts)
 
 
-def summarize_claims(papers: Path, most: int = 4) -> str:
+def summarize_claims(papers: Papers, most: int = 4) -> str:
     """Return how claims ended, and the scores that moved furthest among those with a verdict either way, in Markdown.
 
     Claims of version 0.1 are counted and not listed.
 
     Args:
-        papers: Folder with a folder for each paper.
+        papers: The records of each paper by its folder.
         most: How many contrasts of each verdict to list at the most, the largest of each table.
-
-    Raises:
-        DataError: A record is damaged.
     """
-    records = _read_papers(papers)
-    lines = [_count([record for paper in records.values() for record in paper.values()])]
-    for verdict in (ORDER[-1], _CONTRADICTED):
+    records = [(record, _link(record, folder)) for folder, paper in papers.items() for record in paper]
+    lines = [_count([record for record, _ in records])]
+    for verdict in (BORNE_OUT, CONTRADICTED):
         found = [
-            (one, record["id"], f"{folder.name}/{PAGE}#{_make_anchor(record)}")
-            for folder, paper in records.items()
-            for record in paper.values()
+            (one, record["id"], link)
+            for record, link in records
             for claim in record["claims"]
             if record.get("format") == FORMAT
             and _omit_reason(claim["verdict"]) == verdict
-            and (one := choose_deciding(_read_contrasts(record, claim), verdict)) is not None
+            and (one := _decide(record, claim)) is not None
             and one.points
         ]
         # the largest of each table, the later ones of a dict being kept
-        largest = {to: (one, name) for one, name, to in sorted(found, key=lambda item: abs(item[0].value))}
+        largest = {link: (one, name) for one, name, link in sorted(found, key=lambda item: abs(item[0].value))}
         shown = [
-            f"[{name}: {one.contrast}]({papers.parent.name}/{papers.name}/{to}) {_show(one)}"
-            for to, (one, name) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
+            f"[{name}: {one.contrast}]({PLACE}/{link}) {_show(one)}"
+            for link, (one, name) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
         ]
         if shown:
             lines.append(f"The largest {verdict}, one a table, in points: {'; '.join(shown)}.")
@@ -147,21 +152,16 @@ def read_contrast(found: Mapping[str, Any] | str, published: Mapping[str, float 
         match = _TEXT.fullmatch(found)
         if match is None:
             return None
-        points, gain = match["points"] is not None, published.get(match["contrast"])
         value, low, high = (float(match[name]) for name in ("value", "low", "high"))
-        p_value = None if match["p"] is None else float(match["p"])
-        return Measured(match["contrast"], value, low, high, points, p_value, published=_scale(gain, points))
-    if found.get("value") is None or found.get("low") is None:
+        points, p_value = match["points"] is not None, None if match["p"] is None else float(match["p"])
+        gain = _scale(published.get(match["contrast"]), points)
+        return Measured(match["contrast"], value, low, high, points, p_value, published=gain)
+    if found.get("value") is None or found.get("low") is None or found["high"] is None:
         return None
     points = is_shown_in_points(found["measure"])
-    value, low, high, alone, in_family, gain = (
-        _scale(found[name], points)
-        for name in ("value", "low", "high", "detectable", "detectable_in_family", "published")
-    )
-    if value is None or low is None or high is None:
-        return None
-    words, p_value = found["verdict"], found["p_holm"]
-    return Measured(found["contrast"], value, low, high, points, p_value, alone, in_family, gain, verdict=words)
+    names = ("value", "low", "high", "detectable", "detectable_in_family", "published")
+    numbers: dict[str, Any] = {name: _scale(found[name], points) for name in names}
+    return Measured(found["contrast"], **numbers, points=points, p=found["p_holm"], verdict=found["verdict"])
 
 
 def choose_deciding(contrasts: Sequence[Measured], verdict: str) -> Measured | None:
@@ -172,10 +172,24 @@ def choose_deciding(contrasts: Sequence[Measured], verdict: str) -> Measured | N
     """
     verdict = _omit_reason(verdict)
     own = [one for one in contrasts if _omit_reason(one.verdict) == verdict] or list(contrasts)
-    if verdict == _CONTRADICTED:
-        own = [one for one in own if one.value < 0] or own
-        return min(own, key=_order, default=None)
-    return max(own, key=_order, default=None)
+
+    def order(one: Measured) -> tuple[float, float]:
+        return 1.0 if one.p is None else one.p, -one.value
+
+    if verdict == CONTRADICTED:
+        return min([one for one in own if one.value < 0] or own, key=order, default=None)
+    return max(own, key=order, default=None)
+
+
+def _decide(record: Mapping[str, Any], claim: Mapping[str, Any]) -> Measured | None:
+    """Return the contrast that decides a claim; where other data stand in for the paper's, its name says so."""
+    # later records hold it themselves
+    published = {} if record.get("format") == FORMAT else _find_published(record["id"], record["scale"])
+    found = [one for found in claim["contrasts"] if (one := read_contrast(found, published)) is not None]
+    for match in filter(None, map(_STAND_IN.match, record.get("described", ()))):
+        old, new = f" in {match['part']}", f" in {match['part']} ({match['data']})"
+        found = [replace(one, contrast=one.contrast.replace(old, new)) for one in found]
+    return choose_deciding(found, claim["verdict"])
 
 
 def _omit_reason(verdict: str) -> str:
@@ -183,30 +197,14 @@ def _omit_reason(verdict: str) -> str:
     return verdict.partition(" (")[0]
 
 
-def _order(found: Measured) -> tuple[float, float]:
-    return 1.0 if found.p is None else found.p, -found.value
-
-
 def _scale(value: float | None, points: bool) -> float | None:
     return None if value is None else value * 100 if points else value
 
 
-def _read_papers(papers: Path) -> dict[Path, dict[Path, Mapping[str, Any]]]:
-    return {folder: read_records(folder) for folder in sorted(path.parent for path in papers.glob(f"*/{FOLDER}"))}
-
-
-def _make_anchor(record: Mapping[str, Any]) -> str:
-    """Return the anchor of a record's section, as GitHub makes it from the heading."""
-    return re.sub(r"[^\w\- ]", "", name_section(record).lower()).replace(" ", "-")
-
-
-def _read_contrasts(record: Mapping[str, Any], claim: Mapping[str, Any]) -> list[Measured]:
-    published = _find_published(record)
-    found = [one for found in claim["contrasts"] if (one := read_contrast(found, published)) is not None]
-    named = {match["part"]: match["data"] for text in record.get("described", ()) if (match := _STAND_IN.match(text))}
-    for part, data in named.items():
-        found = [replace(one, contrast=one.contrast.replace(f" in {part}", f" in {part} ({data})")) for one in found]
-    return found
+def _link(record: Mapping[str, Any], folder: str) -> str:
+    """Return where a record's section is, with the anchor that GitHub makes from its heading."""
+    anchor = re.sub(r"[^\w\- ]", "", name_section(record).lower()).replace(" ", "-")
+    return f"{folder}/{PAGE}#{anchor}"
 
 
 def _show(found: Measured) -> Number:
@@ -222,46 +220,40 @@ def _show_detectable(found: Measured) -> Cell:
     return Number(None, found.detectable, most, digits=choose_digits(2, found.detectable) if found.points else None)
 
 
-def _list_rows(record: Mapping[str, Any], paper: str) -> Iterable[tuple[Cell, ...]]:
-    link = Link(record["id"], to=f"{paper}/{PAGE}#{_make_anchor(record)}")
+def _list_rows(record: Mapping[str, Any], folder: str) -> Iterator[tuple[Cell, ...]]:
+    link = Link(record["id"], to=_link(record, folder))
     for claim in record["claims"]:
-        one = choose_deciding(_read_contrasts(record, claim), claim["verdict"])
         verdict = claim["verdict"] if record.get("format") == FORMAT else f"{claim['verdict']} (version 0.1)"
-        if one is None:
-            yield claim["statement"], NONE, NONE, NONE, NONE, verdict, link
-            continue
-        digits = 2 if one.points else None
-        gain = NONE if one.published is None else Number(one.published, digits=digits, signed=True)
-        yield claim["statement"], one.contrast, gain, _show(one), _show_detectable(one), verdict, link
+        one = _decide(record, claim)
+        cells: tuple[Cell, ...] = (NONE,) * 4
+        if one is not None:
+            known = one.published
+            gain = NONE if known is None else Number(known, digits=2 if one.points else None, signed=True)
+            cells = one.contrast, gain, _show(one), _show_detectable(one)
+        yield claim["statement"], *cells, verdict, link
 
 
-def _find_published(record: Mapping[str, Any]) -> dict[str, float | None]:
+# a record has many claims
+@cache
+def _find_published(name: str, scale: str) -> dict[str, float | None]:
     """Return what the paper found for each contrast of a reproduction; nothing where it is not ours any more."""
-    reproduction, scale = REPRODUCTIONS.get(record["id"]), record["scale"]
+    reproduction = REPRODUCTIONS.get(name)
     if reproduction is None or scale not in reproduction.scales:
         return {}
     claims = reproduction.claims_at(scale, named_task(reproduction.task).scales)
     return {str(one): one.published for claim in claims for one in claim.contrasts}
 
 
-def _introduce(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    return ["Written by `make api` from the records in `*/results/`, not by hand.", "", _count(records), "", _READING]
-
-
-def _show_doses(papers: Mapping[Path, Mapping[Path, Mapping[str, Any]]]) -> list[str]:
+def _show_doses(papers: Papers) -> list[str]:
     """Return the pictures of the studies of doses: where diverse heads help, and where they do not."""
-    found = [(folder.name, record) for folder, paper in papers.items() for record in paper.values()]
-    shown = [
-        (folder, record, picture)
-        for folder, record in found
-        if record["id"].startswith(DOSES)
-        for picture in record["pictures"]
-    ]
-    # what it shows is the same in each
-    lines = ["## Doses", "", shown[0][2]["caption"], ""] if shown else []
-    for folder, record, picture in shown:
-        lines += [f"[{record['title']}]({folder}/{PAGE}#{_make_anchor(record)}):", ""]
-        lines += [f"![{picture['alt']}]({folder}/{FOLDER}/{picture['file']})", ""]
+    lines: list[str] = []
+    for folder, paper in papers.items():
+        for record in (record for record in paper if record["id"].startswith(DOSES)):
+            for picture in record["pictures"]:
+                # what it shows is the same in each
+                lines = lines or ["## Doses", "", picture["caption"], ""]
+                lines += [f"[{record['title']}]({_link(record, folder)}):", ""]
+                lines += [f"![{picture['alt']}]({folder}/{FOLDER}/{picture['file']})", ""]
     return lines
 
 
@@ -272,32 +264,31 @@ def _count(records: Sequence[Mapping[str, Any]]) -> str:
         whose = "Our own studies" if record["source"] == OWN else "The three papers"
         groups.setdefault((record.get("format") != FORMAT, whose), []).append(record)
     lines = []
-    for (earlier, whose), those in sorted(groups.items()):
+    for (earlier, whose), members in sorted(groups.items()):
+        claims = [claim for record in members for claim in record["claims"]]
+        if earlier:
+            counts = {"claims": Counter(_omit_reason(claim["verdict"]) for claim in claims)}
+        else:
+            counts = _count_comparisons(claims)
+        told = []
+        for what, verdicts in counts.items():
+            each = "; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+            told += [f"{verdicts.total()} {what} ({each})"] if verdicts else []
         judged = "version 0.1" if earlier else "calibrated tests"
-        counts = {"claims": _count_verdicts(those)} if earlier else _count_comparisons(those)
-        told = [
-            f"{verdicts.total()} {what} ({_list_counts(verdicts)})" for what, verdicts in counts.items() if verdicts
-        ]
-        lines.append(f"{whose}, judged by {judged}, {len(those)} tables and figures: {', '.join(told)}.")
+        lines.append(f"{whose}, judged by {judged}, {len(members)} tables and figures: {', '.join(told)}.")
     return "\n\n".join(lines)
 
 
-def _count_comparisons(records: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+def _count_comparisons(claims: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     """Return the verdicts of each kind of comparison; those with the same numbers are one."""
     # of the score itself a contrast has no measure
-    known: dict[tuple[str, str | None, tuple[float, ...]], str] = {}
-    for found in (one for record in records for claim in record["claims"] for one in claim["contrasts"]):
-        if found["kind"] in _KINDS and found["verdict"]:
-            known[found["kind"], found["measure"], tuple(found["by_seed"])] = _omit_reason(found["verdict"])
+    known = {
+        (found["kind"], found["measure"], tuple(found["by_seed"])): _omit_reason(found["verdict"])
+        for claim in claims
+        for found in claim["contrasts"]
+        if found["kind"] in _KINDS and found["verdict"]
+    }
     return {what: Counter(words for key, words in known.items() if key[0] == kind) for kind, what in _KINDS.items()}
-
-
-def _count_verdicts(records: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    return Counter(_omit_reason(claim["verdict"]) for record in records for claim in record["claims"])
-
-
-def _list_counts(verdicts: Counter[str]) -> str:
-    return "; ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
 def _list_absent(known: set[str]) -> Grid:

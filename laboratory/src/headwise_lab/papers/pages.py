@@ -88,10 +88,8 @@ def build_claims_grids(claims: Sequence[Mapping[str, Any]]) -> tuple[Grid, ...]:
     """Return claims with findings and verdicts, and what each contrast could have shown, from their records."""
     rows = []
     for claim in claims:
-        lines = (str(Line.from_record(one)) for one in claim.get("shown", ()))
-        rows.append(
-            (claim["statement"], "; ".join([*map(_write_contrast, claim["contrasts"]), *lines]), claim["verdict"])
-        )
+        lines = [*map(_write_contrast, claim["contrasts"]), *map(str, map(Line.from_record, claim.get("shown", ())))]
+        rows.append((claim["statement"], "; ".join(lines), claim["verdict"]))
     # each contrast once; records of the first format hold text alone
     tested = {
         one["contrast"]: _list_power(one)
@@ -239,53 +237,55 @@ def name_section(found: Mapping[str, Any]) -> str:
 
 
 def _render_section(found: Mapping[str, Any], details: str) -> str:
-    lines = [f"## {name_section(found)}", "", f"Source: {found['source']}. [Details]({FOLDER}/{details}).", ""]
+    parts = [f"## {name_section(found)}", f"Source: {found['source']}. [Details]({FOLDER}/{details})."]
     if found.get("format") != FORMAT:
-        lines += ["**Judged by version 0.1**, before the tests were calibrated.", ""]
-    if found["missing"]:
-        first, more = found["missing"][:MOST_NAMED], len(found["missing"]) - MOST_NAMED
-        named = ", ".join(first) + (f", and {more} more" if more > 0 else "")
-        lines += [f"**Not finished: {len(found['missing'])} runs** ({named}).", ""]
-    if lack := describe_lack(found.get("left_out", ()), found.get("unasked", ())):
-        lines += [lack, ""]
+        parts.append("**Judged by version 0.1**, before the tests were calibrated.")
+    if missing := found["missing"]:
+        more = f", and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        parts.append(f"**Not finished: {len(missing)} runs** ({', '.join(missing[:MOST_NAMED])}{more}).")
+    parts.append(describe_lack(found.get("left_out", ()), found.get("unasked", ())))
     for part, table in found.get("tables", {}).items():
-        doubt, rise = table.get("doubt"), describe_rise(table)
-        lines += [f"{_name(part)}{describe_doubt(doubt)}", ""] if doubt else []
-        lines += [f"{_name(part)}{rise}", ""] if rise else []
-    for grid in build_claims_grids(found["claims"])[:1]:
-        lines += [grid.to_markdown(), ""]
+        said = describe_doubt(table["doubt"]) if table.get("doubt") else "", describe_rise(table)
+        parts += [f"{_name(part)}{one}" for one in said if one]
+    parts += [grid.to_markdown() for grid in build_claims_grids(found["claims"])[:1]]
     if found.get("published"):
         other = OTHER_GROUPED if found.get("grouped") else OTHER
         ours = SAME if found["comparable"] else f"{other}{_name_data(found)}"
-        lines += [Grid.from_record(found["published"]).to_markdown(), "", ours, ""]
+        parts += [Grid.from_record(found["published"]).to_markdown(), ours]
     for picture in found.get("pictures", ()):
-        lines += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", "", picture["caption"], ""]
-    return "\n".join(lines)
+        parts += [f"![{picture['alt']}]({FOLDER}/{picture['file']})", picture["caption"]]
+    return _join(parts)
 
 
 def _render_details(found: Mapping[str, Any]) -> str:
-    lines = [f"# {name_section(found)}", "", f"Source: {found['source']}. [All results](../{PAGE})."]
-    commands = [f"$ {line}" for line in found["command"].splitlines()]
-    lines += ["", _describe_extra(found), "", "```console", *commands, "```", ""]
-    if found.get("described"):
-        lines += ["Data:", "", *(f"* {one}" for one in found["described"]), ""]
+    extra = found["extra"]
+    commands = "\n".join(f"$ {line}" for line in found["command"].splitlines())
     curves = {part: text for part, table in found.get("tables", {}).items() if (text := describe_plateau(table))}
-    if curves:
-        lines += ["Training:", "", *(f"* {_name(part)}{text}" for part, text in curves.items()), ""]
-    for grid in build_claims_grids(found["claims"])[1:]:
-        lines += [grid.to_markdown(), ""]
-    for grid in found["grids"]:
-        lines += [Grid.from_record(grid).to_markdown(), ""]
+    grids = [*build_claims_grids(found["claims"])[1:], *map(Grid.from_record, found["grids"])]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     initial = f" Begins with {found['begun']}." if found.get("begun") else ""
     metric = f"Primary metric, named beforehand: {found['primary']}."
-    lines += [
-        NOTE if found.get("format") == FORMAT else EARLIER,
-        "",
-        f"{metric} Data {found['data']}.{initial} {versions}.",
-        "",
-    ]
-    return "\n".join(lines)
+    return _join(
+        [
+            f"# {name_section(found)}",
+            f"Source: {found['source']}. [All results](../{PAGE}).",
+            f"{extra[0].upper()}{extra[1:]}." if found["source"] == OWN else f"Beyond the paper: {extra}.",
+            f"```console\n{commands}\n```",
+            *_list("Data:", found.get("described", ())),
+            *_list("Training:", [f"{_name(part)}{text}" for part, text in curves.items()]),
+            *(grid.to_markdown() for grid in grids),
+            NOTE if found.get("format") == FORMAT else EARLIER,
+            f"{metric} Data {found['data']}.{initial} {versions}.",
+        ]
+    )
+
+
+def _list(title: str, items: Sequence[str]) -> list[str]:
+    return [title, "\n".join(f"* {item}" for item in items)] if items else []
+
+
+def _join(parts: Sequence[str]) -> str:
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _name_data(found: Mapping[str, Any]) -> str:
@@ -297,9 +297,3 @@ def _name_data(found: Mapping[str, Any]) -> str:
 
 def _name(part: str) -> str:
     return f"{part}: " if part else ""
-
-
-def _describe_extra(found: Mapping[str, Any]) -> str:
-    if found["source"] == OWN:
-        return f"{found['extra'][0].upper()}{found['extra'][1:]}."
-    return f"Beyond the paper: {found['extra']}."

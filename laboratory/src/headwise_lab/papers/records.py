@@ -27,8 +27,7 @@ from headwise_lab.results.evidence import Evidence, index_by_seed
 from headwise_lab.results.figures import Picture
 from headwise_lab.results.grids import diversity_grid, list_grids, verdict_grid
 from headwise_lab.results.statistics import estimate, holm
-from headwise_lab.results.table import PLAIN, Table, make_record
-from headwise_lab.results.tabulate import make_table
+from headwise_lab.results.table import PLAIN, Table, make_record, make_table
 from headwise_lab.tune import BestDraw
 
 MAJORITY = "majority"
@@ -57,44 +56,33 @@ def build_grouped_grid(
     """
     doubtful = _find_at_chance(tables, evidence)
     arms = list(dict.fromkeys(row.arm for table in tables.values() for row in table.arms))
-    cells = {(row.part, canonical(row.part, row.arm)): row.cells[0] for row in published.rows if row.part in tables}
-    known = [arm for arm in arms if any((part, arm) in cells for part in tables)]
-    rows: list[tuple[Cell, ...]] = []
+    printed = {(row.part, canonical(row.part, row.arm)): row.cells[0] for row in published.rows if row.part in tables}
+    known = [arm for arm in arms if any((part, arm) in printed for part in tables)]
+
+    def show(part: str, arm: str) -> Cell:
+        row = tables[part].row(arm) if part in tables else None
+        shown = NONE if row is None else show_percent(row.score, interval=arm != MAJORITY)
+        return replace(shown, form="({})") if isinstance(shown, Number) and (part, arm) in doubtful else shown
+
+    columns: dict[str, list[Cell]] = {"task": [], MAJORITY: []}
+    for arm in arms:
+        columns |= {f"{arm}, {whose}": [] for whose in (["paper", "here"] if arm in known else ["here"])}
     for group, members in groups.items():
         there = [part for part in members if part in tables]
-        rows += [(part, *_build_row(part, arms, known, cells, tables.get(part), doubtful)) for part in members]
-        if there:
-            means: list[Cell] = []
-            for arm in arms:
-                if arm in known:
-                    means.append(Number(fmean(float(cells[part, arm]) for part in there), digits=2))
-                ours = [row.score.value for part in there if (row := tables[part].row(arm)) is not None]
-                means.append(show_number(fmean(ours) if len(ours) == len(there) else None, 2, factor=100))
-            which = "" if len(there) == len(members) else f" ({', '.join(there)})"
-            rows.append((f"{group}: mean{which}", NONE, *means))
-    header = ["task", MAJORITY]
-    for arm in arms:
-        header += [f"{arm}, paper", f"{arm}, here"] if arm in known else [f"{arm}, here"]
-    return Grid(title + MARKED, tuple(header), tuple(rows), "l" + "r" * (len(header) - 1))
-
-
-def _build_row(
-    part: str,
-    arms: Sequence[str],
-    known: Sequence[str],
-    cells: Mapping[tuple[str, str], str],
-    table: Table | None,
-    doubtful: set[tuple[str, str]],
-) -> list[Cell]:
-    majority = None if table is None else table.row(MAJORITY)
-    found: list[Cell] = [NONE if majority is None else show_percent(majority.score, interval=False)]
-    for arm in arms:
-        if arm in known:
-            found.append(show_printed(cells.get((part, arm), "")))
-        row = None if table is None else table.row(arm)
-        shown = NONE if row is None else show_percent(row.score)
-        found.append(replace(shown, form="({})") if isinstance(shown, Number) and (part, arm) in doubtful else shown)
-    return found
+        which = "" if len(there) == len(members) else f" ({', '.join(there)})"
+        mean = [f"{group}: mean{which}"] if there else []
+        columns["task"] += [*members, *mean]
+        columns[MAJORITY] += [*(show(part, MAJORITY) for part in members), *([NONE] * len(mean))]
+        for arm in arms:
+            if arm in known:
+                columns[f"{arm}, paper"] += [show_printed(printed.get((part, arm), "")) for part in members]
+                theirs = [fmean(float(printed[part, arm]) for part in there) for _ in mean]
+                columns[f"{arm}, paper"] += [Number(value, digits=2) for value in theirs]
+            columns[f"{arm}, here"] += [show(part, arm) for part in members]
+            ours = [row.score.value for part in there if (row := tables[part].row(arm)) is not None]
+            value = fmean(ours) if ours and len(ours) == len(there) else None
+            columns[f"{arm}, here"] += [show_number(value, 2, factor=100) for _ in mean]
+    return Grid.of(title + MARKED, columns)
 
 
 def _find_at_chance(tables: Mapping[str, Table], evidence: Mapping[str, Evidence]) -> set[tuple[str, str]]:
@@ -183,6 +171,11 @@ class Reproduced:
         return [(folders[0].parents[1], folders) for folders in found]
 
     @property
+    def arms(self) -> list[str]:
+        """The names of the arms of all tables."""
+        return list(dict.fromkeys(row.arm for table in self.tables.values() for row in table.arms))
+
+    @property
     def canonical(self) -> Callable[[str, str], str]:
         """The function from (part, arm as the reproduction writes it) to the arm's name at the scale."""
         return self.reproduction.canonical(self.scale, named_task(self.reproduction.task).scales)
@@ -216,35 +209,45 @@ def tabulate_parts(reproduction: Reproduction, scale: str, evidence: Mapping[str
 
 def build_published_grid(found: Reproduced) -> Grid | None:
     """Return the paper's numbers and ours, or None where it prints none."""
-    published = found.reproduction.published
+    reproduction, published = found.reproduction, found.reproduction.published
     if published is None:
         return None
-    title = f"The paper's numbers ({published.on}) beside ours ({_describe_place(found)})"
-    if found.reproduction.groups:
-        groups = found.reproduction.groups
-        return build_grouped_grid(title, published, groups, found.tables, found.evidence, found.canonical)
-    several = len({row.part for row in published.rows}) > 1
-    header = ["the paper's row", *(["part"] if several else []), "arm"]
+    where = ", ".join([*dict.fromkeys(filter(None, found.data.values())), f"scale {found.scale}"])
+    title = f"The paper's numbers ({published.on}) beside ours ({where})"
+    if reproduction.groups:
+        known = found.tables, found.evidence, found.canonical
+        return build_grouped_grid(title, published, reproduction.groups, *known)
+    rows, parts = published.rows, {row.part for row in published.rows}
+    arms = [_find_arm(found, row) for row in rows]
+    # a list, for two columns may have one title
+    columns: list[tuple[str, Sequence[Cell]]] = [("the paper's row", [row.name for row in rows])]
+    columns += [("part", [row.part for row in rows])] if len(parts) > 1 else []
+    columns.append(("arm", [arm or NONE for arm in arms]))
+    align, shown = "l" * len(columns), set[tuple[str, str]]()
     for place, column in enumerate(published.columns):
-        header += [
-            f"{column.title}, paper",
-            *(["step time over plain, paper"] if column.per_second else []),
-            *([f"{_choose_title(column)}, here"] if _is_first(published, place) else []),
-        ]
-    rows = tuple(_build_published_row(found, published, row, several=several) for row in published.rows)
-    return Grid(title, tuple(header), rows, "l" * (2 + several) + "r" * (len(header) - 2 - several))
+        columns.append((f"{column.title}, paper", [show_printed(row.cells[place]) for row in rows]))
+        if column.per_second:
+            times = [_compute_step_time(published, row, place) for row in rows]
+            columns.append(("step time over plain, paper", times))
+        # once where several columns have the same number of ours
+        if (column.ours, column.measure) not in shown:
+            shown.add((column.ours, column.measure))
+            ours = [_show_own(found, row.part, arm, column) for row, arm in zip(rows, arms, strict=True)]
+            columns.append((f"{_choose_title(column)}, here", ours))
+    header, cells = zip(*columns, strict=True)
+    return Grid(title, header, tuple(zip(*cells, strict=True)), align + "r" * (len(header) - len(align)))
 
 
 def build_measures_grid(found: Reproduced) -> Grid | None:
     """Return the numbers that a reproduction is about, arms by parts, or None where it is about the score."""
-    reproduction = found.reproduction
-    if not reproduction.measures:
+    if not found.reproduction.measures:
         return None
-    parts, arms = list(found.evidence), list(dict.fromkeys(r.arm for t in found.tables.values() for r in t.arms))
-    columns = [(measure, part) for measure in reproduction.measures for part in parts]
-    rows = tuple((arm, *(_show_range(found.evidence[part], arm, measure) for measure, part in columns)) for arm in arms)
-    header = ("arm", *(f"{measure}, {part}".removesuffix(", ") for measure, part in columns))
-    return Grid("mean over seeds (least to most)", header, rows, "l" + "r" * len(columns))
+    columns = {
+        f"{measure}, {part}".removesuffix(", "): [_show_range(evidence, arm, measure) for arm in found.arms]
+        for measure in found.reproduction.measures
+        for part, evidence in found.evidence.items()
+    }
+    return Grid.of("mean over seeds (least to most)", {"arm": found.arms, **columns})
 
 
 def build_summed_grid(found: Reproduced) -> Grid | None:
@@ -258,16 +261,16 @@ def build_tuned_grid(found: Reproduced) -> Grid | None:
     if not found.tuned:
         return None
     header = ("arm", "run as", "its score on dev", "draws", "runs of each", "scores of the others")
-    rows = tuple((name, *_describe_draws(draw)) for name, draw in found.tuned.items())
+    rows = tuple((name, draw.arm, *_describe_draws(draw)) for name, draw in found.tuned.items())
     return Grid("the best draw of each arm on dev", header, rows, "llrrrr")
 
 
 def _describe_draws(draw: BestDraw) -> tuple[Cell, ...]:
     if not draw.tried:
-        return draw.arm, NONE, NONE, NONE, NONE
+        return (NONE,) * 4
     best, *others = sorted((100 * score for _, score in draw.tried), reverse=True)
     ranked = ", ".join(f"{score:.1f}" for score in others)
-    return draw.arm, show_number(best, 1), str(len(draw.tried)), str(draw.seeds), ranked or NONE
+    return show_number(best, 1), str(len(draw.tried)), str(draw.seeds), ranked or NONE
 
 
 def record(found: Reproduced, command: str) -> dict[str, Any]:
@@ -277,7 +280,12 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
     measured = build_measures_grid(found)
     # a reproduction about other numbers shows only the verdicts on the score
     chosen = list_grids if measured is None else lambda table: (verdict_grid(table), diversity_grid(table))
-    every = [_add_title(grid, part) for part, table in tables.items() for grid in chosen(table)]
+    every = [
+        replace(grid, title=f"{part}: {grid.title}" if part else grid.title)
+        for part, table in tables.items()
+        for grid in chosen(table)
+    ]
+    data = [f"{found.data.get(part, '')} {table.results.data}".strip() for part, table in tables.items()]
     return {
         "format": FORMAT,
         "id": reproduction.id,
@@ -285,10 +293,10 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "source": reproduction.source,
         "extra": reproduction.extra,
         "scale": found.scale,
-        "data": ", ".join(dict.fromkeys(_describe_data(found, part) for part in tables)),
+        "data": ", ".join(dict.fromkeys(data)),
         "described": [said for part, one in found.evidence.items() if (said := _add_part(part, one.results.described))],
         "begun": None if found.initial_runs is None else str(found.initial_runs),
-        "primary": "; ".join(dict.fromkeys(table.primary for table in tables.values())),
+        "primary": "; ".join(dict.fromkeys(table.results.primary for table in tables.values())),
         "command": command,
         "claims": record_claims(found.judged),
         "published": None if published is None else published.to_record(),
@@ -310,7 +318,7 @@ def record(found: Reproduced, command: str) -> dict[str, Any]:
         "left_out": list(reproduction.left_out),
         "unasked": list(reproduction.unasked),
         "missing": [
-            *(name_in_part(run, part) for part, table in tables.items() for run in table.missing),
+            *(name_in_part(run, part) for part, table in tables.items() for run in table.results.missing),
             *found.absent,
         ],
         "versions": {name: version for table in tables.values() for name, version in table.versions.items()},
@@ -349,28 +357,13 @@ def _show_range(evidence: Evidence, arm: str, measure: str) -> Cell:
     return Number(fmean(values), low, high)
 
 
-def _build_published_row(found: Reproduced, published: Published, row: PaperRow, *, several: bool) -> tuple[Cell, ...]:
+def _find_arm(found: Reproduced, row: PaperRow) -> str:
+    """Return the name of a row's arm at the scale; "" for a row that is quoted alone, or whose part is not there."""
     reproduction = found.reproduction
-    there = row.part in {part.name for part in reproduction.parts_at(found.scale)}
-    # a row that is quoted alone has no arm, and a baseline has a name as it is
-    baseline = row.arm in named_task(reproduction.task).baselines
-    arm = (row.arm if baseline else found.canonical(row.part, row.arm)) if there and row.arm else ""
-    table = found.tables.get(row.part)
-    cells: list[Cell] = [row.name, *([row.part] if several else []), arm or NONE]
-    evidence = found.evidence.get(row.part)
-    for place, (column, printed) in enumerate(zip(published.columns, row.cells, strict=True)):
-        cells.append(show_printed(printed))
-        if column.per_second:
-            cells.append(_compute_step_time(published, row, place))
-        if _is_first(published, place):
-            cells.append(NONE if table is None or evidence is None else _show_own(table, evidence, arm, column))
-    return tuple(cells)
-
-
-def _is_first(published: Published, place: int) -> bool:
-    """Whether no earlier column shows the same number of ours."""
-    own = published.columns[place]
-    return (own.ours, own.measure) not in [(column.ours, column.measure) for column in published.columns[:place]]
+    if not row.arm or row.part not in {part.name for part in reproduction.parts_at(found.scale)}:
+        return ""
+    # a baseline has a name as it is
+    return row.arm if row.arm in named_task(reproduction.task).baselines else found.canonical(row.part, row.arm)
 
 
 def _compute_step_time(published: Published, row: PaperRow, place: int) -> Number:
@@ -379,7 +372,10 @@ def _compute_step_time(published: Published, row: PaperRow, place: int) -> Numbe
     return Number(float(plain.cells[place]) / float(row.cells[place]), digits=2)
 
 
-def _show_own(table: Table, evidence: Evidence, arm: str, column: Column) -> Cell:
+def _show_own(found: Reproduced, part: str, arm: str, column: Column) -> Cell:
+    table, evidence = found.tables.get(part), found.evidence.get(part)
+    if table is None or evidence is None:
+        return NONE
     if column.measure:
         return _show_range(evidence, arm, column.measure)
     row = table.row(arm)
@@ -396,18 +392,5 @@ def _choose_title(column: Column) -> str:
     return {"score": column.title, "step time": "step time over plain", "parameters": "parameters"}[column.ours]
 
 
-def _describe_place(found: Reproduced) -> str:
-    return ", ".join([*dict.fromkeys(filter(None, found.data.values())), f"scale {found.scale}"])
-
-
-def _describe_data(found: Reproduced, part: str) -> str:
-    name, fingerprint = found.data.get(part, ""), found.tables[part].data
-    return f"{name} {fingerprint}".strip()
-
-
 def _add_part(part: str, described: str) -> str:
     return f"{part}: {described}" if part and described and not described.startswith(part) else described
-
-
-def _add_title(grid: Grid, part: str) -> Grid:
-    return replace(grid, title=f"{part}: {grid.title}") if part else grid

@@ -1,10 +1,10 @@
-"""Cells of text: how a number looks in a table, and grids of such cells in a terminal and in Markdown."""
+"""Cells of text: how a number looks in a table, and grids of such cells in a terminal, in Markdown and in LaTeX."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from rich import box
@@ -22,6 +22,8 @@ CROWDED = 8
 # Words up to this length are not broken, nor texts up to that one between their words.
 LONGEST_WORD, LONGEST_TEXT = 16, 28
 MOST_DIGITS = 6
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", MINUS: "$-$", NONE: "--"}
+LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,12 @@ class Line:
     @classmethod
     def from_record(cls, found: Mapping[str, Any]) -> Line:
         """Return the line that `to_record` wrote."""
-        values = {name: _read_cell(cell) for name, cell in found["values"].items()}
-        return cls(found["label"], values, found["note"])
+        return cls(**{**found, "values": {name: _read_cell(cell) for name, cell in found["values"].items()}})
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells with a title; printing one to a rich console shows it.
+    r"""Cells with a title; printing one to a rich console shows it.
 
     Where the terminal is too narrow for all columns, they are shown in blocks below one another, each with the first
     column: rich alone would cut numbers. Numbers are never broken, texts between words where that is possible.
@@ -130,6 +131,16 @@ class Grid:
         header: One text per column.
         rows: Rows of one cell per column.
         align: One letter per column: l for text, r for numbers.
+
+    Example:
+        >>> print(Grid("t", ("arm", "score, %"), (("a_b", Number(81.5, digits=1)),), "lr").to_latex())
+        \begin{tabular}{lr}
+        \toprule
+        arm & score, \% \\
+        \midrule
+        a\_b & 81.5 \\
+        \bottomrule
+        \end{tabular}
     """
 
     title: str
@@ -137,10 +148,21 @@ class Grid:
     rows: tuple[tuple[Cell, ...], ...]
     align: str
 
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, Iterable[Cell]], align: str = "") -> Grid:
+        """Return a grid from its columns by name; by default all but the first hold numbers."""
+        rows = tuple(zip(*columns.values(), strict=True))
+        return cls(title, tuple(columns), rows, align or "l" + "r" * (len(columns) - 1))
+
     @property
     def text(self) -> tuple[tuple[str, ...], ...]:
         """The rows as they are shown."""
         return tuple(tuple(map(str, row)) for row in self.rows)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The header with each name on one line."""
+        return tuple(name.replace("-\n", "").replace("\n", " ") for name in self.header)
 
     def to_record(self) -> dict[str, Any]:
         """Return the grid as JSON data, in which numbers are numbers."""
@@ -153,12 +175,28 @@ class Grid:
         rows = tuple(tuple(map(_read_cell, row)) for row in found["rows"])
         return cls(found["title"], tuple(found["header"]), rows, found["align"])
 
+    def to_markdown(self) -> str:
+        """Return the grid as a Markdown table under its title."""
+        rule = ["---" if letter == "l" else "--:" for letter in self.align]
+        rows = [list(map(_escape, self.words)), rule, *(list(map(_to_markdown, row)) for row in self.rows)]
+        return "\n".join([f"**{_escape(self.title)}**", "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+    def to_latex(self) -> str:
+        """Return the grid as a LaTeX table with the rules of booktabs."""
+        escaped = re.compile("|".join(map(re.escape, LATEX)))
+        top, *rows = (
+            " & ".join(escaped.sub(lambda sign: LATEX[sign[0]], " ".join(cell.split())) for cell in row) + r" \\"
+            for row in (self.header, *self.text)
+        )
+        begin = rf"\begin{{tabular}}{{{self.align}}}"
+        return "\n".join([begin, r"\toprule", top, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"])
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | RichTable]:
         # above a narrow table its own title would be as narrow
         yield Text(self.title, "bold")
         block = [0]
         for column in range(1, len(self.header)):
-            if len(block) > 1 and self._least_width([*block, column]) > options.max_width:
+            if len(block) > 1 and self._measure([*block, column], self._least) > options.max_width:
                 yield self._render(block, options.max_width)
                 block = [0]
             block.append(column)
@@ -170,23 +208,23 @@ class Grid:
             header = "\n".join(header.split())
         return [*header.split("\n"), *(row[column] for row in self.text)]
 
-    def _least_width(self, columns: Sequence[int]) -> int:
-        return _edges(columns) + sum(self._least(column) for column in columns)
+    def _measure(self, columns: Sequence[int], measure: Callable[[int], int]) -> int:
+        return 2 + (len(columns) - 1) * (1 + _padding(columns)) + sum(map(measure, columns))
 
     def _least(self, column: int) -> int:
         lines = self._lines(column)
+        widest = max(map(cell_len, lines))
         if self.align[column] == "r":
-            return max(map(cell_len, lines))
+            return widest
         # a short name is kept on one line; a long one is broken before a column moves to another block
         if column == 0:
-            return min(max(map(cell_len, lines)), LONGEST_WORD)
+            return min(widest, LONGEST_WORD)
         words = max((cell_len(word) for line in lines for word in line.split()), default=0)
         texts = max((cell_len(line) for line in lines if cell_len(line) <= LONGEST_TEXT), default=0)
         return max(min(words, LONGEST_WORD), texts)
 
     def _render(self, columns: Sequence[int], room: int) -> RichTable:
-        whole_width = sum(max(map(cell_len, self._lines(column, broken=False))) for column in columns)
-        broken = _edges(columns) + whole_width > room
+        broken = self._measure(columns, lambda column: max(map(cell_len, self._lines(column, broken=False)))) > room
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _padding(columns)), collapse_padding=True)
         for column in columns:
             lines, right = self._lines(column, broken=broken), self.align[column] == "r"
@@ -197,21 +235,6 @@ class Grid:
             # an arm's name is text, not markup
             table.add_row(*(Text(row[column]) for column in columns))
         return table
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The header with each name on one line."""
-        return tuple(name.replace("-\n", "").replace("\n", " ") for name in self.header)
-
-    def to_markdown(self) -> str:
-        """Return the grid as a Markdown table under its title."""
-        rule = ["---" if letter == "l" else "--:" for letter in self.align]
-        lines = [
-            _join(map(_escape, self.words)),
-            _join(rule),
-            *(_join(map(_to_markdown, row)) for row in self.rows),
-        ]
-        return "\n".join([f"**{_escape(self.title)}**", "", *lines])
 
 
 def choose_digits(least: int, *values: float | None, factor: float = 1.0) -> int:
@@ -231,30 +254,19 @@ def choose_digits(least: int, *values: float | None, factor: float = 1.0) -> int
     return digits
 
 
-def show_percent(found: Estimate, *, interval: bool = True) -> Number:
-    """Return a score times 100, with its interval.
+def show_percent(found: Estimate, *, interval: bool = True, signed: bool = False) -> Number:
+    """Return a score times 100, or a difference in points with its sign, and its interval.
 
     >>> print(show_percent(Estimate((0.978, 0.982, 0.983, 0.982), most=1.0)))
     98.1 (97.8 to 98.5)
-    """
-    if found.is_one_number:
-        return Number(found.value, digits=1, factor=100)
-    digits = choose_digits(1, found.low, found.high, factor=100)
-    return Number(found.value, *((found.low, found.high) if interval else (None, None)), digits=digits, factor=100)
-
-
-def show_points(found: Estimate | None) -> Cell:
-    """Return a difference in percentage points with its sign and interval, or a dash.
-
-    >>> print(show_points(Estimate((-0.02, -0.01, -0.01, -0.02))))
+    >>> print(show_percent(Estimate((-0.02, -0.01, -0.01, -0.02)), signed=True))
     −1.5 (−2.4 to −0.6)
     """
-    if found is None:
-        return NONE
     if found.is_one_number:
-        return Number(found.value, digits=1, factor=100, signed=True)
+        return Number(found.value, digits=1, factor=100, signed=signed)
     digits = choose_digits(1, found.low, found.high, factor=100)
-    return Number(found.value, found.low, found.high, digits=digits, factor=100, signed=True)
+    ends = (found.low, found.high) if interval else (None, None)
+    return Number(found.value, *ends, digits=digits, factor=100, signed=signed)
 
 
 def show_signed(value: float) -> Number:
@@ -272,18 +284,7 @@ def show_p(value: float | None) -> Cell:
     >>> [str(show_p(value)) for value in (0.0421, 0.00012, None)]
     ['0.042', '<0.001', '–']
     """
-    if value is None:
-        return NONE
-    return "<0.001" if value < 0.001 else Number(value, digits=3)
-
-
-def show_p_range(values: Sequence[float]) -> Number:
-    """Return the range of p-values of different runs.
-
-    >>> print(show_p_range([0.2104, 0.00012, 0.034]))
-    0.00012 to 0.210
-    """
-    return Number(None, min(values), max(values))
+    return NONE if value is None else "<0.001" if value < 0.001 else Number(value, digits=3)
 
 
 def show_number(value: float | None, digits: int | None = None, *, factor: float = 1.0) -> Cell:
@@ -310,24 +311,16 @@ def show_printed(text: str) -> Cell:
 def _record_cell(cell: Cell) -> str | dict[str, Any]:
     if isinstance(cell, str):
         return cell
-    defaults = {field.name: field.default for field in fields(Number)}
-    return {name: value for name, value in asdict(cell).items() if name == "value" or value != defaults[name]}
+    # only the value has no default
+    return {one.name: value for one in fields(cell) if (value := getattr(cell, one.name)) != one.default}
 
 
 def _read_cell(cell: str | Mapping[str, Any]) -> Cell:
     return cell if isinstance(cell, str) else Number(**cell)
 
 
-def _edges(columns: Sequence[int]) -> int:
-    return 2 + (len(columns) - 1) * (1 + _padding(columns))
-
-
 def _padding(columns: Sequence[int]) -> int:
     return 0 if len(columns) > CROWDED else 1
-
-
-def _join(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _to_markdown(cell: Cell) -> str:

@@ -83,27 +83,11 @@ def label_arm(name: str) -> str:
 
 def name_data(axes: Axes, table: Table) -> None:
     """Write above the axes what was compared: task, data, scale and number of seeds."""
-    seeds = max(len(row.seeds) for row in table.rows)
-    scale = table.scale if len(table.scale) <= LONGEST_SCALE else f"{table.scale[:LONGEST_SCALE]}..."
-    task = f"{table.task} on {table.named}" if table.named else table.task
+    results, seeds = table.results, max(len(row.seeds) for row in table.rows)
+    scale = results.scale if len(results.scale) <= LONGEST_SCALE else f"{results.scale[:LONGEST_SCALE]}..."
+    task = f"{results.task} on {results.named}" if results.named else results.task
     said = f"{task}, scale {scale}, {seeds} seed{'s' * (seeds > 1)}"
     axes.set_title(said, loc="left", fontsize=9, color=GRAY)
-
-
-def draw_line(
-    axes: Axes, bins: Sequence[int], found: Sequence[Estimate], style: Style, *, label: str = "", width: float = 1.8
-) -> None:
-    """Draw values in percent with interval bands."""
-    draw_range(
-        axes,
-        bins,
-        [100 * one.low for one in found],
-        [100 * one.value for one in found],
-        [100 * one.high for one in found],
-        style,
-        label=label,
-        width=width,
-    )
 
 
 def draw_differences(axes: Axes, places: Sequence[float], found: Sequence[Estimate], style: Style) -> None:
@@ -220,6 +204,7 @@ def _draw_level(axes: Axes, plain: Estimate) -> None:
 HEADS_PREFIX = "heads-by-"
 # Minimum number of epochs of a curve.
 EPOCHS = 3
+ENDS = ("low", "value", "high")
 # Curves of more points have no markers.
 MARKED = 15
 
@@ -233,7 +218,6 @@ class Picture:
     Attributes:
         name: Name of its file, without the suffix.
         png: Content of the PNG file.
-        caption: Its caption.
         alt: Alternative text.
         without_text: Version for records, if the picture contains texts of the data, which may not be redistributed.
     """
@@ -293,10 +277,9 @@ def draw_score_by_bin(table: Table) -> Picture | None:
         else:
             upper, lower = figure.subplots(), None
         for row in table.rows:
-            if row.baseline:
-                draw_line(upper, bins, kept(row.bins), GRAY_DASHED, width=1.2)
-            else:
-                draw_line(upper, bins, kept(row.bins), style[row.arm], label=label_arm(row.arm))
+            look, label, width = (GRAY_DASHED, "", 1.2) if row.baseline else (style[row.arm], label_arm(row.arm), 1.8)
+            low, middle, high = ([100 * getattr(one, end) for one in kept(row.bins)] for end in ENDS)
+            draw_range(upper, bins, low, middle, high, look, label=label, width=width)
         upper.set_ylabel(table.axis)
         name_data(upper, table)
         span_a_point(upper)
@@ -328,7 +311,7 @@ def draw_score_by_bin(table: Table) -> Picture | None:
 
 def draw_dev_by_epoch(table: Table) -> Picture | None:
     """Draw the score on dev after each epoch; None if no run has three epochs."""
-    runs = {row.arm: [point.dev for point in row.points if len(point.dev) >= EPOCHS] for row in table.arms}
+    runs = {row.arm: [run.dev for run in row.runs if len(run.dev) >= EPOCHS] for row in table.arms}
     runs = {arm: found for arm, found in runs.items() if found}
     if not runs:
         return None
@@ -349,7 +332,7 @@ def draw_dev_by_epoch(table: Table) -> Picture | None:
         figure.legend(loc="outside right upper", frameon=False)
         png = to_png(figure)
     caption = f"{_capitalize_metric(table)} on dev after each epoch: the mean and range over seeds."
-    alt = f"{table.metric.name} on dev, first epoch to last: " + "; ".join(
+    alt = f"{table.results.metric.name} on dev, first epoch to last: " + "; ".join(
         f"{arm} {100 * fmean(run[0] for run in found):.1f} to {100 * fmean(run[-1] for run in found):.1f}"
         for arm, found in runs.items()
     )
@@ -358,17 +341,14 @@ def draw_dev_by_epoch(table: Table) -> Picture | None:
 
 def draw_effective_heads(table: Table) -> Picture | None:
     """Draw the effective number of heads of each arm, as it is and weighted by variance; None where none is known."""
-    kinds = {
-        "effective heads": [[point.effective_heads for point in row.points] for row in table.arms],
-        "effective heads, by variance": [
-            [point.effective_heads_weighted for point in row.points] for row in table.arms
-        ],
-    }
     known = {
-        title: {row.arm: [x for x in found if x is not None] for row, found in zip(table.arms, arms, strict=True)}
-        for title, arms in kinds.items()
+        title: {arm: [x for x, _ in dots] for arm, dots in _gather(table, name).items()}
+        for title, name in (
+            ("effective heads", "effective_heads"),
+            ("effective heads, by variance", "effective_heads_weighted"),
+        )
     }
-    arms = [row.arm for row in table.arms if all(found[row.arm] for found in known.values())]
+    arms = [row.arm for row in table.arms if all(row.arm in found for found in known.values())]
     if not arms:
         return None
     heads = max((row.settings.get("scale", {}).get("heads", 0) for row in table.arms), default=0)
@@ -432,26 +412,15 @@ def draw_score_by_similarity(table: Table) -> Picture | None:
 
     Runs of version 0.1 measured no such number, and are drawn by the cosine of outputs.
     """
-    measured = any(point.effective_heads is not None for row in table.arms for point in row.points)
-    dots = {}
-    for row in table.arms:
-        pairs = [
-            (point.effective_heads if measured else point.output_cosine, 100 * point.score) for point in row.points
-        ]
-        if found := [(x, y) for x, y in pairs if x is not None]:
-            dots[row.arm] = found
+    dots, label, name = _gather(table, "effective_heads"), "effective heads", "Effective heads"
+    if not dots:
+        dots, name = _gather(table, "output_cosine"), "Output cosine"
+        label = "mean cosine between outputs of two heads (further left: more diverse)"
     if not dots:
         return None
-    label = "effective heads" if measured else "mean cosine between outputs of two heads (further left: more diverse)"
-    with drawing(8.4, 4.8) as figure:
-        axes = figure.subplots()
-        axes.set_xlabel(label)
-        axes.set_ylabel(table.axis)
-        name_data(axes, table)
-        draw_means(axes, dots, choose_styles(table))
-        png = to_png(figure)
-    caption = f"Diversity against {table.metric.name}: small markers are seeds, large ones the mean of an arm."
-    alt = f"{'Effective heads' if measured else 'Output cosine'} and {table.metric.name}: " + "; ".join(
+    png = _draw_dots(table, dots, label)
+    caption = f"Diversity against {table.results.metric.name}: small markers are seeds, large ones the mean of an arm."
+    alt = f"{name} and {table.results.metric.name}: " + "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2f}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
     )
     return Picture("diversity-against-score", png, caption, alt)
@@ -459,32 +428,49 @@ def draw_score_by_similarity(table: Table) -> Picture | None:
 
 def draw_score_by_force(table: Table) -> Picture | None:
     """Draw the score against the force ratio; None where fewer than two arms have one."""
-    dots = {
-        row.arm: [(point.force_ratio, 100 * point.score) for point in row.points if point.force_ratio]
-        for row in table.arms
-    }
-    dots = {arm: found for arm, found in dots.items() if found}
+    found = {arm: [dot for dot in dots if dot[0]] for arm, dots in _gather(table, "force_ratio").items()}
+    dots = {arm: kept for arm, kept in found.items() if kept}
     if len(dots) < 2:
         return None
-    with drawing(8.4, 4.8) as figure:
-        axes = figure.subplots()
-        use_log_axis(axes)
-        axes.set_xlabel("force ratio: norm of what pushes heads apart over norm of the gradient")
-        axes.set_ylabel(table.axis)
-        name_data(axes, table)
-        plain = table.row(PLAIN)
-        draw_means(axes, dots, choose_styles(table), None if plain is None else plain.score)
-        png = to_png(figure)
+    png = _draw_dots(table, dots, "force ratio: norm of what pushes heads apart over norm of the gradient", force=True)
     caption = (
         f"{_capitalize_metric(table)} against the strength that pushes heads apart: small markers are seeds, large "
         "ones the mean of an arm; the band is plain with its 95 % interval."
     )
-    alt = f"Force ratio and {table.metric.name}: " + "; ".join(
+    alt = f"Force ratio and {table.results.metric.name}: " + "; ".join(
         f"{arm} {fmean(x for x, _ in found):.2g}, {fmean(y for _, y in found):.1f}" for arm, found in dots.items()
     )
     return Picture("score-against-force-ratio", png, caption, alt)
 
 
+def _gather(table: Table, name: str) -> dict[str, list[tuple[float, float]]]:
+    """Return a measure of each run with its score in percent, by arm; only arms for which it was measured."""
+    found = {
+        row.arm: [
+            (value, 100 * score)
+            for run, score in zip(row.runs, row.score.by_seed, strict=True)
+            if (value := run.measures[name]) is not None
+        ]
+        for row in table.arms
+    }
+    return {arm: dots for arm, dots in found.items() if dots}
+
+
+def _draw_dots(
+    table: Table, dots: Mapping[str, Sequence[tuple[float, float]]], label: str, *, force: bool = False
+) -> bytes:
+    with drawing(8.4, 4.8) as figure:
+        axes = figure.subplots()
+        if force:
+            use_log_axis(axes)
+        axes.set_xlabel(label)
+        axes.set_ylabel(table.axis)
+        name_data(axes, table)
+        plain = table.row(PLAIN) if force else None
+        draw_means(axes, dots, choose_styles(table), plain and plain.score)
+        return to_png(figure)
+
+
 def _capitalize_metric(table: Table) -> str:
     """Return the metric's name at the start of a sentence."""
-    return table.metric.name[:1].upper() + table.metric.name[1:]
+    return table.results.metric.name[:1].upper() + table.results.metric.name[1:]

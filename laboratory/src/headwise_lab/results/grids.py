@@ -1,6 +1,6 @@
 """The grids of a comparison: verdicts, scores by bin, costs, diversity and what removing a head costs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from rich.console import Group
@@ -14,14 +14,12 @@ from headwise_lab.results.cells import (
     choose_digits,
     show_number,
     show_p,
-    show_p_range,
     show_percent,
-    show_points,
     show_signed,
 )
-from headwise_lab.results.runs import LOSS, Drop, has_met_target, summarize_drops
-from headwise_lab.results.statistics import omit_p
-from headwise_lab.results.table import FEW, PLAIN, Difference, Table
+from headwise_lab.results.runs import LOSS, has_met_target, summarize_drops
+from headwise_lab.results.statistics import Judgement, omit_p
+from headwise_lab.results.table import FEW, PLAIN, Row, Table
 
 # The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
 DIVERSITY = {
@@ -34,7 +32,7 @@ DIVERSITY = {
     "particle_norm": "norm",
     "force_ratio": "force\nratio",
 }
-# Those of runs of version 0.1, which measured no effective number of heads.
+# The measures of runs of version 0.1, which measured no effective number of heads.
 EARLIER_DIVERSITY = {
     "distance": "Dist",
     "output_cosine": "output\ncosine",
@@ -62,35 +60,31 @@ def verdict_grid(table: Table) -> Grid:
 
     The verdict stands right after the arm: on a narrow screen it is seen first.
     """
-    tested = any(_find_adjusted(row.to_control) is not None for row in table.rows)
-    columns: dict[str, tuple[str, list[Cell]]] = {
-        "arm": ("l", [row.arm for row in table.rows]),
-        "verdict": ("l", ["baseline" if row.baseline else omit_p(row.verdict) or NONE for row in table.rows]),
-        "p": ("r", [show_p(_find_adjusted(row.to_control)) for row in table.rows]),
-        "difference,\npoints": (
-            "r",
-            [show_points(row.to_control and row.to_control.estimate) for row in table.rows],
-        ),
-        "to": ("l", [row.control or NONE for row in table.rows]),
-        table.axis.replace(" ", "\n"): ("r", [show_percent(row.score) for row in table.rows]),
-        "detect-\nable": ("r", [_show_detectable(row.to_control) for row in table.rows]),
-        "seeds": ("r", [str(len(row.seeds)) for row in table.rows]),
+    rows = table.rows
+    columns: dict[str, list[Cell]] = {
+        "arm": [row.arm for row in rows],
+        "verdict": [show_verdict(row) for row in rows],
+        "p": [show_p(row.to_control and row.to_control.adjusted) for row in rows],
+        "difference,\npoints": [show_lead(row.to_control) for row in rows],
+        "to": [row.control or NONE for row in rows],
+        table.axis.replace(" ", "\n"): [show_percent(row.score) for row in rows],
+        "detect-\nable": [_show_detectable(row.to_control) for row in rows],
+        "seeds": [str(len(row.seeds)) for row in rows],
     }
+    tested = _is_tested(table)
     if not tested:
         del columns["p"], columns["detect-\nable"]
-    align = "".join(letter for letter, _ in columns.values())
-    rows = tuple(zip(*(cells for _, cells in columns.values()), strict=True))
-    return Grid(f"{table.task} at scale {table.scale}: {table.primary}", tuple(columns), rows, align)
+    title = f"{table.results.task} at scale {table.results.scale}: {table.results.primary}"
+    return Grid.of(title, columns, "llrrlrrr" if tested else "llrlrr")
 
 
 def list_notes(table: Table) -> tuple[str, ...]:
     """Return what explains the grids: only what is in them."""
-    tested = any(_find_adjusted(row.to_control) is not None for row in table.rows)
     strong = any((row.measures["force_ratio"] or 0.0) > OVERWHELMING for row in table.arms)
     hidden = table.hidden_bins
     met = [row.arm for row in table.arms if has_met_target(row.settings, [row.measures["force_ratio"]])]
     return (
-        NOTE if tested else INTERVALS,
+        NOTE if _is_tested(table) else INTERVALS,
         *([describe_doubt(table.doubt)] if table.doubt else []),
         *([FORCE_NOTE] if strong else []),
         *([f"{', '.join(met)}: the target was met from the start, and nothing pushed the heads."] if met else []),
@@ -105,33 +99,25 @@ def describe_doubt(doubt: str) -> str:
 
 def plain_grid(table: Table) -> Grid:
     """Return the differences to plain of baselines and of arms whose control is another arm."""
-    rows = tuple(
-        (row.arm, show_points(row.to_plain.estimate), row.to_plain.verdict or NONE)
-        for row in table.rows
-        if row.to_plain is not None and row.control != PLAIN
-    )
+    known = [(row.arm, row.to_plain) for row in table.rows if row.to_plain is not None and row.control != PLAIN]
+    rows = tuple((arm, show_lead(lead), lead.words or NONE) for arm, lead in known)
     return Grid("the others against plain", ("arm", "difference,\npoints", "verdict"), rows, "lrl")
 
 
 def bins_grid(table: Table, *, intervals: bool = True) -> Grid:
-    """Return the score in each bin, one row per arm.
-
-    Args:
-        table: The comparison.
-        intervals: Whether to show the 95 % interval of each score.
-    """
-    shown = table.readable_bins
-    rows = tuple(
-        (row.arm, *(show_percent(row.bins[place], interval=intervals) for place in shown)) for row in table.rows
-    )
-    header = ("arm", *(str(table.bins[place]) for place in shown))
-    title = f"{table.metric.name} by {table.bin_words}, {table.metric.unit}".removesuffix(", ")
-    return Grid(title, header, rows, "l" + "r" * len(shown))
+    """Return the score in each bin, one row per arm, with its 95 % interval unless told."""
+    arms = {"arm": [row.arm for row in table.rows]}
+    title = f"{table.results.metric.name} by {table.bin_words}, {table.results.metric.unit}".removesuffix(", ")
+    scores = {
+        str(table.bins[place]): [show_percent(row.bins[place], interval=intervals) for row in table.rows]
+        for place in table.readable_bins
+    }
+    return Grid.of(title, {**arms, **scores})
 
 
 def cost_grid(table: Table) -> Grid:
     """Return further measures of each arm, its parameters and its step time, one row per arm."""
-    measures = [one for one in table.shown if any(row.answered[one.key] is not None for row in table.rows)]
+    measures = [one for one in table.results.shown if any(row.answered[one.key] is not None for row in table.rows)]
     rows = tuple(
         (
             row.arm,
@@ -148,33 +134,24 @@ def cost_grid(table: Table) -> Grid:
 
 def head_grids(table: Table) -> tuple[Grid, ...]:
     """Return the cost of removing one head, one grid per score, pooling the heads of all seeds."""
-    scores = dict.fromkeys(score for row in table.arms for score in row.head_drops)
-    kinds = dict.fromkeys(
-        drop.kind
-        for row in table.arms
-        for models in row.head_drops.values()
-        for model in models
-        for drop in model.drops
-    )
-    columns = tuple(KINDS.get(kind, kind) for kind in kinds) if len(kinds) > 1 else ()
-    header = ("arm", "seeds", "heads", "redundant", "raise", "no cost\nshown", "mean\ncost", *columns)
-    found = []
-    for score in scores:
+    measured = [(score, row.arm, models) for row in table.arms for score, models in row.head_drops.items()]
+    kinds = list(dict.fromkeys(drop.kind for _, _, models in measured for model in models for drop in model.drops))
+    kinds = kinds if len(kinds) > 1 else []
+    header = ("arm", "seeds", "heads", "redundant", "raise", "no cost\nshown", "mean\ncost")
+    header += tuple(KINDS.get(kind, kind) for kind in kinds)
+    grids = []
+    for score in dict.fromkeys(score for score, _, _ in measured):
         rows: list[tuple[Cell, ...]] = []
-        for row in table.arms:
-            if models := row.head_drops.get(score):
-                drops = [drop for model in models for drop in model.drops]
-                summary = summarize_drops(models)
-                shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
-                means = [_show_mean_cost(score, drops)]
-                means += [
-                    _show_mean_cost(score, [drop for drop in drops if drop.kind == kind]) for kind in kinds if columns
-                ]
-                percents = (Number(value, digits=0, factor=100, form="{} %") for value in shares)
-                rows.append((row.arm, str(len(models)), str(len(drops)), *percents, *means))
+        for arm, models in ((arm, models) for known, arm, models in measured if known == score):
+            drops, summary = [drop for model in models for drop in model.drops], summarize_drops(models)
+            shares = (summary[name] for name in ("redundant_share", "raising_share", "unshown_share"))
+            percents = (Number(value, digits=0, factor=100, form="{} %") for value in shares)
+            means = [_show_mean_cost(score, [drop.value for drop in drops])]
+            means += [_show_mean_cost(score, [drop.value for drop in drops if drop.kind == kind]) for kind in kinds]
+            rows.append((arm, str(len(models)), str(len(drops)), *percents, *means))
         cost = "rise in loss, nats" if score == LOSS else f"fall in {score}, points"
-        found.append(Grid(f"without one head: {cost}", header, tuple(rows), "l" + "r" * (len(header) - 1)))
-    return tuple(found)
+        grids.append(Grid(f"without one head: {cost}", header, tuple(rows), "l" + "r" * (len(header) - 1)))
+    return tuple(grids)
 
 
 def signature_grid(table: Table) -> Grid:
@@ -187,27 +164,24 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
 
     The grid of the table's own metric also has the verdict, which is over seeds and test items.
     """
-    found = []
+    grids = []
     for metric in dict.fromkeys(tests.metric for tests in table.paired):
-        judged = metric == table.metric.name
-        rows: list[tuple[Cell, ...]] = []
-        for tests in table.paired:
-            if tests.metric != metric:
-                continue
-            row = table.row(tests.arm)
-            cells = (
-                tests.arm,
-                str(len(tests.seeds)),
-                show_signed(tests.difference),
-                f"{tests.ahead}, {tests.behind}",
-                show_p_range([test.bootstrap for test in tests.tests]),
-                show_p_range([test.randomisation for test in tests.tests]),
-            )
-            rows.append((*cells, row.verdict if row is not None else NONE) if judged else cells)
-        header = ("arm", "seeds", f"{metric}\ndifference", "ahead,\nbehind", "p,\nbootstrap", "p, random-\nisation")
+        known = [tests for tests in table.paired if tests.metric == metric]
+        columns: dict[str, list[Cell]] = {
+            "arm": [tests.arm for tests in known],
+            "seeds": [str(len(tests.seeds)) for tests in known],
+            f"{metric}\ndifference": [show_signed(tests.difference) for tests in known],
+            "ahead,\nbehind": [f"{tests.ahead}, {tests.behind}" for tests in known],
+            "p,\nbootstrap": [_show_range(test.bootstrap for test in tests.tests) for tests in known],
+            "p, random-\nisation": [_show_range(test.randomisation for test in tests.tests) for tests in known],
+        }
+        judged = metric == table.results.metric.name
+        if judged:
+            rows = (table.row(tests.arm) for tests in known)
+            columns["verdict"] = [NONE if row is None else row.verdict for row in rows]
         title = f"sacreBLEU's paired tests on {metric}, each run against its control's; p-values not adjusted"
-        found.append(Grid(title, (*header, *(["verdict"] * judged)), tuple(rows), "lrrrrr" + "l" * judged))
-    return tuple(found)
+        grids.append(Grid.of(title, columns, "lrrrrr" + "l" * judged))
+    return tuple(grids)
 
 
 def diversity_grid(table: Table) -> Grid:
@@ -236,12 +210,22 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
 def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
     shown = list_grids(table, intervals=len(table.readable_bins) <= BINS_WITH_INTERVAL)
-    notes = [*list_notes(table), *(f"not finished: {run}" for run in table.missing)]
+    notes = [*list_notes(table), *(f"not finished: {run}" for run in table.results.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 
-def _find_adjusted(found: Difference | None) -> float | None:
-    return None if found is None else found.judgement.adjusted
+def show_verdict(row: Row) -> str:
+    """Return the verdict on an arm without its p-value, or a dash."""
+    return "baseline" if row.baseline else omit_p(row.verdict) or NONE
+
+
+def show_lead(found: Judgement | None) -> Cell:
+    """Return a difference in points with its interval, or a dash."""
+    return NONE if found is None else show_percent(found.estimate, signed=True)
+
+
+def _is_tested(table: Table) -> bool:
+    return any(row.to_control is not None and row.to_control.adjusted is not None for row in table.rows)
 
 
 def _show_measure(name: str, value: float | None) -> Cell:
@@ -249,14 +233,18 @@ def _show_measure(name: str, value: float | None) -> Cell:
     return Number(value, form="{} !") if strong else show_number(value)
 
 
-def _show_detectable(found: Difference | None) -> Cell:
-    if found is None or found.judgement.detectable is None or not found.judgement.family:
+def _show_detectable(found: Judgement | None) -> Cell:
+    if found is None or found.detectable is None or not found.family:
         return NONE
-    low, high = found.judgement.detectable, found.judgement.detectable_in_family
-    return Number(None, low, high, digits=choose_digits(1, low, factor=100), factor=100)
+    digits = choose_digits(1, found.detectable, factor=100)
+    return Number(None, found.detectable, found.detectable_in_family, digits=digits, factor=100)
 
 
-def _show_mean_cost(score: str, drops: Sequence[Drop]) -> Cell:
-    if not drops:
-        return NONE
-    return show_number(fmean(drop.value for drop in drops), factor=1.0 if score == LOSS else 100.0)
+def _show_range(values: Iterable[float]) -> Number:
+    """Return the range of the p-values of several runs."""
+    known = list(values)
+    return Number(None, min(known), max(known))
+
+
+def _show_mean_cost(score: str, costs: Sequence[float]) -> Cell:
+    return show_number(fmean(costs) if costs else None, factor=1.0 if score == LOSS else 100.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from headwise_lab.experiment.run_folder import (
     read_json,
     require_intact,
 )
-from headwise_lab.results.paired_tests import Pair, PairedTests, read_paired_tests
+from headwise_lab.results.statistics import Pair, PairedTests, read_paired_tests
 
 REDUNDANCY = "redundancy"
 LOSS = "loss"
@@ -46,11 +47,8 @@ class Drop:
     Attributes:
         site: Dotted name of the attention module.
         kind: "self", "decoder" or "cross".
-        layer: Its layer, from 0.
-        head: Its index in the layer, from 0.
-        value: The cost.
-        low: Lower end of its 95 % interval over test items, paired by item.
-        high: Upper end.
+        layer: Its layer, from 0, as `head`.
+        value: The cost; `low` and `high` are the ends of its 95 % interval over test items, paired by item.
     """
 
     site: str
@@ -67,10 +65,9 @@ class HeadDrops:
     """The costs of all heads of one trained model on one score.
 
     Attributes:
-        score: Name of the score: that of the task's metric, or "loss".
+        score: Name of the score: the task's metric, or "loss".
         whole: The score with all heads.
         items: Number of test items.
-        drops: One entry per head.
     """
 
     score: str
@@ -78,28 +75,14 @@ class HeadDrops:
     items: int
     drops: tuple[Drop, ...]
 
-    @property
-    def redundant(self) -> tuple[Drop, ...]:
-        """The heads whose removal costs less than a hundredth of the score."""
-        return tuple(drop for drop in self.drops if drop.value < HARDLY * self.whole)
-
-    @property
-    def raising(self) -> tuple[Drop, ...]:
-        """The heads whose removal helps."""
-        return tuple(drop for drop in self.drops if drop.value < 0.0)
-
-    @property
-    def unshown(self) -> tuple[Drop, ...]:
-        """The heads whose interval contains zero, without adjustment for their number."""
-        return tuple(drop for drop in self.drops if drop.low <= 0.0 <= drop.high)
-
 
 def summarize_drops(models: Sequence[HeadDrops]) -> dict[str, float]:
     """Return a summary of the heads of several models on one score, pooling all heads.
 
     Returns:
-        "redundant_share" (see `HeadDrops.redundant`), "raising_share" (heads whose removal helps), "unshown_share"
-        (heads whose cost has zero in its interval) and "mean_cost".
+        "redundant_share" (heads whose removal costs less than a hundredth of the score), "raising_share" (heads whose
+        removal helps), "unshown_share" (heads whose interval contains zero, without adjustment for their number) and
+        "mean_cost".
 
     Example:
         >>> dear = Drop("encoder", "self", layer=0, head=0, value=0.2, low=0.1, high=0.3)
@@ -107,12 +90,12 @@ def summarize_drops(models: Sequence[HeadDrops]) -> dict[str, float]:
         >>> summarize_drops([HeadDrops("accuracy", 0.9, items=100, drops=(dear, harmful))])
         {'redundant_share': 0.5, 'raising_share': 0.5, 'unshown_share': 0.5, 'mean_cost': 0.05}
     """
-    count = sum(len(model.drops) for model in models)
+    known = [(drop, model.whole) for model in models for drop in model.drops]
     return {
-        "redundant_share": sum(len(model.redundant) for model in models) / count,
-        "raising_share": sum(len(model.raising) for model in models) / count,
-        "unshown_share": sum(len(model.unshown) for model in models) / count,
-        "mean_cost": statistics.fmean(drop.value for model in models for drop in model.drops),
+        "redundant_share": sum(drop.value < HARDLY * whole for drop, whole in known) / len(known),
+        "raising_share": sum(drop.value < 0.0 for drop, _ in known) / len(known),
+        "unshown_share": sum(drop.low <= 0.0 <= drop.high for drop, _ in known) / len(known),
+        "mean_cost": statistics.fmean(drop.value for drop, _ in known),
     }
 
 
@@ -193,7 +176,6 @@ class Run:
 
     Attributes:
         arm: Name of the arm, or of the baseline.
-        seed: Its seed.
         start: Seed of its arm's earlier run that it started from, if the method acted in that run; else None.
         control: Name of its control; None for plain and for baselines.
         baseline: Whether it is a baseline rather than an arm.
@@ -209,7 +191,6 @@ class Run:
         dev: Its score on dev after each epoch; empty for a baseline.
         head_drops: Cost of removing each head, one entry per score; empty if not measured.
         versions: Package to version.
-        folder: Its folder.
     """
 
     arm: str
@@ -237,8 +218,6 @@ class Results:
     """A comparison as stored on disk.
 
     Attributes:
-        task: Name of the task.
-        scale: Name of the scale.
         primary: The metric that verdicts are about, named before the first run.
         metric: That metric.
         shown: Further measures to show.
@@ -299,14 +278,14 @@ def read_results(out: Path) -> Results:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise DataError(f"{path} is not the record of a comparison; choose another --out.") from None
     require_unchanged(path, record, remedy="give the command of the comparison again, which writes it anew.")
-    test = _read_arrays(out / TEST, ("bins",), f"delete {out / TEST} and run the same command again.")
+    bins = _read_arrays(out / TEST, ("bins",), f"delete {out / TEST} and run the same command again.")["bins"]
     places = sorted(out.glob(f"*/seed-*/{RESULT}"), key=lambda place: (place.parent.parent.name, _parse_seed(place)))
-    runs = tuple(_read_run(place, metric, len(test["bins"])) for place in places)
+    runs = tuple(_read_run(place, metric, len(bins)) for place in places)
     if not runs:
         raise DataError(f"{out} holds no finished run; run the command of the comparison again to resume it.")
-    for index, run in enumerate(runs):
-        if any(run.arm == other.arm and run.seed == other.seed for other in runs[:index]):
-            raise DataError(f"{out} holds two runs of {run.arm} with seed {run.seed}; remove the copy.")
+    (arm, seed), count = Counter((run.arm, run.seed) for run in runs).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{out} holds two runs of {arm} with seed {seed}; remove the copy.")
     paired, signatures = read_paired_tests(pair_with_controls(runs), out / REFERENCES, out / PAIRED)
     return Results(
         **names,
@@ -314,7 +293,7 @@ def read_results(out: Path) -> Results:
         shown=shown,
         arms=arms,
         seeds=seeds,
-        bins=test["bins"],
+        bins=bins,
         runs=runs,
         paired=paired,
         paired_signatures=signatures,

@@ -20,7 +20,7 @@ from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.papers.claims import show_step_times
 from headwise_lab.results.evidence import read_evidence
 from headwise_lab.results.runs import STEP_RATIO, STEP_TIME
-from headwise_lab.results.tabulate import read_table
+from headwise_lab.results.table import read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 from lab.tasks.logic.logic_toy import TOY
 

@@ -13,7 +13,7 @@ import pytest
 
 from headwise_lab.cli.comparing import format_config
 from headwise_lab.results.cells import NONE
-from headwise_lab.results.tabulate import read_table
+from headwise_lab.results.table import read_table
 from lab.command import call, refused
 from lab.results.synthetic_comparison import PAPER, write_comparison
 from lab.tasks.logic.logic_toy import TOY
@@ -51,7 +51,7 @@ def test_csv_has_all_digits_and_json_the_same_rows(capsys):
     assert expected is not None
     assert expected.to_control is not None
     assert float(svgd["difference_low"]) == expected.to_control.estimate.low
-    assert float(svgd["p_holm"]) == expected.to_control.judgement.adjusted
+    assert float(svgd["p_holm"]) == expected.to_control.adjusted
     assert (svgd["verdict"], svgd["seeds"]) == (expected.verdict.partition(" (p")[0], "5")
     assert len(rows) == len(table.rows) + 2
     assert list(rows[0]).index("effective_heads") + 1 == list(rows[0]).index("effective_heads_weighted")

@@ -68,8 +68,10 @@ def test_a_record_is_made_again_from_the_runs_kept_with_it_to_the_byte(paper: Pa
     for suffix in (ARCHIVE, ".json", ".md"):
         assert again.with_suffix(suffix).read_bytes() == path.with_suffix(suffix).read_bytes()
     # runs that were asked for of a part without any stay named
-    again.write_text(json.dumps(kept | {"missing": [*kept["missing"], "em seed 0 in another"]}))
-    assert record(recompute(again, tmp_path / "more"), "")["missing"] == [*kept["missing"], "em seed 0 in another"]
+    asked = [*kept["missing"], *(f"em seed {seed} in another" for seed in range(5))]
+    again.write_text(json.dumps(kept | {"missing": asked}))
+    assert record(recompute(again, tmp_path / "more"), "")["missing"] == asked
+    assert ", em seed 2 in another, and 2 more)." in "\n".join(render(tmp_path / "paper").values())
 
 
 def test_the_command_shows_it_without_training_and_refuses_options_that_would_do_nothing(

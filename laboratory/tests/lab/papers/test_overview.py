@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from headwise_lab.papers.overview import Measured, build_overview, choose_deciding, read_contrast, summarize_claims
+from headwise_lab.papers.overview import (
+    Measured,
+    build_overview,
+    choose_deciding,
+    read_contrast,
+    read_papers,
+    summarize_claims,
+)
 from headwise_lab.papers.pages import describe_plateau, describe_rise
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.results.cells import MINUS, NONE, Grid, Link
@@ -63,7 +70,7 @@ def test_a_claim_is_decided_by_its_furthest_contrast():
     def measured(value: float, p: float | None, verdict: str = "") -> Measured:
         return Measured("a over b", value, value - 1, value + 1, points=True, p=p, verdict=verdict)
 
-    weak, strong, below = measured(1.0, 0.4), measured(2.0, 0.01), measured(-3.0, 0.002)
+    weak, strong, below = measured(1.0, 0.4), measured(2.0, 0.001), measured(-3.0, 0.002)
     # a contrast with the claim's own verdict comes before others; of contrasts with one p-value the lowest
     own, low, high = measured(0.5, 0.2, "not shown"), measured(-1.0, 1.0), measured(3.0, 1.0)
     assert choose_deciding([strong, weak], "borne out") is weak
@@ -79,10 +86,13 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     contrasts = [{**NUMBERS, "contrast": f"svgd over plain in {part}", "by_seed": [1]} for part in ("Yelp", "SNLI")]
     described = ["Yelp: reviews: 8 train", "SNLI: SICK, since SNLI's training file is absent: 4 train"]
     write(tmp_path, "repulsive/table-1", [claim("-", "not shown", one) for one in contrasts], described=described)
+    # version 0.1 wrote no published numbers
+    text = "svgd over plain: -0.25 points [-0.71, +0.21], p = 0.362"
+    write(tmp_path, "repulsive/table-6", [claim("It was.", "not shown", text)], version=1)
     for name in ("dose-pairs", "lm", "dose-logic"):
         picture = {"file": f"{name}.png", "alt": name, "caption": "Score by effective heads."}
         write(tmp_path, f"diversity/{name}", [], source=OWN, title=name, pictures=[picture])
-    page = build_overview(tmp_path)
+    page = build_overview(read_papers(tmp_path))
     # a comparison that several claims name is counted once
     counted = (
         "judged by calibrated tests, 2 tables and figures: 2 comparisons of scores (2 published gain not found).\n"
@@ -92,6 +102,7 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
     ours = f"{MINUS}0.25 ({MINUS}0.71 to +0.21)"
     assert f"| EM helps. | em over plain | +0.95 | {ours} | 0.65 to 0.91 | no verdict (3 seeds) | {link} |" in page
     assert f"| It is cheap. | {' | '.join([NONE] * 4)} | measured, not tested | {link} |" in page
+    assert f"| It was. | svgd over plain | +0.80 | {ours} | {NONE} | not shown (version 0.1) |" in page
     # data that stand in for the paper's are named
     assert "| svgd over plain in Yelp |" in page
     assert "| svgd over plain in SNLI (SICK) |" in page
@@ -127,7 +138,7 @@ def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else
     # a claim of version 0.1 is counted apart and not listed
     old = claim("f", "borne out", "f over g: +9.00 points [+8.00, +10.00], p = 0.010")
     write(tmp_path, "guided/y", [old], version=1)
-    counts, earlier, gains, losses = summarize_claims(tmp_path, most=1).split("\n\n")
+    counts, earlier, gains, losses = summarize_claims(read_papers(tmp_path), most=1).split("\n\n")
     assert counts == (
         "Our own studies, judged by calibrated tests, 1 tables and figures: 4 comparisons of scores (2 contradicted; 1 "
         "borne out; 1 not shown), 1 checks of what a method does to heads (1 borne out)."

@@ -23,7 +23,7 @@ from headwise_lab.papers.repulsive import figures as repulsive
 from headwise_lab.results.cells import show_signed
 from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.runs import read_results
-from headwise_lab.results.tabulate import make_table, read_table
+from headwise_lab.results.table import make_table, read_table
 from lab.results.synthetic_comparison import Drawn, write_comparison
 
 PNG = b"\x89PNG"

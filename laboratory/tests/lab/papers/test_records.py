@@ -33,7 +33,7 @@ from headwise_lab.results.evidence import Evidence
 from headwise_lab.results.grids import NOTE
 from headwise_lab.results.runs import read_results
 from headwise_lab.results.statistics import estimate, score
-from headwise_lab.results.tabulate import make_table
+from headwise_lab.results.table import make_table
 from lab.results.synthetic_comparison import PAPER, Drawn, write_comparison
 
 ROOT = Path(__file__).parents[4]

@@ -60,17 +60,10 @@ def write_comparison(
     labels = generator.integers(LABELS, size=len(item_bins))
     ease = 3.6 - 0.45 * item_bins + generator.normal(0, 1.2, len(item_bins))
     out.mkdir(parents=True, exist_ok=True)
-    comparison = {
-        "task": "logic",
-        "scale": "demo",
-        "sizes": {"kind": "Scale", "name": "demo", "width": 32},
-        "data": "3f9a1c",
-        "primary": "accuracy pooled over all test bins",
-        "metric": "accuracy",
-        "difficulty": "number of operators",
-        "arms": [arm.name for arm in arms if not arm.baseline],
-        "seeds": list(seeds),
-    }
+    comparison = {"task": "logic", "scale": "demo", "sizes": {"kind": "Scale", "name": "demo", "width": 32}}
+    comparison |= {"data": "3f9a1c", "primary": "accuracy pooled over all test bins", "metric": "accuracy"}
+    comparison |= {"difficulty": "number of operators", "seeds": list(seeds)}
+    comparison["arms"] = [arm.name for arm in arms if not arm.baseline]
     np.savez(out / "test.npz", bins=item_bins, labels=labels)
     (out / "comparison.json").write_text(json.dumps(seal(comparison, out, ["test.npz"])))
     for number, arm in enumerate(arms):
@@ -110,23 +103,13 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     correct = predicted == labels
     np.savez(folder / "predictions.npz", statistics=correct, predicted=predicted)
-    result = {
-        "task": "logic",
-        "scale": "demo",
-        "arm": arm.name,
-        "control": arm.control,
-        "seed": seed,
-        "settings": {"seed": seed, **_settings(arm)},
-        "score": {
-            "pooled": float(correct.mean()),
-            "bins": {str(name): float(correct[item_bins == name].mean()) for name in np.unique(item_bins)},
-        },
-        "dev_score": float(correct.mean()),
-        **_measures(arm, jitter),
-        "versions": {"python": "3.11.7", "headwise": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"},
-        **changed,
-    }
-    write_result(folder, result)
+    result = {"task": "logic", "scale": "demo", "arm": arm.name, "control": arm.control, "seed": seed}
+    result["settings"] = {"seed": seed, **_settings(arm)}
+    bins = {str(name): float(correct[item_bins == name].mean()) for name in np.unique(item_bins)}
+    result |= {"score": {"pooled": float(correct.mean()), "bins": bins}, "dev_score": float(correct.mean())}
+    result |= _measures(arm, jitter)
+    result["versions"] = {"python": "3.11.7", "headwise": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"}
+    write_result(folder, result | changed)
     return folder
 
 
@@ -139,26 +122,15 @@ def _settings(arm: Drawn) -> Mapping[str, object]:
 
 
 def _measures(arm: Drawn, jitter: float) -> Mapping[str, object]:
-    names = (
-        "distance",
-        "output_cosine",
-        "output_cka",
-        "position_js",
-        "parameter_cosine",
-        "particle_norm",
-        "force_ratio",
-    )
+    names = ("distance", "output_cosine", "output_cka", "position_js", "parameter_cosine", "particle_norm")
     if arm.baseline:
-        return {**dict.fromkeys(names), "parameters": None, "step_seconds": None, "train_seconds": 3.0}
+        none = dict.fromkeys((*names, "force_ratio", "parameters", "step_seconds"))
+        return {**none, "train_seconds": 3.0}
     cosine = arm.cosine + jitter
     values = (3.0 - 2 * cosine, cosine, cosine**2, 0.3, 0.02 * cosine, 5.7 + jitter)
     force = None if arm.force is None else arm.force * (1 + jitter)
-    return {
-        **dict(zip(names, (*values, force), strict=True)),
-        "parameters": 181_319,
-        "step_seconds": 0.011 * (1 + abs(jitter)),
-        "train_seconds": 43.0,
-    }
+    cost = {"parameters": 181_319, "step_seconds": 0.011 * (1 + abs(jitter)), "train_seconds": 43.0}
+    return {**dict(zip(names, values, strict=True)), "force_ratio": force, **cost}
 
 
 def write_head_costs(out: Path, costs: Mapping[str, Sequence[float]], *, seeds: Sequence[int] = (0, 1)) -> None:
@@ -167,19 +139,12 @@ def write_head_costs(out: Path, costs: Mapping[str, Sequence[float]], *, seeds: 
     The heads are of two kinds in turn; each interval is 0.01 to either side.
     """
     for arm, values in costs.items():
-        heads = [
-            {
-                "site": "encoder.layers.0",
-                "kind": ("self", "cross")[head % 2],
-                "layer": 0,
-                "head": head,
-                "drops": {
-                    score: {"value": cost, "low": cost - 0.01, "high": cost + 0.01}
-                    for score, cost in (("accuracy", value), ("loss", value / 10))
-                },
-            }
-            for head, value in enumerate(values)
-        ]
+        heads = []
+        for head, value in enumerate(values):
+            place = {"site": "encoder.layers.0", "kind": ("self", "cross")[head % 2], "layer": 0, "head": head}
+            costs_of = {"accuracy": value, "loss": value / 10}
+            drops = {score: {"value": c, "low": c - 0.01, "high": c + 0.01} for score, c in costs_of.items()}
+            heads.append({**place, "drops": drops})
         record = {"numbers": {}, "scores": {"accuracy": 0.8, "loss": 0.5}, "items": 30, "heads": heads}
         for seed in seeds:
             path = out / arm.replace(":", "@") / f"seed-{seed}" / "analysis-redundancy.json"

@@ -14,8 +14,8 @@ import pytest
 import sacrebleu
 
 from headwise.errors import DataError
-from headwise_lab.results import paired_tests
-from headwise_lab.results.paired_tests import (
+from headwise_lab.results import statistics
+from headwise_lab.results.statistics import (
     Pair,
     PairedTests,
     SystemTest,
@@ -81,24 +81,42 @@ def test_the_p_values_are_those_of_sacrebleus_own_command(files, monkeypatch):
         shown = by_command(kind, references, pairs[0].baseline, pairs[0].system, pairs[1].system)
         ours = [[f"{getattr(test, name):.4f}" for test in tests[system]] for system in ("better", "same")]
         assert shown == ours
-        assert "seed:12345" in signatures[f"BLEU, {title}"]
+        assert all("seed:12345" in signatures[f"{metric}, {title}"] for metric in ("BLEU", "chrF"))
     assert [test.metric for test in tests["better"]] == ["BLEU", "chrF"]
     expected = sacrebleu.corpus_chrf(lines[pairs[0].system], [references.read_text(encoding="utf-8").splitlines()])
     assert tests["better"][1].score == pytest.approx(expected.score)
     assert tests["better"][0].bootstrap < 0.05 < tests["same"][0].bootstrap
 
 
-@pytest.mark.full
+def count_words(baseline: list[str], systems: dict[str, list[str]], references: list[str]):
+    """Tests that take no time: a score is the share of correct words, and a lead of a tenth is significant."""
+
+    def share(lines: list[str]) -> float:
+        words = [
+            one == other
+            for line, right in zip(lines, references, strict=True)
+            for one, other in zip(line.split(), right.split(), strict=False)
+        ]
+        return sum(words) / len(words)
+
+    against = share(baseline)
+    tests = {
+        name: tuple(SystemTest(metric, share(lines), against, p, p) for metric in ("BLEU", "chrF"))
+        for name, lines in systems.items()
+        for p in (0.01 if abs(share(lines) - against) > 0.1 else 0.5,)
+    }
+    return tests, {f"{metric}, a test": "counted" for metric in ("BLEU", "chrF")}
+
+
 def test_tests_are_kept_and_only_new_or_changed_texts_are_tested_again(files, tmp_path, monkeypatch):
     references, pairs = files
     kept, asked = tmp_path / "paired.json", []
-    real = paired_tests.compute_p_values
 
     def counted(baseline, systems, expected):
         asked.append(list(systems))
-        return real(baseline, systems, expected)
+        return count_words(baseline, systems, expected)
 
-    monkeypatch.setattr(paired_tests, "compute_p_values", counted)
+    monkeypatch.setattr(statistics, "compute_p_values", counted)
     assert list(run_paired_tests(pairs[:2], references, kept)) == [0, 2]
     assert list(run_paired_tests(pairs, references, kept)) == [2, 4]
     assert asked == [["better", "same"], ["better", "same"]]
@@ -111,9 +129,7 @@ def test_tests_are_kept_and_only_new_or_changed_texts_are_tested_again(files, tm
         (arm, metric, (0, 1)) for metric in ("BLEU", "chrF") for arm in ("better", "same")
     ]
     assert (found[0].ahead, found[0].behind) == (2, 0)
-    assert set(signatures) == {
-        f"{metric}, {test}" for metric in ("BLEU", "chrF") for test in ("paired bootstrap", "approximate randomisation")
-    }
+    assert signatures == {"BLEU, a test": "counted", "chrF, a test": "counted"}
 
     write(pairs[3].system, text(77, 0.9))
     known = [(tests.arm, tests.seeds) for tests in read_paired_tests(pairs, references, kept)[0]]
@@ -125,23 +141,14 @@ def test_tests_are_kept_and_only_new_or_changed_texts_are_tested_again(files, tm
 
 
 def test_a_summary_counts_directions_and_pools_no_p_value():
-    tests = PairedTests(
-        "svgd",
-        "plain",
-        "BLEU",
-        (0, 1, 2, 3),
-        (
-            SystemTest("BLEU", 31.0, 30.0, 0.02, 0.03),
-            SystemTest("BLEU", 29.0, 30.0, 0.05, 0.06),
-            SystemTest("BLEU", 32.0, 30.0, 0.051, 0.04),
-            SystemTest("BLEU", 28.0, 30.0, 0.01, 0.02),
-        ),
-    )
+    numbers = ((31.0, 0.02, 0.03), (29.0, 0.05, 0.06), (32.0, 0.051, 0.04), (28.0, 0.01, 0.02))
+    each = tuple(SystemTest("BLEU", score, 30.0, *p_values) for score, *p_values in numbers)
+    tests = PairedTests("svgd", "plain", "BLEU", (0, 1, 2, 3), each)
     assert tests.difference == pytest.approx(0.0)
     assert (tests.ahead, tests.behind) == (1, 2)
 
 
-def test_files_that_do_not_fit_are_refused_by_name(files, tmp_path):
+def test_files_that_do_not_fit_are_refused_by_name_and_without_references_nothing_is_tested(files, tmp_path):
     references, pairs = files
     kept = tmp_path / "paired.json"
     write(pairs[0].system, text(1, 0.2, items=39))
@@ -153,8 +160,4 @@ def test_files_that_do_not_fit_are_refused_by_name(files, tmp_path):
     kept.write_text('{"tests": {"a": [{"metric": "BLEU"}]}}')
     with pytest.raises(DataError, match=r"paired\.json does not hold paired tests; delete it"):
         list(run_paired_tests(pairs[1:], references, kept))
-
-
-def test_without_references_there_is_nothing_to_test(files, tmp_path):
-    _, pairs = files
     assert read_paired_tests(pairs, tmp_path / "missing.txt", tmp_path / "paired.json") == ((), {})

@@ -10,7 +10,29 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from headwise.errors import SettingError
-from headwise_lab.results.statistics import Estimate, difference, estimate, estimate_over_starts, holm, score
+from headwise_lab.results.statistics import (
+    BORNE_OUT,
+    CONTRADICTED,
+    EQUIVALENT,
+    LESS,
+    NOT_FOUND,
+    NOT_SHOWN,
+    UNCLEAR,
+    Estimate,
+    Judgement,
+    describe,
+    describe_undecided,
+    difference,
+    estimate,
+    estimate_over_starts,
+    holm,
+    judge_family,
+    score,
+)
+
+# A mean of 0.02 with a 95 % interval of 0.0104 to 0.0296.
+CLEAR = Estimate((0.01, 0.02, 0.03, 0.015, 0.025))
+NOTHING = Estimate((-0.01, 0.01, 0.004, -0.006, 0.002))
 
 
 def loops(values: np.ndarray) -> tuple[float, float, float, float]:
@@ -103,35 +125,24 @@ def test_items_of_fixed_sets_are_compared_within_each(seeds, first, second, draw
     assert estimate(apart, sets=sets).interval() == pytest.approx(found.interval())
 
 
-def test_sets_that_lie_far_apart_do_not_widen_the_interval():
-    drawn = np.random.default_rng(2)
-    values = drawn.normal(size=(5, 30)) + np.where(np.arange(30) < 10, 20.0, -10.0)
-    alike, inside = estimate(values), estimate(values, sets=[0] * 10 + [1] * 20)
-    assert np.ptp(alike.interval()) > 5 * np.ptp(inside.interval())
-
-
-def test_sets_of_one_item_each_are_judged_over_seeds():
+def test_of_sets_of_one_item_each_only_seeds_count():
     found = estimate(np.array([[1.0, 5.0], [2.0, 4.0], [3.0, 7.0]]), sets=(0, 1))
     assert found.standard_errors == estimate(np.array([[3.0], [3.0], [5.0]])).standard_errors
 
 
-def test_with_one_item_it_is_students_t_over_seeds():
+def test_with_one_item_it_is_students_t_over_seeds_and_with_one_seed_over_items():
     means = np.array([0.2, 0.4, 0.3, 0.8, 0.1])
     found, student = estimate(means[:, None]), stats.ttest_1samp(means, 0.0)
-    interval = student.confidence_interval(0.95)
-    assert found.interval() == pytest.approx((interval.low, interval.high))
+    assert found.interval() == pytest.approx(tuple(student.confidence_interval(0.95)))
     assert found.p == pytest.approx(student.pvalue)
     for bound in (-0.1, 0.15, 0.9):
         assert found.p_above(bound) == pytest.approx(stats.ttest_1samp(means, bound, alternative="greater").pvalue)
     below = stats.ttest_1samp(means, 0.9, alternative="less").pvalue
     above = stats.ttest_1samp(means, -0.9, alternative="greater").pvalue
     assert found.p_within(0.9) == pytest.approx(max(below, above))
-
-
-def test_with_one_seed_it_is_students_t_over_items():
     row = np.random.default_rng(2).random(300) < 0.7
     found, student = score(row[None]), stats.ttest_1samp(row.astype(float), 0.0).confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((student.low, student.high))
+    assert (found.low, found.high) == pytest.approx(tuple(student))
 
 
 def test_a_mean_lies_within_a_bound_when_its_90_percent_interval_does():
@@ -143,25 +154,7 @@ def test_a_mean_lies_within_a_bound_when_its_90_percent_interval_does():
         assert found.p_within(0.99 * edge) > 0.05 > found.p_within(1.01 * edge)
 
 
-def test_the_detectable_effect_is_found_four_times_in_five():
-    drawn, found = np.random.default_rng(6), 0
-    # in units of the known standard error of five seeds
-    effect = stats.t.ppf(0.975, 4) + stats.t.ppf(0.8, 4)
-    shape = Estimate(tuple((np.array([-1, -1, 0, 1, 1]) * (5.0**0.5)).tolist()))
-    assert shape.detectable() == pytest.approx(effect)
-    for _ in range(2000):
-        means = drawn.normal(effect, 5.0**0.5, 5)
-        found += Estimate(tuple(means.tolist())).p <= 0.05
-    assert 0.77 < found / 2000 < 0.83
-
-
-def test_equal_answers_give_no_difference_and_no_finding():
-    same = np.random.default_rng(0).random((5, 40)) < 0.6
-    found = difference(same, same)
-    assert (found.value, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
-
-
-def test_seeds_that_do_not_differ_tell_nothing_of_seeds():
+def test_seeds_that_do_not_differ_tell_nothing_of_seeds_and_equal_answers_are_no_difference():
     # 0.1 has no exact form: its means differ by 1e-17
     for values in (np.full((5, 11), 0.1), np.ones((5, 40)), np.repeat(np.random.default_rng(0).random(40)[None], 5, 0)):
         found = estimate(values)
@@ -170,15 +163,15 @@ def test_seeds_that_do_not_differ_tell_nothing_of_seeds():
     assert found.high - found.low > 0.1
     assert not estimate(np.array([[0.1], [0.2]])).has_equal_seeds
     assert Estimate((0.1 + 0.2, 0.3, 0.3)).has_equal_seeds
+    same = np.random.default_rng(0).random((5, 40)) < 0.6
+    found = difference(same, same)
+    assert (found.value, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (2, 2)])
-def test_single_seeds_and_items_give_finite_numbers(shape):
-    found = score(np.random.default_rng(1).random(shape) < 0.5)
-    assert np.isfinite([found.value, found.low, found.high, found.p, found.detectable()]).all()
-
-
-def test_of_one_number_there_is_no_interval_and_no_finding():
+def test_single_seeds_and_items_give_finite_numbers_and_one_number_no_interval_and_no_finding():
+    for shape in ((1, 1), (1, 5), (5, 1), (2, 2)):
+        found = score(np.random.default_rng(1).random(shape) < 0.5)
+        assert np.isfinite([found.value, found.low, found.high, found.p, found.detectable()]).all()
     found = estimate(np.array([[0.3]]))
     assert (found.value, found.low, found.high, found.p, found.is_one_number) == (0.3, 0.3, 0.3, 1.0, True)
     assert not estimate(np.array([[0.3], [0.2]])).is_one_number
@@ -204,16 +197,15 @@ def test_twenty_four_thousand_items_and_five_seeds_take_no_time():
     assert time.process_time() - began < 0.5
 
 
-@pytest.mark.parametrize("scores", [np.ones(3), np.ones((0, 4)), np.array([[1.0, np.nan]])])
-def test_scores_that_are_not_a_finite_table_are_refused(scores):
-    with pytest.raises(SettingError, match="expected finite numbers, one row per seed"):
-        estimate(scores)
-
-
-def test_unpaired_answers_are_refused():
+def test_scores_that_are_no_finite_table_and_unpaired_answers_and_a_wrong_p_are_refused():
+    for scores in (np.ones(3), np.ones((0, 4)), np.array([[1.0, np.nan]])):
+        with pytest.raises(SettingError, match="expected finite numbers, one row per seed"):
+            estimate(scores)
     one = np.ones((2, 5), dtype=bool)
     with pytest.raises(SettingError, match=r"\(2, 5\) and \(2, 4\)"):
         difference(one, one[:, :4])
+    with pytest.raises(SettingError, match=r"p is 1\.5"):
+        holm([1.5])
 
 
 def test_holm_is_the_smallest_p_of_every_closed_family_of_bonferroni_tests():
@@ -230,27 +222,18 @@ def test_holm_is_the_smallest_p_of_every_closed_family_of_bonferroni_tests():
             for index in range(size)
         ]
         assert holm(p_values) == pytest.approx(expected)
-
-
-def test_a_planned_test_that_was_not_done_counts_as_one_that_found_nothing():
+    # a planned test that was not done counts as one that found nothing
     assert holm([0.02, 0.3], planned=4) == holm([0.02, 0.3, 1.0, 1.0])[:2]
-
-
-def test_holm_of_nothing_is_nothing_and_a_wrong_p_is_refused():
     assert holm([]) == []
-    with pytest.raises(SettingError, match=r"p is 1\.5"):
-        holm([1.5])
 
 
-def test_runs_that_share_a_start_are_averaged_first():
+def test_runs_that_share_a_start_are_averaged_first_and_of_one_start_are_its_fine_tunings():
     leads = np.random.default_rng(3).normal(0.3, 1.0, (6, 40)) + np.repeat([[0.0], [2.0], [1.0]], 2, axis=0)
     found = estimate_over_starts(leads, (0, 1, 2, 0, 1, 2))
     means = estimate(np.stack([leads[[0, 3]].mean(axis=0), leads[[1, 4]].mean(axis=0), leads[[2, 5]].mean(axis=0)]))
     assert (found.interval(), found.p, found.seeds, found.drawn) == (means.interval(), means.p, 3, "pre-training")
     assert difference(leads, np.zeros((6, 40)), starts=None).seeds == 6
-
-
-def test_with_one_start_the_interval_is_that_of_its_fine_tunings():
+    # with one start the interval is that of its fine-tunings
     leads = np.random.default_rng(3).normal(0.3, 0.1, (5, 400)) + np.array([[0.0], [2.0], [1.0], [-1.0], [0.5]])
     found = estimate_over_starts(leads, (0,) * 5)
     assert found.interval() == estimate(leads).interval()
@@ -274,7 +257,95 @@ def test_flipped_signs_are_counted_and_drawn_at_random_beyond_twelve_seeds():
     assert Estimate(tuple(np.full(16, 0.2).tolist())).flip_signs() == pytest.approx(1e-4, abs=2e-4)
 
 
-def test_a_seed_that_stands_apart_is_noticed():
+def test_a_seed_that_stands_apart_is_noticed_and_said_beside_the_verdict():
     assert Estimate((0.01, 0.02, 0.015, 0.012, -0.3)).stands_apart
     assert not Estimate((0.01, 0.02, 0.015, 0.012, 0.0)).stands_apart
     assert not Estimate((0.01, 0.01, 0.01, 0.01, 0.01)).stands_apart
+    apart = Judgement(Estimate((0.01, 0.02, 0.015, 0.012, -0.3)), 1, 0.9)
+    assert apart.note == "one seed stands apart: p of flipped signs 1.000"
+    assert Judgement(CLEAR, 1, 0.01).note == ""
+    assert Judgement(Estimate((0.01, 0.02, 0.01, -0.3)), 1).note == ""
+
+
+def test_differences_in_words_and_why_there_is_no_verdict():
+    worse = replace(CLEAR, by_seed=tuple(-one for one in CLEAR.by_seed))
+    for found, adjusted, words in (
+        (CLEAR, 0.0499, "better (p = 0.050)"),
+        (worse, 0.0123, "worse (p = 0.012)"),
+        (CLEAR, 0.0004, "better (p < 0.001)"),
+        (CLEAR, 0.0501, "no difference shown (p = 0.050)"),
+        (CLEAR, 0.413, "no difference shown (p = 0.41)"),
+        (CLEAR, None, "not tested"),
+    ):
+        assert describe(found, adjusted) == words
+    for by_seed, words in (
+        ((0.1,), "no verdict (1 seed)"),
+        ((0.1, 0.2, 0.3, 0.4), "no verdict (4 seeds)"),
+        ((0.1,) * 5, "no verdict (seeds do not differ)"),
+        ((0.0,) * 5, ""),
+        ((0.1, 0.2, 0.3, 0.4, 0.5), ""),
+    ):
+        assert describe_undecided(Estimate(by_seed)) == words
+
+
+def test_a_claim_is_judged_beside_what_was_published():
+    for found, adjusted, published, words in (
+        (CLEAR, 0.01, None, BORNE_OUT),
+        (CLEAR, 0.01, 0.025, BORNE_OUT),
+        (CLEAR, 0.01, 0.005, BORNE_OUT),
+        (CLEAR, 0.01, 0.04, LESS),
+        # a paper in which the other side was ahead published no gain
+        (CLEAR, 0.01, -0.04, BORNE_OUT),
+        (CLEAR, 0.06, None, NOT_SHOWN),
+        (CLEAR, 0.06, 0.025, UNCLEAR),
+        (CLEAR, 0.06, 0.005, UNCLEAR),
+        (CLEAR, 0.06, 0.04, NOT_FOUND),
+        (NOTHING, 1.0, 0.012, NOT_FOUND),
+        (NOTHING, 1.0, 0.03, EQUIVALENT),
+        (NOTHING, 1.0, 0.008, UNCLEAR),
+        (Estimate((-0.1, -0.2, -0.1, -0.15, -0.1)), 0.01, 0.03, CONTRADICTED),
+        # arms that answer alike in every run show nothing, of no size
+        (Estimate((0.0,) * 5), 1.0, 0.02, NOT_SHOWN),
+        (Estimate((0.1, 0.2)), None, 0.03, "no verdict (2 seeds)"),
+    ):
+        assert Judgement(found, 3, adjusted, published).claim_words == words, (found, adjusted, published)
+    gains = {0.005: False, 0.025: True, 0.04: False, None: None, -1.0: None}
+    assert {gain: Judgement(CLEAR, 1, 0.01, gain).holds_gain for gain in gains} == gains
+    assert Judgement(NOTHING, 1, 1.0, 0.03).equivalence == NOTHING.p_within(0.015) < 0.05
+    assert Judgement(NOTHING, 1, 1.0).equivalence is None
+
+
+def test_a_family_counts_what_has_no_verdict_as_a_test_that_found_nothing():
+    few = Estimate((0.1, 0.2, 0.1))
+    judged = judge_family([CLEAR, few, NOTHING], [0.01, None, 0.02], planned=5)
+    assert [one.adjusted for one in judged] == [
+        *(pytest.approx(p) for p in holm([CLEAR.p, 1.0, NOTHING.p, 1.0, 1.0])[:1]),
+        None,
+        pytest.approx(1.0),
+    ]
+    assert {one.family for one in judged} == {5}
+    assert [one.published for one in judged] == [0.01, None, 0.02]
+    assert judged[0].detectable_in_family == CLEAR.detectable(0.01) > judged[0].detectable == CLEAR.detectable()
+    assert (judged[1].detectable, judged[1].detectable_in_family) == (None, None)
+    assert judge_family([]) == []
+
+
+def test_what_is_doubted_has_no_verdict_and_counts_in_its_family():
+    sure, doubted = judge_family([CLEAR, CLEAR], planned=3, doubts=["", "plain is not shown to beat counts"])
+    assert (sure.adjusted, sure.undecided) == (pytest.approx(3 * CLEAR.p), "")
+    assert doubted.adjusted is None
+    assert doubted.words == doubted.claim_words == "no verdict (plain is not shown to beat counts)"
+    assert doubted.detectable == sure.detectable
+    assert doubted.reversed.undecided == doubted.undecided
+    # with too few seeds nothing is known of the task either
+    (few,) = judge_family([Estimate((0.1, 0.2))], doubts=["plain is not shown to beat counts"])
+    assert few.words == "no verdict (2 seeds)"
+
+
+def test_a_judgement_can_be_read_from_the_other_side():
+    found = Judgement(replace(CLEAR, least=-0.5, most=1.0), 4, 0.02, 0.03)
+    turned = found.reversed
+    assert (turned.estimate.value, turned.estimate.low) == (-CLEAR.value, -CLEAR.high)
+    assert (turned.estimate.least, turned.estimate.most, turned.published) == (-1.0, 0.5, -0.03)
+    assert (found.words, turned.words) == ("better (p = 0.020)", "worse (p = 0.020)")
+    assert turned.reversed == found

@@ -31,7 +31,7 @@ def build_glue_grid(evidence: Mapping[str, Evidence], tables: Mapping[str, Table
     rows = []
     for arm in arms:
         known = [tables[name].row(arm) for name in sets]
-        cells = [NONE if row is None else _show(row.score, [point.score for point in row.points]) for row in known]
+        cells = [NONE if row is None else _show(row.score, row.score.by_seed) for row in known]
         for chosen in ways.values():
             found = _read_means(evidence, chosen, arm)
             cells.append(_show(estimate(np.array(found)[:, None], least=-1.0, most=1.0), found) if found else NONE)

@@ -1,0 +1,243 @@
+"""Writes what pages have from records: claims, results and the demo, costs, diversity and statistics: `make api`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+
+from headwise.input_files import parse_json
+from headwise_lab.papers.overview import build_overview, read_papers, summarize_claims
+
+ROOT = Path(__file__).parents[1]
+PAPERS = ROOT / "laboratory" / "papers"
+RECORDS = Path("benchmarks", "records")
+BLIND_SPOTS = ROOT / "benchmarks" / "blind_spots.py"
+# Records of benchmarks: of costs as they were and as they are, and what benchmarks/demo.py and first_steps.py wrote.
+BEFORE, NOW = "2026-11-25-floors-cpu-before.json", "2026-11-26-floors-cpu.json"
+STEPS_BEFORE, STEPS = "2026-11-21-overhead-cpu.json", "2026-11-26-overhead-cpu.json"
+MEASURE_BEFORE = "2026-11-22-measure-cpu.json"
+MEASURE = ("2026-11-26-measure-cpu.json", "2026-11-26-measure-cpu-12-layers.json")
+LABORATORY = "2026-11-26-laboratory-cpu-2.json"
+DEMO, FIRST_STEPS = RECORDS / "2026-11-25-demo-cpu", "2026-11-25-first-steps-cpu.json"
+# What is wanted at most: of a plain step, of the trunk's time, of separate evaluations.
+STEP_GOALS = {"svgd apply, 54 groups": 0.003, "svgd apply, first encoder layer": 0.0005}
+ROUTING_GOALS = {"em": 1.10, "simple": 1.15}
+MEASURE_GOAL = 0.56
+# The grids of a comparison that a newcomer reads first, by how their titles begin.
+SHOWN = ("logic at scale", "how alike the heads are")
+
+
+def render() -> dict[Path, str]:
+    """Return every page by its path: as it is, with its parts from records made anew."""
+    papers, blind_spots = read_papers(PAPERS), load_blind_spots()
+    calibration = read(max(path.name for path in (ROOT / RECORDS).glob("*-calibration-cpu*.json")))
+    parts = {
+        "README.md": {"demo": make_demo(), "first steps": make_steps(), "results": summarize_claims(papers)},
+        "docs/cost.md": {
+            "table": make_table(read(BEFORE), read(NOW)),
+            "steps": make_steps_table(read(STEPS)),
+            "routing": make_routing_table(read(STEPS_BEFORE), read(STEPS)),
+            "measure": make_measure_table(read(MEASURE_BEFORE), [read(name) for name in MEASURE]),
+            "laboratory": make_laboratory_table(read(LABORATORY)),
+        },
+        "docs/diversity.md": {"tricks": blind_spots.render(), "attention": blind_spots.render_attention()},
+        "docs/statistics.md": {"normal": list_normal(calibration), "logistic": list_logistic(calibration)},
+    }
+    filled = {ROOT / name: fill((ROOT / name).read_text(encoding="utf-8"), texts) for name, texts in parts.items()}
+    return {PAPERS / "README.md": build_overview(papers), **filled}
+
+
+def fill(page: str, parts: Mapping[str, str]) -> str:
+    """Return a page with each part between its two comments."""
+    for name, text in parts.items():
+        start, end = f"<!-- {name}: written by make api -->", "<!-- end -->"
+        before, found, rest = page.partition(start)
+        if not found or end not in rest:
+            raise SystemExit(f"a page has no place for {name}: {start} ... {end}.")
+        page = f"{before}{start}\n\n{text}\n\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the record of a benchmark."""
+    return parse_json((ROOT / RECORDS / name).read_text(encoding="utf-8"))
+
+
+def load_blind_spots() -> ModuleType:
+    """Return the benchmark as a module; its folder holds names that the tests have too, and is not put on the path."""
+    spec = importlib.util.spec_from_file_location("blind_spots", BLIND_SPOTS)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["blind_spots"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def join_rows(header: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---") -> str:
+    """Return a table in Markdown; `rule` is that of all columns but the first."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---", *[rule] * (len(header) - 1)], *rows))
+
+
+def make_table(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return a row for each figure: its floor, what it was, what it is and what is wanted."""
+    rows = []
+    for name, row in now["bytes"]["rows"].items():
+        both = (before["bytes"]["rows"][name], row)
+        times = (f"{own['milliseconds']:.1f} ms, {own['times the floor']:.1f} times" for own in both)
+        alone = row["times the floor, products alone"]
+        floor = f"{row['floor milliseconds']:.2f} ms" + ("" if alone is None else f"; products alone {alone:.1f} times")
+        rows.append((f"{name}: bytes", floor, *times, f"{row['wanted']:g} times"))
+    wanted, old, new = now["wanted"], before["python"], now["python"]
+    names = ("svgd", "output", "three terms")
+    for name in names:
+        values = (f"{own['microseconds per layer'][name]:.0f} us" for own in (old, new))
+        most = wanted.get(f"microseconds per layer, {name}")
+        rows.append((f"{name}: Python per layer", "0 us", *values, "-" if most is None else f"{most:g} us"))
+    for name in names:
+        values = (f"{own['operators of plain'][name]:.2f}" for own in (old, new))
+        most = wanted.get(f"operators, {name}")
+        rows.append((f"{name}: operators of a step over plain's", "1", *values, "-" if most is None else f"{most:g}"))
+    values = (f"{own['seconds to attach']:.2f} s" for own in (old, new))
+    rows.append(("attaching a penalty to 384 layers", "0 s", *values, f"{wanted['seconds to attach']:g} s"))
+    noise = (f"{own['bytes']['copy again']:.3f}" for own in (before, now))
+    rows.append(("a copy over the same copy (A/A)", "1", *noise, "-"))
+    speed = (f"{own['bytes']['bytes a second of copying'] / 1e9:.1f}" for own in (before, now))
+    rows.append(("a copy, GB/s", "-", *speed, "-"))
+    return join_rows(("what", "floor", "before", "now", "wanted, at most"), rows)
+
+
+def make_steps_table(record: dict[str, Any]) -> str:
+    """Return a row for each method: its share of a plain step, or the time of a step over that of a plain one."""
+    models, rows = record["models"], []
+    shapes = [f"{model['batch']} sentences of {model['length']} tokens" for model in models]
+    for name in (name for name in models[0]["ratio to plain"] if name != "plain"):
+        write = "{:.2%}" if " apply" in name else "{:.3f}"
+        found = (model["ratio to plain"].get(name) for model in models)
+        values = ("-" if value is None else write.format(value) for value in found)
+        rows.append((name, *values, f"{STEP_GOALS[name]:.2%}" if name in STEP_GOALS else "-"))
+    return join_rows(("what", *shapes, "wanted, at most"), rows)
+
+
+def make_routing_table(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return a row for each routing: its time over that of uniform weights on the same votes."""
+    old, new = (own["module"]["ratio to trunk"] for own in (before, now))
+    goals = {name: f"{ROUTING_GOALS[name]:.2f}" if name in ROUTING_GOALS else "-" for name in new if name != "trunk"}
+    rows = [(name, f"{old[name]:.2f}", f"{new[name]:.2f}", goal) for name, goal in goals.items()]
+    return join_rows(("one module", "before", "now", "wanted, at most"), rows)
+
+
+def make_measure_table(before: dict[str, Any], now: list[dict[str, Any]]) -> str:
+    """Return a row for each model: the time of `measure` over that of an evaluation without each head."""
+    rows = []
+    for record in now:
+        old = f"{before['ratio']:.2f}" if record["heads"] == before["heads"] else "-"
+        sizes = (str(record["layers"]), str(record["heads"]), f"{record['expected']:.3f}")
+        rows.append((*sizes, old, f"{record['ratio']:.3f}", f"{MEASURE_GOAL:.2f}"))
+    return join_rows(("layers", "heads", "floor", "before", "now", "wanted, at most"), rows)
+
+
+def make_laboratory_table(record: dict[str, Any]) -> str:
+    """Return a row for each kind of run: its speed beside a bare loop's, and how long its start takes."""
+    rows = []
+    for name, found in record["speeds"].items():
+        start = record["starts"].get(name.partition(" ")[0])
+        seconds = f"{median(start['wall']):.1f} s" if start and name.endswith("demo") else "-"
+        more = f"{found['microseconds_more_a_step'] / 1000:.1f} ms"
+        rows.append((name, f"{found['ratio']:.2f}", f"{found['bare_again']:.2f}", more, seconds))
+    header = ("runs of", "examples a second, of a bare loop's", "the bare loop over itself", "more a step", "start")
+    return join_rows(header, rows)
+
+
+def list_normal(record: Mapping[str, Any]) -> str:
+    """Return how often the tests err on normal runs, a row for each ratio, the numbers of seeds in a cell."""
+    levels = ("at 5 %", "at 1 %", "at 0.5 %")
+    names = {"equivalence": "equivalence at its bound", "power_at_detectable": "power at the detectable"}
+    return _join_seeds(
+        {
+            "items over seeds": f"{row['ratio']:g}",
+            **{level: _percent(size, 2) for level, size in zip(levels, row["sizes"], strict=True)},
+            **{name: _percent(row[key]) for key, name in names.items()},
+        }
+        for row in record["normal"]
+    )
+
+
+def list_logistic(record: Mapping[str, Any]) -> str:
+    """Return how often the tests err on right and wrong answers, the numbers of seeds in a cell."""
+    names = {"student": "t", "joint": "joint", "cover": "cover of 0", "gain_cover": "cover of 2 points"}
+    gains = [f"power at {100 * gain:g}" for gain in record["gains"]]
+    return _join_seeds(
+        {
+            "what differs": row["name"],
+            "N": f"{row['items']:,}",
+            **{name: _percent(row[key]) for key, name in names.items()},
+            **{name: _percent(power, 0) for name, power in zip(gains, row["power"], strict=True)},
+        }
+        for row in record["logistic"]
+    )
+
+
+def _join_seeds(rows: Iterable[Mapping[str, str]]) -> str:
+    frame = pd.DataFrame(rows)
+    keys = [name for name in ("items over seeds", "what differs", "N") if name in frame]
+    joined = frame.groupby(keys, sort=False).agg("/".join).reset_index()
+    return join_rows(list(joined.columns), joined.to_numpy().tolist(), "--:")
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}"
+
+
+def make_demo() -> str:
+    """Return what `make demo` printed of verdicts and heads, how long it took, and its picture."""
+    record, found = (parse_json((ROOT / DEMO / f"{name}.json").read_text("utf-8")) for name in ("record", "results"))
+    rows = {row["arm"]: row for row in found["rows"]}
+    heads = [rows[arm]["measures"] for arm in ("plain", "cka")]
+    plain, cka = (f"{one['effective_heads']:.1f} ({one['effective_heads_weighted']:.1f} by variance)" for one in heads)
+    lead, cores = rows["cka"]["to_control"], record["machine"]["cores"]
+    text = (ROOT / DEMO / "printed.txt").read_text(encoding="utf-8")
+    printed = "\n\n".join(_cut(text, title) for title in SHOWN)
+    said = (
+        f"Four arms of a small encoder with {len(found['seeds'])} seeds each took {record['seconds'] / 60:.1f} minutes "
+        f"on {cores} cores. Of the 16 heads of a plain layer {plain} are effective; with a penalty on heads that do "
+        f"the same, {cka}. The accuracy shows {lead['verdict'].partition(' shown')[0]}: {100 * lead['value']:+.1f} "
+        f"points ({100 * lead['low']:+.1f} to {100 * lead['high']:+.1f})."
+    )
+    picture = f"![Effective heads of each arm, as they are and by variance]({DEMO.as_posix()}/effective-heads.png)"
+    return f"```console\n$ make demo\n...\n{printed}\n```\n\n{picture}\n\n{_wrap(said)}"
+
+
+def make_steps() -> str:
+    """Return how long the five commands took."""
+    record = read(FIRST_STEPS)
+    seconds = record["seconds"]
+    return _wrap(
+        f"On {record['machine']['cores']} cores these took {seconds['all']:.0f} seconds, {seconds['install']:.0f} of "
+        f"them for the installation from pip's cache, and {seconds['inspect']:.0f} for the report on MiniLM and "
+        f"{record['sentences']} sentences."
+    )
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _cut(printed: str, title: str) -> str:
+    """Return the grid with a title, to its last row."""
+    lines = [line.rstrip() for line in printed[printed.index(title) :].splitlines()]
+    ends = (place for place in range(1, len(lines)) if lines[place][:1].strip() and not lines[place - 1])
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines[: next(ends, None)]).strip("\n"))
+
+
+if __name__ == "__main__":
+    for path, text in render().items():
+        path.write_text(text, encoding="utf-8")
