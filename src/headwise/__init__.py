@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import warn_renamed
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     # type checkers read the names of `api`, which are imported one by one below
