@@ -2,7 +2,8 @@
 
 Both begin with the same parameters and read the rows in the same order, as seeds alone make losses differ by a percent;
 the losses on the test rows should agree within half a percent. For tokens per second both then train a few steps in
-turns. Exits with 1 where the loss or the speed differs by more than it should. Run by `make bench NAME=lm_bare ARGS="--data FILE"`.
+turns. Exits with 1 where the loss or the speed differs by more than it should. Run by
+`make bench NAME=lm_bare ARGS="--data FILE"`.
 """
 
 from __future__ import annotations

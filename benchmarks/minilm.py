@@ -1,7 +1,8 @@
 """Cost of taps, penalties and biases in a training step of a pretrained MiniLM, relative to the unmodified model.
 
 All variants run interleaved in one process; the result is the median over rounds of the ratio within a round. The
-unmodified model runs twice per round, so that the A/A ratio shows the noise of the machine. Run by `make bench NAME=minilm`.
+unmodified model runs twice per round, so that the A/A ratio shows the noise of the machine. Run by
+`make bench NAME=minilm`.
 """
 
 from __future__ import annotations

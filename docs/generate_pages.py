@@ -1,4 +1,4 @@
-"""Writes what pages have from records: claims, results and the demo, costs, diversity and statistics: `make api`."""
+"""Writes what pages have from records: claims, what commands print, the demo, costs, diversity and statistics: `make api`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from types import ModuleType
 from typing import Any
 
 import pandas as pd
 
 from headwise.input_files import parse_json
-from headwise_lab.papers.overview import build_overview, read_papers, summarize_claims
+from headwise_lab.papers.overview import build_overview, read_papers
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ROOT / "laboratory" / "papers"
@@ -28,6 +28,9 @@ MEASURE_BEFORE = "2026-11-22-measure-cpu.json"
 MEASURE = ("2026-11-26-measure-cpu.json", "2026-11-26-measure-cpu-12-layers.json")
 LABORATORY = "2026-11-26-laboratory-cpu-2.json"
 DEMO, FIRST_STEPS = RECORDS / "2026-11-25-demo-cpu", "2026-11-25-first-steps-cpu.json"
+REAL_MODELS = "2026-11-28-real-models-cpu.json"
+# Lines of `headwise inspect` that the README shows.
+LOOK_LINES = 12
 # What is wanted at most: of a plain step, of the trunk's time, of separate evaluations.
 STEP_GOALS = {"svgd apply, 54 groups": 0.003, "svgd apply, first encoder layer": 0.0005}
 ROUTING_GOALS = {"em": 1.10, "simple": 1.15}
@@ -41,7 +44,8 @@ def render() -> dict[Path, str]:
     papers, blind_spots = read_papers(PAPERS), load_blind_spots()
     calibration = read(max(path.name for path in (ROOT / RECORDS).glob("*-calibration-cpu*.json")))
     parts = {
-        "README.md": {"demo": make_demo(), "first steps": make_steps(), "results": summarize_claims(papers)},
+        "README.md": {"look": make_look(), "smaller": make_smaller(read(REAL_MODELS))},
+        "docs/laboratory.md": {"demo": make_demo()},
         "docs/cost.md": {
             "table": make_table(read(BEFORE), read(NOW)),
             "steps": make_steps_table(read(STEPS)),
@@ -212,19 +216,35 @@ def make_demo() -> str:
         f"the same, {cka}. The accuracy shows {lead['verdict'].partition(' shown')[0]}: {100 * lead['value']:+.1f} "
         f"points ({100 * lead['low']:+.1f} to {100 * lead['high']:+.1f})."
     )
-    picture = f"![Effective heads of each arm, as they are and by variance]({DEMO.as_posix()}/effective-heads.png)"
+    picture = f"![Effective heads of each arm, as they are and by variance](../{DEMO.as_posix()}/effective-heads.png)"
     return f"```console\n$ make demo\n...\n{printed}\n```\n\n{picture}\n\n{_wrap(said)}"
 
 
-def make_steps() -> str:
-    """Return how long the five commands took."""
-    record = read(FIRST_STEPS)
-    seconds = record["seconds"]
-    return _wrap(
-        f"On {record['machine']['cores']} cores these took {seconds['all']:.0f} seconds, {seconds['install']:.0f} of "
-        f"them for the installation from pip's cache, and {seconds['inspect']:.0f} for the report on MiniLM and "
-        f"{record['sentences']} sentences."
-    )
+def make_look() -> str:
+    """Return the first lines that `headwise inspect` prints, and how long it took."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    section = page[page.index("$ headwise inspect") :]
+    printed = section[: section.index("\n```")].splitlines()[1:LOOK_LINES]
+    seconds = read(FIRST_STEPS)["seconds"]
+    said = f"On two cores the installation took {seconds['install']:.0f} seconds and this {seconds['inspect']:.0f}"
+    return "```console\n" + "\n".join(printed) + f"\n```\n\n{_wrap(said)} ([more commands](docs/commands.md))."
+
+
+def make_smaller(record: dict[str, Any]) -> str:
+    """Return what pruning a trained model costs, a row for each way to choose heads."""
+    rows = []
+    for name, row in record["models"]["MiniLM"].items():
+        scores = [_show_seeds(row[key]) for key in ("score", "recovered")]
+        rows.append((name, f"{row['parameters'] / 1e6:.1f} M", f"{row['time']:.2f}", *scores))
+    steps = record["steps"]
+    header = ("MiniLM, STS-B", "parameters", "time", "Spearman, points", f"after {steps} steps of training")
+    return join_rows(header, rows, "--:")
+
+
+def _show_seeds(values: Sequence[float]) -> str:
+    """Return a mean, and the least and the most of several seeds."""
+    ends = "" if len(values) == 1 else f" ({min(values):.1f} to {max(values):.1f})"
+    return f"{fmean(values):.1f}{ends}"
 
 
 def _wrap(text: str) -> str:

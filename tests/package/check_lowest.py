@@ -1,6 +1,6 @@
 """Installs the lowest versions that pyproject.toml declares into an environment of its own, and uses them there.
 
-`make wheel CHECK=lowest`. Torch alone has the version of constraints.txt: on PyPI's own index others come with several GB of
+`make wheel CHECK=lowest`. Torch alone has the version of constraints.txt: on PyPI, others come with several GB of
 CUDA. What a package needs itself has its newest version, as it would where a user installs an old one today.
 """
 

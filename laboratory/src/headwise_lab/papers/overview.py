@@ -105,38 +105,6 @@ def build_overview(papers: Papers) -> str:
     return "\n".join(parts)
 
 
-def summarize_claims(papers: Papers, most: int = 4) -> str:
-    """Return how claims ended, and the scores that moved furthest among those with a verdict either way, in Markdown.
-
-    Claims of version 0.1 are counted and not listed.
-
-    Args:
-        papers: The records of each paper by its folder.
-        most: How many contrasts of each verdict to list at the most, the largest of each table.
-    """
-    records = [(record, _link(record, folder)) for folder, paper in papers.items() for record in paper]
-    lines = [_count([record for record, _ in records])]
-    for verdict in (BORNE_OUT, CONTRADICTED):
-        found = [
-            (one, record["id"], link)
-            for record, link in records
-            for claim in record["claims"]
-            if record.get("format") == FORMAT
-            and _omit_reason(claim["verdict"]) == verdict
-            and (one := _decide(record, claim)) is not None
-            and one.points
-        ]
-        # the largest of each table, the later ones of a dict being kept
-        largest = {link: (one, name) for one, name, link in sorted(found, key=lambda item: abs(item[0].value))}
-        shown = [
-            f"[{name}: {one.contrast}]({PLACE}/{link}) {_show(one)}"
-            for link, (one, name) in sorted(largest.items(), key=lambda item: -abs(item[1][0].value))[:most]
-        ]
-        if shown:
-            lines.append(f"The largest {verdict}, one a table, in points: {'; '.join(shown)}.")
-    return "\n\n".join(lines)
-
-
 def read_contrast(found: Mapping[str, Any] | str, published: Mapping[str, float | None]) -> Measured | None:
     """Return a contrast of a record, or None where it has no interval.
 

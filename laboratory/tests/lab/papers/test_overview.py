@@ -14,7 +14,6 @@ from headwise_lab.papers.overview import (
     choose_deciding,
     read_contrast,
     read_papers,
-    summarize_claims,
 )
 from headwise_lab.papers.pages import describe_plateau, describe_rise
 from headwise_lab.papers.reproduction import OWN
@@ -122,31 +121,6 @@ def test_the_page_has_every_claim_its_place_and_what_was_not_run(tmp_path: Path)
             )
         ),
     ]
-
-
-def test_the_summary_has_the_largest_moves_of_scores_either_way_and_nothing_else(tmp_path: Path):
-    values = {"a": (-0.02, "contradicted"), "b": (-0.03, "contradicted"), "c": (0.01, "borne out")}
-    values["d"] = (0.5, "not shown")
-    claims = [
-        claim(name, verdict, {**NUMBERS, "contrast": name, "value": value, "verdict": verdict, "by_seed": [value]})
-        for name, (value, verdict) in values.items()
-    ]
-    # a number of each run is no score
-    of_heads = {"contrast": "e", "measure": "distance", "kind": "manipulation check"}
-    claims.append(claim("c", "borne out", {**claims[2]["contrasts"][0], **of_heads}))
-    write(tmp_path, "guided/x", claims, source=OWN)
-    # a claim of version 0.1 is counted apart and not listed
-    old = claim("f", "borne out", "f over g: +9.00 points [+8.00, +10.00], p = 0.010")
-    write(tmp_path, "guided/y", [old], version=1)
-    counts, earlier, gains, losses = summarize_claims(read_papers(tmp_path), most=1).split("\n\n")
-    assert counts == (
-        "Our own studies, judged by calibrated tests, 1 tables and figures: 4 comparisons of scores (2 contradicted; 1 "
-        "borne out; 1 not shown), 1 checks of what a method does to heads (1 borne out)."
-    )
-    assert earlier == "The three papers, judged by version 0.1, 1 tables and figures: 1 claims (1 borne out)."
-    assert gains.startswith("The largest borne out, one a table, in points: [guided/x: c](")
-    assert ";" not in gains
-    assert losses.startswith("The largest contradicted, one a table, in points: [guided/x: b](")
 
 
 def test_a_link_is_text_everywhere_but_in_markdown():
