@@ -1,4 +1,4 @@
-"""Writes what pages have from records: claims, what commands print, the demo, costs, diversity and statistics: `make api`."""
+"""Writes the parts of pages that come from records, and what commands print: `make api`."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ OWN: Refusals = [
     ("name its axes, or num_heads, in the row", lambda: find(change(own("h d e"), num_heads=GONE))),
     (UNNAMED + r"\(model, num_heads=8\)", lambda: find(holding(**FOUR))),
     (
-        "num_heads=2 fits no attention: those found tell 3 heads themselves",
+        "num_heads=2 fits no attention: the modules found say 3 heads themselves",
         lambda: find(holding(**FOUR, heads=3), num_heads=2),
     ),
     ("12 rows do not divide into heads", lambda: find(holding(**FOUR), rows.SeparateLinears(num_heads=5))),

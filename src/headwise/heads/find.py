@@ -78,10 +78,10 @@ def _read(site: Site, part: HeadView) -> HeadView:
             # refuses what has no axis of heads
             read.features(output)
             return read
-    told = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    given = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise LayoutError(
         f"{site.label} ({type(site.module).__name__}): its {part.projection} projection, a {type(module).__name__}, "
-        f"returns {told} for tokens of shape {tuple(tokens.shape)}; expected {part.along} features along the last axis "
+        f"returns {given} for tokens of shape {tuple(tokens.shape)}; expected {part.along} features along the last axis "
         "or along axes of their own, such as (batch, tokens, heads, features). Have it return these, or leave the "
         f"attention out: find_heads(model, exclude=({site.name!r},))."
     )
@@ -283,8 +283,8 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
         clauses |= {name: clause for name, part in others if (clause := find_irregularity(part)) is not None}
         raise LayoutError(describe_failure(model, [row.name for row in rows], len(sites), unread, clauses))
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
-        told = ", ".join(sorted({str(site.num_heads) for site in sites}))
-        raise LayoutError(f"num_heads={num_heads} fits no attention: those found tell {told} heads themselves.")
+        counts = ", ".join(sorted({str(site.num_heads) for site in sites}))
+        raise LayoutError(f"num_heads={num_heads} fits no attention: the modules found say {counts} heads themselves.")
     sites = [_read_returned(site) for site in sites]
     require_arranged(model, sites, partial(_advise, model))
     require_told(sites)

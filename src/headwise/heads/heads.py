@@ -76,7 +76,7 @@ class Site:
         scores: Makes what reaches the attention scores of the module, given it; None where nothing does.
         tiled: Whether query head h uses key/value head h mod G, as where keys are repeated as a whole, and not h // (H
             / G).
-        guessed: Whether the layout is one of several that the shapes allow, and no call of the module has told which.
+        guessed: Whether the layout is one of several that the shapes allow, and no call of the module has shown which.
         found_at: What `paths` returned when the site was made, which tells when a layer was wrapped since.
     """
 
@@ -378,8 +378,8 @@ class Heads:
 
     def __str__(self) -> str:
         obstacles = {part.obstacle: part.name for part in reversed(self.slices()) if part.obstacle is not None}
-        told = [f"no repulsion, for example in {name}: it {obstacle}" for obstacle, name in obstacles.items()][:8]
-        first, left_out, last = shorten([_describe_row(site) for site in self.sites], LINES - 2 - len(told))
+        notes = [f"no repulsion, for example in {name}: it {obstacle}" for obstacle, name in obstacles.items()][:8]
+        first, left_out, last = shorten([_describe_row(site) for site in self.sites], LINES - 2 - len(notes))
         columns = ("site", "kind", "layer", "heads", "size", "layout", "output")
         lines = align([columns, *first, *last])
         if left_out:
@@ -387,7 +387,7 @@ class Heads:
         total = sum(site.num_heads for site in self.sites)
         sites = f"{len(self)} site{'s' * (len(self) > 1)}"
         lines.append(f"{total} heads in {sites}; projections: {', '.join(self.projections)}")
-        return "\n".join([*lines, *told])
+        return "\n".join([*lines, *notes])
 
     # in a notebook or a debugger: every module of the model otherwise, once for each site
     __repr__ = __str__
@@ -581,13 +581,13 @@ def require_told(sites: Sequence[Site]) -> None:
 
 
 def require_proved(heads: Heads) -> None:
-    """Raise `LayoutError` for a site that is read in one of several ways its shapes allow, where nothing told which."""
+    """Raise `LayoutError` for a site whose shapes allow several readings, where no call showed which is right."""
     for site in heads:
         if is_guess(site):
             raise LayoutError(
                 f"{site.label} ({type(site.module).__name__}): its fused projection is read by the layout "
                 f"{site.layout!r}, and its shape allows others: blocks of queries, keys and values, or these of each "
-                "head in turn. No call with tokens alone has told which is right, and forces on other rows would "
+                "head in turn. No call with tokens alone has shown which is right, and forces on other rows would "
                 "train something else. Call hw.verify(heads, inputs) first, which proves it; or "
                 "describe it with a row of your own."
             )

@@ -198,8 +198,8 @@ def find_apart(rule: Rule, batch: Sequence[Member]) -> tuple[list[Member], list[
     # NaN is not apart
     apart = (scale - 2 * stack > APART * scale) & scale.isfinite()
     apart.diagonal(dim1=-2, dim2=-1).fill_(True)
-    told = (apart.flatten(1).all(-1) & norms.isfinite().all(-1)).tolist()
-    answers = iter(told)
+    known = (apart.flatten(1).all(-1) & norms.isfinite().all(-1)).tolist()
+    answers = iter(known)
     taken, left = [], []
     for member, flat in zip(batch, rows, strict=True):
         if flat is not None and next(answers):
@@ -208,7 +208,7 @@ def find_apart(rule: Rule, batch: Sequence[Member]) -> tuple[list[Member], list[
             left.append(member)
     if not taken:
         return [], left, None
-    stack = torch.stack([gram for gram, own in zip(grams, told, strict=True) if own])
+    stack = torch.stack([gram for gram, own in zip(grams, known, strict=True) if own])
     return taken, left, GramSums(stack, squares=stack.diagonal(dim1=-2, dim2=-1))
 
 

@@ -437,6 +437,6 @@ def find_arguments(
             if others and (fewer := count_others({**found, name: value})) < others:
                 found, others = {**found, name: value}, fewer
     except Exception:
-        # what cannot be built so is told where it is built
+        # a model that cannot be built so is refused where it is built
         return {}
     return found

@@ -325,7 +325,7 @@ def merge(
     - keys k -> k B with queries q -> q B^-T. Without positions in the keys B is any invertible matrix; with rotary
       ones, one complex number for each pair of features; with a norm of queries and keys, one sign or angle a pair.
 
-    How much is free is found out for each attention by experiments on one call, as in `hw.verify`, and told. One head
+    Experiments on one call find how much is free in each attention, as in `hw.verify`; the result says it. One head
     u = sum_i y_i F_i then takes the place of the heads y_i of a group, and what read y_i reads u G_i^T. With
     alignment "low_rank" F and G are those of least squared error over all choices (for keys within what is free: one
     complex number per pair), weighted by what reads each head; "orthogonal" averages heads after rotations (generalized
@@ -406,8 +406,8 @@ def _merge(
     shown = find_dummy(heads.model) if batches is None else batches[0]
     if shown is None:
         raise SettingError(
-            f"what is free in the heads of a {type(heads.model).__name__} is found out by calling it; pass "
-            "batches=[...], what it is called with."
+            f"merging calls a {type(heads.model).__name__} to find how its heads may be turned, and no inputs are known "
+            "for its class; pass batches=[...], inputs of the model."
         )
     freedoms = find_freedoms(sites, shown)
     wanted = {} if batches is None else record_wanted(heads, batches)

@@ -1,7 +1,7 @@
 """Key and value heads of one attention made alike within groups, so that one head of each group is enough.
 
 How depends on second moments of the inputs of its projections and of W_O on calibration batches, and on which changes
-of basis leave its output unchanged, which is found out by experiment.
+of basis leave its output unchanged, which experiments find.
 """
 
 from __future__ import annotations

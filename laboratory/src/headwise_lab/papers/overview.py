@@ -20,7 +20,7 @@ from headwise_lab.papers.pages import FOLDER, FORMAT, PAGE, is_shown_in_points, 
 from headwise_lab.papers.reproduction import OWN
 from headwise_lab.papers.run import choose_seeds
 from headwise_lab.results.cells import NONE, Cell, Grid, Link, Number, choose_digits
-from headwise_lab.results.statistics import BORNE_OUT, CONTRADICTED
+from headwise_lab.results.statistics import CONTRADICTED
 
 # The records of each paper by the name of its folder, and where these folders are.
 Papers = Mapping[str, Sequence[Mapping[str, Any]]]

@@ -166,7 +166,7 @@ class Replay:
         return type(module)._project(module, *inputs)
 
     def refuse(self, finding: str) -> NoReturn:
-        """Raise `LayoutError` with what was found out."""
+        """Raise `LayoutError` with the finding."""
         raise LayoutError(
             f"{self.site.label}: layout {self.site.layout!r} with {self.site.num_heads} heads of {self.site.head_size} "
             f"misreads {type(self.site.module).__name__}: {finding}. Pass a layout row that describes it to "
