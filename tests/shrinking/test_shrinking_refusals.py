@@ -398,7 +398,7 @@ REMEDIES: list[tuple[str, Callable[[], Any], Callable[[Any], object], Callable[[
         lambda heads: hw.merge(heads.layers(0, 1, 2), 1, batches=[INPUTS]),
         lambda heads: hw.merge(heads.layer(0), 1, batches=[INPUTS]),
     ),
-    ("to find how its heads may be turned, and no inputs are known for its class; pass batches=", of("ViT"), merge(groups=1), on("ViT")),
+    ("no inputs are known for its class; pass batches=", of("ViT"), merge(groups=1), on("ViT")),
     (
         "leave its heads as they are, or load a model of transformers with attn_implementation='sdpa'",
         eager,

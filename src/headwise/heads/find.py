@@ -81,8 +81,8 @@ def _read(site: Site, part: HeadView) -> HeadView:
     given = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise LayoutError(
         f"{site.label} ({type(site.module).__name__}): its {part.projection} projection, a {type(module).__name__}, "
-        f"returns {given} for tokens of shape {tuple(tokens.shape)}; expected {part.along} features along the last axis "
-        "or along axes of their own, such as (batch, tokens, heads, features). Have it return these, or leave the "
+        f"returns {given} for tokens of shape {tuple(tokens.shape)}; expected {part.along} features along the last "
+        "axis or along axes of their own, such as (batch, tokens, heads, features). Have it return these, or leave the "
         f"attention out: find_heads(model, exclude=({site.name!r},))."
     )
 

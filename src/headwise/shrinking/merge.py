@@ -406,8 +406,8 @@ def _merge(
     shown = find_dummy(heads.model) if batches is None else batches[0]
     if shown is None:
         raise SettingError(
-            f"merging calls a {type(heads.model).__name__} to find how its heads may be turned, and no inputs are known "
-            "for its class; pass batches=[...], inputs of the model."
+            f"merging calls a {type(heads.model).__name__} to find how its heads may be turned, and no inputs are "
+            "known for its class; pass batches=[...], inputs of the model."
         )
     freedoms = find_freedoms(sites, shown)
     wanted = {} if batches is None else record_wanted(heads, batches)

@@ -32,7 +32,9 @@ GPU = TRANSLATION_SCALES["gpu"]
 
 def test_the_documented_command_compares_arms_that_fit_the_model(tmp_path):
     page = (ROOT / "docs" / "translation.md").read_text(encoding="utf-8")
-    command = next(block for block in page.split("```console\n$ ") if "--scale gpu" in block).partition("```")[0]
+    command = next(
+        block for block in page.split("```console\n$ ") if block.startswith("headwise compare translation --scale gpu")
+    ).partition("```")[0]
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:3] == ["headwise", "compare", "translation"]
     arms = parse_arms(words[words.index("--arms") + 1])
