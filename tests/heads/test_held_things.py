@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import FusedAttention, SeparateAttention
 from heads.families import FAMILIES, found, sweep
 from heads.own import LensAttention, ListAttention, ThreeLists
@@ -47,7 +47,7 @@ BUILT = {
 }
 
 
-@cases("name", BUILT)
+@tiers("name", *thin(BUILT, 4))
 def test_empty_places_change_neither_what_is_found_nor_what_is_proved(name: str):
     plain, holed = nn.Sequential(BUILT[name]()).eval(), nn.Sequential(leave_places_empty(BUILT[name]())).eval()
     assert str(hw.find_heads(holed)) == str(hw.find_heads(plain))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 
 WIDTH, HEADS, SIZE = 12, 3, 4
 # What is returned of [B, T, H, e], and back.
@@ -108,7 +108,7 @@ def check(model: nn.Module, values: nn.Module, first: int) -> None:
     assert len(hw.measure(heads, [x]).layers) == 1
 
 
-@cases(("kind", "order", "groups"), READ)
+@tiers(("kind", "order", "groups"), *thin(READ, 5))
 def test_heads_along_axes_of_their_own_are_proved_and_read(kind: type, order: str, groups: int):
     torch.manual_seed(0)
     model = nn.Sequential(Attention(kind, order, groups)).eval()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads import attentions
 from heads.attentions import GatedAttention, RotatedValuesAttention, SeparateAttention
 from heads.calling import CallingAttention
@@ -64,7 +64,7 @@ class WeighingParameters(ParameterAttention):
         return self.proj((self.weigh(q, k) @ v).transpose(1, 2).flatten(2))
 
 
-@cases("kind", [Weighing, WeighingParameters])
+@tiers("kind", [Weighing], [WeighingParameters])
 @cases("name", [*ATTENDING, *OTHERS])
 def test_what_weighs_positions_by_a_mean_attends_and_nothing_else_does(name: str, kind: type):
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from cases import cases
+from cases import thin, tiers
 from heads.families import FAMILIES
 from heads.family import Family
 from shrinking.cutting import apart, compute, named
@@ -31,8 +31,7 @@ REFUSED = {
 }
 
 
-@cases("kind", KINDS)
-@cases("groups", [4, 1])
+@tiers(("kind", "groups"), *thin([(kind, groups) for kind in KINDS for groups in (4, 1)], 3))
 def test_a_merged_decoder_is_loaded_by_transformers_alone(kind: str, groups: int, tmp_path: Path):
     model = build(kind, HEADS)
     assert hw.merge(hw.find_heads(model), groups, batches=[tokens(0)]).stock is None
