@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headwise as hw
 from cases import cases, thin, tiers
 from heads.attentions import FusedAttention, SeparateAttention
-from heads.families import FAMILIES, found, sweep
+from heads.families import FAMILIES, found
 from heads.own import LensAttention, ListAttention, ThreeLists
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(8))
@@ -59,7 +59,8 @@ def test_empty_places_change_neither_what_is_found_nor_what_is_proved(name: str)
         torch.testing.assert_close(holed(X), plain(X))
 
 
-@sweep(FAMILIES)
+@pytest.mark.full
+@cases("family", FAMILIES)
 def test_empty_places_change_nothing_in_any_family(family):
     assert str(hw.find_heads(leave_places_empty(family.build()))) == str(found(family))
 

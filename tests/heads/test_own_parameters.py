@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@tiers("case", *thin(CASES, 3))
+@tiers("case", *thin(CASES, 6))
 def test_heads_of_every_order_of_axes_are_read_and_proved(case: str):
     model, row = CASES[case]
     heads = hw.find_heads(model, row)

@@ -108,7 +108,7 @@ def check(model: nn.Module, values: nn.Module, first: int) -> None:
     assert len(hw.measure(heads, [x]).layers) == 1
 
 
-@tiers(("kind", "order", "groups"), *thin(READ, 5))
+@tiers(("kind", "order", "groups"), *thin(READ, 8))
 def test_heads_along_axes_of_their_own_are_proved_and_read(kind: type, order: str, groups: int):
     torch.manual_seed(0)
     model = nn.Sequential(Attention(kind, order, groups)).eval()

@@ -16,7 +16,7 @@ from heads.shared import MODELS, SHARING, TOKENS, build, join
 from heads.transformers_versions import given_cache
 from headwise.heads.heads import Heads
 
-QUICK = ["Gemma 4, keys as values", "own of one group"]
+QUICK = ["Gemma 4, keys as values"]
 
 
 @tiers("name", QUICK, [name for name in MODELS if name not in QUICK])

@@ -124,7 +124,7 @@ class Channels(nn.Module):
         return self.proj(((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
 
 
-@cases("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
+@tiers("names", [("qkv",)], [("q_proj", "k_proj", "v_proj")])
 def test_no_row_is_printed_that_takes_the_values_of_channels_for_queries(names: tuple[str, ...]):
     assert "No row was found" in (printed := refuse(Channels(*names).eval()))
     assert "    hw.find_heads(" not in printed

@@ -26,7 +26,7 @@ import headwise as hw
 from cases import cases
 from heads.attentions import SeparateAttention
 from heads.calling import CallingAttention
-from heads.families import BY_NAME, FAMILIES
+from heads.families import BY_NAME, CORE, FAMILIES, sweep
 from heads.family import Family
 from heads.forwards import results, without_dropout
 from headwise.heads.scores.mixing import pair_decoder_heads
@@ -363,7 +363,7 @@ def test_two_threads_compute_and_read_what_each_does_alone(name: str):
     assert not wrong
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@sweep(FAMILIES, CORE)
 def test_what_changes_a_layer_is_refused_when_it_is_attached_or_runs(family: Family):
     for name in ("gates", "mixture of heads", "talking heads", "dropped heads", "ablation", "aggregators"):
         attachment, model = ATTACHMENTS[name], family.build()

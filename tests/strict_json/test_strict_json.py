@@ -99,7 +99,7 @@ def test_no_other_file_uses_pythons_own_module():
         path.relative_to(ROOT).as_posix()
         for folder in ("src", "laboratory/src", "benchmarks", "examples", "docs")
         for path in (ROOT / folder).rglob("*.py")
-        if re.search(r"^\s*(import|from) json\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if re.search(r"^[ \t]*(import|from) json\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     # the second recomputes records without headwise
     assert found == {"src/headwise/input_files.py", "benchmarks/recompute.py"}

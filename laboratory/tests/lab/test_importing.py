@@ -31,6 +31,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     gc.unfreeze()
 
 
+@pytest.mark.full
 def test_what_an_import_made_is_never_walked_again_and_garbage_is_still_collected(module: str) -> None:
     gc.unfreeze()
     before = weakref.ref(Cycle())

@@ -43,6 +43,7 @@ def read(out: Path) -> dict[str, Any]:
     return json.loads((out / "shrinking.json").read_text())
 
 
+@pytest.mark.full
 def test_a_decoder_is_pruned_trained_again_and_loaded_by_transformers(folders: Path, tmp_path: Path, capsys):
     out = tmp_path / "small"
     options = ["--keep", "0.4", "--lines", "20", "--recover", "20", "--rate", "3e-3"]

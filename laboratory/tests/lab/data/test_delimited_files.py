@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise.errors import DataError
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import Layout, read_labeled
@@ -149,8 +150,8 @@ JOINED = (
 )
 
 
-@pytest.mark.parametrize("name", sorted(READERS.keys() - {"texts", "glue", "without a header"}))
-@pytest.mark.parametrize(("labels", "read_as"), JOINED)
+@cases("name", sorted(READERS.keys() - {"texts", "glue", "without a header"}))
+@cases(("labels", "read_as"), JOINED)
 def test_labels_that_are_equal_as_numbers_are_one_where_all_are_numbers(
     name: str, labels: list[str], read_as: list[str], tmp_path: Path
 ):
@@ -203,8 +204,8 @@ def test_columns_are_those_that_are_named(tmp_path: Path):
                 reader()
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".jsonl", ""])
-@pytest.mark.parametrize(
+@cases("suffix", [".csv", ".tsv", ".txt", ".jsonl", ""])
+@cases(
     ("raw", "message"),
     [
         ("a\tb\nc\td\n".encode("utf-16"), "is not UTF-8 but UTF-16, as Excel's"),

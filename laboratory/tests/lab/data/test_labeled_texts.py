@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise.errors import DataError
 from headwise.texts.labeled_texts import Layout, find_layout, read_labeled
 
@@ -89,7 +90,7 @@ def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_q
     assert pairs(path) == [("good", "fine , thanks ."), ("bad", 'no "good" .'), ("good", 'said ""')]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "content", "message"),
     [
         ("a.tsv", "a\tx y\nb\tz\tq\na\tw\n", r"a\.tsv, line 2: 3 fields; expected 2 as in the first line"),
