@@ -111,7 +111,7 @@ HELD = {
 }
 
 
-@cases("name", HELD)
+@tiers("name", *thin(HELD, 3))
 def test_what_cannot_be_copied_hinders_no_proof_and_stays_as_it_is(name: str):
     model = nn.Sequential(SeparateAttention())
     graph = model[0].q_proj.weight * 2.0

@@ -32,7 +32,7 @@ def steered(model: nn.Module) -> hw.Heads:
     return heads if {site.kind for site in heads.sites} == {"self"} else heads.kind("decoder", "cross")
 
 
-@cases("name", ["GPT-2", "Llama", "T5", "Marian"])
+@tiers("name", ["T5"], ["GPT-2", "Llama", "Marian"])
 @cases("cache", ["dynamic", "static"])
 def test_values_from_a_cache_are_refused_and_without_one_match_their_keys(name: str, cache: str):
     model, inputs = generator(name), prompt(name)
@@ -156,7 +156,7 @@ def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_
 
 
 @cases("reentrant", [False, True])
-@cases("name", ["BERT", "Llama", "T5"])
+@tiers("name", ["T5"], ["BERT", "Llama"])
 def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reentrant: bool):
     def step(model: nn.Module) -> None:
         with torch.random.fork_rng(devices=[]):

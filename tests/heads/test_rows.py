@@ -63,7 +63,7 @@ BOXED = [
 ]
 
 
-@tiers(("module", "row"), *thin(BOXED, 2))
+@tiers(("module", "row"), *thin(BOXED, 4))
 def test_every_row_names_dotted_paths(module: nn.Module, row: hw.layouts.Layout):
     heads = hw.find_heads(module, row)
     (site,) = heads

@@ -105,7 +105,7 @@ def masks(draw, module: nn.MultiheadAttention, sizes: tuple[int, int, int, bool]
 
 # torch's own, where one mask is bool and the other is not
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-@pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.full)])
 def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(count: int):
     settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])(given(st.data())(compare))()
 

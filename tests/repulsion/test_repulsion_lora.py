@@ -134,8 +134,8 @@ def test_a_step_carries_the_rule_on_the_effective_weight_to_a_and_b(rule, settin
     assert not any(torch.allclose(found[name], others[name], rtol=1e-2) for name in expected)
 
 
-@pytest.mark.parametrize("projections", [("query",), ("query", "value"), ("query", "key", "value")])
-@pytest.mark.parametrize(
+@cases("projections", [("query",), ("query", "value"), ("query", "key", "value")])
+@cases(
     ("family", "target"),
     [
         ("GPT-2", "c_attn"),

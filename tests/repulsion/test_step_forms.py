@@ -231,7 +231,7 @@ CASES = {
 }
 
 
-@cases("case", CASES)
+@tiers("case", *thin(CASES, 3))
 def test_a_step_in_stacks_equals_one_on_views(case: str, stacks):
     build, rule, tolerance, options = CASES[case]
     gradients, norms = [], []

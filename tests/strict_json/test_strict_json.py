@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from architecture.source import ROOT
+from cases import cases
 from headwise.errors import DataError, HeadwiseError
 from headwise.input_files import encode_json, find_not_finite, parse_json
 from headwise.report.html import Page
@@ -36,7 +37,7 @@ def test_finite_values_are_written_and_read_as_python_does(value: Any):
     assert parse_json(encode_json(value)) == json.loads(json.dumps(value))
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@cases("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_not_written_and_its_place_is_named(number: float, tmp_path: Path):
     value = {"score": 0.5, "sites": [{"drops": (1.0, 2.0)}, {"drops": (3.0, number)}]}
     place, found = find_not_finite(value) or ("", 0.0)

@@ -124,7 +124,7 @@ def exports(rows: Rows, plain: Rows, *, headed: bool) -> Iterator[tuple[str, Row
         yield "a.jsonl", rows, "".join(objects).encode()
 
 
-@pytest.mark.parametrize("name", READERS)
+@cases("name", READERS)
 def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str, tmp_path: Path):
     read, header, write, expect = READERS[name]
     made = [(text, LABELS[number % 2]) for number, text in enumerate([*TEXTS, *BROKEN, "", *TEXTS[:2]])]

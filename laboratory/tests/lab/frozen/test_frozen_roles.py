@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.errors import DataError
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
@@ -105,7 +106,7 @@ def said_of(frozen: Any, lines: list[str]) -> dict[int, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "given"),
     [
         ("roles", {}),
