@@ -19,7 +19,6 @@ from heads.language_families import LANGUAGE, UNUSUAL_LANGUAGE
 
 FAMILIES = (*LANGUAGE, *IMAGE_AND_SOUND, *UNUSUAL_LANGUAGE, *UNUSUAL_IMAGE_AND_SOUND)
 BY_NAME = {family.name: family for family in FAMILIES}
-INTERFACED = [family for family in FAMILIES if family.interface]
 # families that write their softmax out; other such families turn the values of a token by its place
 WRITTEN = ("DeBERTa", "DeBERTa-v2", "DeBERTa-v3", "Bloom", "MPT", "XGLM", "CANINE", "Funnel")
 CALLING = (*WRITTEN, "Falcon, 40B and 180B")
