@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 from hypothesis import settings
 
 from distributed.processes import Processes
-from heads.families import CORE
 from headwise.atomic import STOPS
 from headwise.repulsion import optimizers
 
@@ -40,25 +40,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or "not full" not in config.option.markexpr:
         return None
     named = any(collection_path.name in argument for argument in config.args)
-    return True if not named and "\npytestmark = pytest.mark.full\n" in collection_path.read_text() else None
-
-
-# Of a test of so many families those that span the layouts are quick, and the others full.
-SWEEP = 30
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    swept: dict[str, dict[str, list[pytest.Function]]] = {}
-    for item in items:
-        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
-            if type(value).__name__ == "Family":
-                test = item.nodeid.partition("[")[0]
-                swept.setdefault(test, {}).setdefault(value.name, []).append(item)
-    for families in swept.values():
-        for name in families if len(families) >= SWEEP else ():
-            for item in families[name] if name not in CORE else ():
-                item.add_marker(pytest.mark.full)
+    full = re.search(r"^pytestmark = .*\bpytest\.mark\.full\b", collection_path.read_text(), re.MULTILINE)
+    return True if full and not named else None
 
 
 # An optimizer that a test discards before its first step is not one that the next test replaces.

@@ -73,3 +73,31 @@ def find_unrefused(cases: Iterable[tuple[Callable[[], object], type[Exception], 
         else:
             missed.append(f"{number}, {pattern}: nothing was raised")
     return missed
+
+
+def tiers(
+    names: str | tuple[str, ...], quick: list, full: list
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run some cases in one quick test, and the others in a full one; see `cases`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(values: list, **fixtures: Any) -> None:
+            cases(names, values)(test)(**fixtures)
+
+        run.__name__, run.__module__, run.__doc__ = test.__name__, test.__module__, test.__doc__
+        signature = inspect.signature(test)
+        given = [one for name, one in signature.parameters.items() if name not in (names if many else [names])]
+        values = inspect.Parameter("values", inspect.Parameter.KEYWORD_ONLY)
+        run.__signature__ = signature.replace(parameters=[*given, values])
+        run.pytestmark = getattr(test, "pytestmark", [])
+        parts = [quick, pytest.param(full, marks=pytest.mark.full)]
+        return pytest.mark.parametrize("values", parts, ids=["quick", "full"])(run)
+
+    many = not isinstance(names, str)
+    return decorate
+
+
+def thin(values: Iterable, step: int) -> tuple[list, list]:
+    """Every so many of some cases, for a quick test, and the others, for a full one."""
+    listed = [*values]
+    return listed[::step], [value for number, value in enumerate(listed) if number % step]

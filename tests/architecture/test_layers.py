@@ -9,6 +9,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from architecture.source import FILES, ROOT, module_name, read_source
 
 # A folder, or a file that stands alone, imports only from lines above its own; lines of several never import one
@@ -148,6 +150,7 @@ def test_no_folder_is_crowded_and_no_small_file_serves_one_other():
     assert not small, f"{small}: fewer than {FEWEST_LINES} lines and one importer; merge them into it."
 
 
+@pytest.mark.full
 def test_the_base_import_leaves_optional_libraries_and_the_laboratory_alone():
     # all that it brings in beside torch
     script = "import sys, torch; before = {*sys.modules}; import headwise; print(*{*sys.modules} - before)"

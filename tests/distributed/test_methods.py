@@ -26,8 +26,8 @@ from distributed.engines import (
     tensor_parallel,
 )
 from distributed.processes import Processes
-from distributed.test_divided_terms import EVEN, assert_as_one
-from distributed.test_sharded_repulsion import assert_as_alone, assert_same_noise
+
+pytestmark = pytest.mark.full
 
 RATE, STEPS, HEADS = 0.05, 2, 4
 
@@ -68,7 +68,6 @@ def aggregated(engine: str, divide: Engine, setting: Any) -> dict[str, Tensor]:
     return gathered(model)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_aggregators_learn_what_they_learn_in_one_process(two: Processes, engine: str):
     for setting in SETTINGS:
@@ -80,7 +79,6 @@ def assert_aggregated(engine: str, setting: str) -> None:
     assert_equal(aggregated(engine, ENGINES[engine], SETTINGS[setting]), alone)
 
 
-@pytest.mark.full
 def test_aggregators_that_nobody_would_train_together_are_refused(two: Processes):
     two.run(assert_refused)
 
@@ -153,7 +151,6 @@ def guided(engine: str) -> dict[str, Tensor]:
     return gathered(model)
 
 
-@pytest.mark.full
 def test_role_masks_and_a_penalty_on_weights_equal_those_of_one_process(two: Processes):
     two.run(assert_guided)
 
@@ -164,7 +161,6 @@ def assert_guided() -> None:
         assert_equal(guided(engine), alone)
 
 
-@pytest.mark.full
 def test_a_removed_head_is_the_one_removed_in_one_process(two: Processes):
     for engine in ("FSDP2 rows", "tensor parallel"):
         for first in (True, False):
@@ -182,7 +178,6 @@ def assert_ablated(engine: str, first: bool) -> None:
         torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.full
 def test_torchs_attention_is_listened_to_when_its_parameters_are_sharded(two: Processes):
     two.run(assert_torch_attention)
 
@@ -208,10 +203,3 @@ def assert_torch_attention() -> None:
         return gathered(model)
 
     assert_equal(train("FSDP2 rows"), train("alone"))
-
-
-def test_a_method_of_each_kind_equals_one_process(two: Processes):
-    two.run(assert_aggregated, "DDP", "EM")
-    two.run(assert_as_one, "FSDP2 columns", *EVEN, 1)
-    two.run(assert_as_alone, "tensor parallel", "prior", made)
-    two.run(assert_same_noise, "FSDP2 rows")

@@ -133,8 +133,8 @@ def test_golden_numbers():
 @cases("name", TERMS)
 def test_gradients_to_second_order(name: str):
     torch.manual_seed(3)
-    outputs = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
-    keep = torch.rand(2, 5) < 0.8
+    outputs = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(2, 4) < 0.8
     assert torch.autograd.gradcheck(TERMS[name][0], (outputs, keep))
     assert torch.autograd.gradgradcheck(TERMS[name][0], (outputs, keep))
 
@@ -202,9 +202,9 @@ def test_unbiased_hsic_of_batches_has_the_mean_of_all():
     torch.manual_seed(8)
     x = torch.randn(400, 2, 3, dtype=torch.float64)
     x[:, 1] += 0.5 * x[:, 0]
-    batches = [multiply_features(x[torch.randperm(400)[:8]]).unbiased_hsic()[0, 1] for _ in range(3000)]
+    batches = [multiply_features(x[torch.randperm(400)[:8]]).unbiased_hsic()[0, 1] for _ in range(1000)]
     draws = torch.stack(batches)
-    assert abs(draws.mean() - multiply_features(x).unbiased_hsic()[0, 1]) < 4 * draws.std() / 3000**0.5
+    assert abs(draws.mean() - multiply_features(x).unbiased_hsic()[0, 1]) < 4 * draws.std() / 1000**0.5
     biased = torch.stack([multiply_features(x[torch.randperm(400)[:8]]).linear_cka()[0, 1] for _ in range(200)])
     assert biased.mean() > multiply_features(x).linear_cka()[0, 1] + 0.1
 

@@ -17,6 +17,8 @@ from routing.test_hostile_folders import make_bert
 
 SLOW = pytest.param(INPUTS, marks=pytest.mark.slow)
 
+pytestmark = pytest.mark.full
+
 
 def make_pruned() -> BertModel:
     """A model whose record says how many rows each layer has left."""
@@ -28,13 +30,13 @@ def make_pruned() -> BertModel:
     return bert
 
 
-@pytest.fixture(params=[make_bert, pytest.param(make_pruned, marks=pytest.mark.full)])
+@pytest.fixture(params=[make_bert, make_pruned])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     request.param().save_pretrained(tmp_path / "bert")
     return tmp_path / "bert"
 
 
-@pytest.mark.parametrize("inputs", [40, pytest.param(100, marks=pytest.mark.full), SLOW])
+@pytest.mark.parametrize("inputs", [100, SLOW])
 def test_a_mutated_folder_is_loaded_or_refused(folder: Path, inputs: int):
     for name in (RECORD, CONFIG):
         for mutate in (mutate_json, mutate_bytes):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.wrappers import wrap
@@ -85,7 +85,7 @@ def test_heads_are_those_of_the_effective_weight(settings):
     assert not torch.allclose(site.slices[0].read(), site.slices[0].of(site.slices[0].parameter), atol=0.01)
 
 
-@cases(("family", "target"), [("GPT-2", "c_attn"), ("GPT-NeoX", "query_key_value"), ("Phi-3", "qkv_proj")])
+@tiers(("family", "target"), [("GPT-2", "c_attn")], [("GPT-NeoX", "query_key_value"), ("Phi-3", "qkv_proj")])
 def test_fused_layers_and_transposed_ones_are_read_alike(family, target):
     entry = BY_NAME[family]
     model = adapted(entry.build(), target_modules=[target], fan_in_fan_out=family == "GPT-2")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.calling import CallingAttention, EinsumAttention, NanoGPT, X, written_out
 from heads.forwards import copies
 from headwise.heads import find
@@ -74,7 +74,7 @@ def test_weights_values_and_outputs_are_those_of_a_softmax_written_out(settings:
 
 
 @cases(("settings", "mask"), CASES)
-@cases("read", [False, True])
+@tiers("read", [True], [False])
 def test_a_bias_is_added_to_the_scores_of_the_call(settings: str, mask: str, read: bool):
     model, given = build(settings), masks()[mask]
     bias = torch.randn(2, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))

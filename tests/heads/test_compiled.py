@@ -12,13 +12,12 @@ from transformers import BertConfig, BertModel
 
 import headwise as hw
 from cases import cases
-from heads.families import tiers
 from heads.forwards import checkpoint_activations
 
 # torch's own, while it traces
 TRACING = [pytest.mark.filterwarnings("ignore:.* should not be instantiated. Methods on autograd functions")]
 
-pytestmark = TRACING
+pytestmark = [pytest.mark.full, *TRACING]
 
 TOKENS, WIDTH, HEADS = 7, 32, 4
 
@@ -125,7 +124,7 @@ def require_same(found: list[Tensor], expected: list[Tensor]) -> None:
 ATTACHED = [("transformers", method) for method in METHODS] + [("torch", method) for method in COMMON]
 
 
-@tiers(("name", "method"), [("transformers", "taps")], [case for case in ATTACHED if case != ("transformers", "taps")])
+@cases(("name", "method"), ATTACHED)
 def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
     model = MODELS[name]()
     handle = METHODS[method](hw.find_heads(model))
@@ -140,7 +139,6 @@ def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
         handle.check()
 
 
-@pytest.mark.full
 @cases(("name", "method"), [("transformers", method) for method in COMMON] + [("torch", "penalty"), ("torch", "guide")])
 def test_layers_compiled_one_by_one_share_a_graph(name: str, method: str):
     layers = torch._dynamo.config.recompile_limit + 2
@@ -156,7 +154,6 @@ def test_layers_compiled_one_by_one_share_a_graph(name: str, method: str):
     assert graphs.count == 1
 
 
-@pytest.mark.full
 def test_a_step_with_its_penalty_is_one_graph():
     for build in MODELS.values():
         model = build()
@@ -175,7 +172,6 @@ def test_a_step_with_its_penalty_is_one_graph():
         assert graphs.count == 1
 
 
-@pytest.mark.full
 def test_a_new_mask_compiles_nothing_and_a_new_length_once():
     model = bert()
     guidance = hw.guide(hw.find_heads(model))
@@ -199,7 +195,6 @@ def test_a_new_mask_compiles_nothing_and_a_new_length_once():
     torch.testing.assert_close(output_of(compiled(**plain)), output_of(model(**plain)))
 
 
-@pytest.mark.full
 def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
     model = bert()
     hw.guide(hw.find_heads(model))
@@ -216,7 +211,6 @@ def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
 
 
 # docs/gotchas.md names these; whatever else breaks a graph is a fault
-@pytest.mark.full
 @cases(("method", "breaks"), [("penalty", 1), ("guide", 1), ("bias", 0)])
 def test_only_what_leaves_an_activation_checkpoint_breaks_a_graph(method: str, breaks: int):
     model = bert()

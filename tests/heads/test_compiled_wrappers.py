@@ -19,7 +19,7 @@ import headwise as hw
 from cases import cases
 from heads.test_compiled import HEADS, MODELS, TRACING, bert, encoder, inputs_of, mask_of, output_of, require_same
 
-pytestmark = TRACING
+pytestmark = [pytest.mark.full, *TRACING]
 
 
 def compiled(module: nn.Module) -> Any:
@@ -71,7 +71,7 @@ def pairs(*first: tuple[str, str]) -> list:
     """Models and ways, of which all but the first take minutes."""
     others = [("torch", "the model"), *(("transformers", way) for way in WAYS)]
     slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in others if pair not in first]
-    return [*(pytest.param(*pair, marks=pytest.mark.full) for pair in first), *slow]
+    return [*first, *slow]
 
 
 class Everything:
@@ -145,7 +145,6 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 @cases("way", ["compiled, then wrapped", "wrapped, then compiled"])
 def test_a_compiled_model_in_distributed_data_parallel_is_unwrapped_too(way: str):
@@ -166,7 +165,6 @@ def test_a_compiled_model_in_distributed_data_parallel_is_unwrapped_too(way: str
     require_same(*values)
 
 
-@pytest.mark.full
 @cases("way", ["the model", "layers", "projections"])
 def test_a_compiled_model_is_saved_and_loaded_under_its_own_names(way: str, tmp_path: Path):
     model = WAYS[way](encoder().eval())
@@ -182,7 +180,6 @@ def test_a_compiled_model_is_saved_and_loaded_under_its_own_names(way: str, tmp_
             torch.testing.assert_close(again(**inputs), expected)
 
 
-@pytest.mark.full
 @cases("way", ["the model", "the model in place", "layers", "attention"])
 def test_a_compiled_model_is_proved_and_measured_like_the_model_itself(way: str):
     plain = bert().eval()

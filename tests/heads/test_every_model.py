@@ -11,6 +11,8 @@ from torch import nn
 
 import headwise as hw
 
+pytestmark = pytest.mark.full
+
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "n_layers")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from heads.families import BY_NAME, FAMILIES, found, sweep
+from heads.families import BY_NAME, CORE, FAMILIES, found, sweep
 from heads.family import Family
 from heads.misreadings import misreadings, reordered
 from headwise.heads.heads import Heads
@@ -19,7 +19,7 @@ from headwise.heads.heads import Heads
 IN_RUNS = ("Falcon, 40B and 180B", "CodeGen")
 
 
-@sweep(FAMILIES)
+@sweep(FAMILIES, CORE)
 def test_its_sites_are_found_one_to_one_and_each_row_of_its_parameters_is_of_one_head(family: Family):
     heads = found(family)
     sites = {s.name: (s.kind, s.stack, s.layer, s.layout, s.num_heads, s.key_value_heads, s.head_size) for s in heads}
@@ -45,7 +45,7 @@ def test_its_sites_are_found_one_to_one_and_each_row_of_its_parameters_is_of_one
             assert site.width == parameters[site.output.name].shape[site.output.axes.inputs]
 
 
-@sweep(FAMILIES)
+@sweep(FAMILIES, CORE)
 def test_its_sites_are_called_as_the_table_says_and_values_are_read_where_they_are_projected(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ):
@@ -77,7 +77,7 @@ def test_its_sites_are_called_as_the_table_says_and_values_are_read_where_they_a
     assert all(values[s.name] == (s.key_value_heads, s.head_size) for s in heads if s.name in values)
 
 
-@sweep(FAMILIES)
+@sweep(FAMILIES, CORE)
 def test_its_right_reading_is_proved_and_its_w_o_multiplies_the_features_of_a_head(family: Family):
     heads = found(family)
     for site in [site for site in heads if site.output is not None][-1:]:
@@ -107,7 +107,7 @@ def prove(heads: Heads, inputs: dict[str, Tensor]) -> None:
         raise
 
 
-@sweep(FAMILIES)
+@sweep(FAMILIES, ("GPT-2", "GPT-NeoX", "Llama", "T5"))
 def test_every_wrong_reading_of_every_kind_of_site_is_rejected(family: Family):
     heads = found(family)
     accepted, tried = [], 0

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.families import BY_NAME
 from heads.forwards import first_key_only, generator, prompt
 
 GENERATORS = ["GPT-2", "Llama", "T5", "BART", "Marian"]
 
 
-@cases("beams", [1, 3])
+@tiers("beams", [3], [1])
 @cases("name", GENERATORS)
 def test_generating_with_a_head_bound_to_the_first_key_gives_its_value(name: str, beams: int):
     model, inputs = generator(name), prompt(name)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import FusedAttention, SeparateAttention
-from heads.families import FAMILIES, found, sweep
+from heads.families import FAMILIES, found
 from heads.own import LensAttention, ListAttention, ThreeLists
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(8))
@@ -47,7 +47,7 @@ BUILT = {
 }
 
 
-@cases("name", BUILT)
+@tiers("name", *thin(BUILT, 4))
 def test_empty_places_change_neither_what_is_found_nor_what_is_proved(name: str):
     plain, holed = nn.Sequential(BUILT[name]()).eval(), nn.Sequential(leave_places_empty(BUILT[name]())).eval()
     assert str(hw.find_heads(holed)) == str(hw.find_heads(plain))
@@ -59,7 +59,8 @@ def test_empty_places_change_neither_what_is_found_nor_what_is_proved(name: str)
         torch.testing.assert_close(holed(X), plain(X))
 
 
-@sweep(FAMILIES)
+@pytest.mark.full
+@cases("family", FAMILIES)
 def test_empty_places_change_nothing_in_any_family(family):
     assert str(hw.find_heads(leave_places_empty(family.build()))) == str(found(family))
 
@@ -110,7 +111,7 @@ HELD = {
 }
 
 
-@cases("name", HELD)
+@tiers("name", *thin(HELD, 3))
 def test_what_cannot_be_copied_hinders_no_proof_and_stays_as_it_is(name: str):
     model = nn.Sequential(SeparateAttention())
     graph = model[0].q_proj.weight * 2.0

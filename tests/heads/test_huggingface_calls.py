@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.families import BY_NAME
 from heads.forwards import generator, no_bias, prompt, require_same_gradients, results, without_dropout
 from heads.transformers_versions import given_cache
@@ -32,7 +32,7 @@ def steered(model: nn.Module) -> hw.Heads:
     return heads if {site.kind for site in heads.sites} == {"self"} else heads.kind("decoder", "cross")
 
 
-@cases("name", ["GPT-2", "Llama", "T5", "Marian"])
+@tiers("name", ["T5"], ["GPT-2", "Llama", "Marian"])
 @cases("cache", ["dynamic", "static"])
 def test_values_from_a_cache_are_refused_and_without_one_match_their_keys(name: str, cache: str):
     model, inputs = generator(name), prompt(name)
@@ -88,7 +88,7 @@ def test_values_of_a_call_that_fills_a_part_of_a_cache_or_follows_a_prefix_are_r
                 assert all(capture.values.shape[1] == 7 for capture in taps.read())
 
 
-@cases("name", ["GPT-2", "Llama", "T5"])
+@tiers("name", ["Llama"], ["GPT-2", "T5"])
 @cases("way", ["dynamic", "static", "beams", "prompt lookup", "assistant"])
 def test_generating_in_every_way_has_the_bias_of_every_position(name: str, way: str):
     model, inputs = swayed(name), prompt(name)
@@ -142,7 +142,7 @@ def swayed(name: str, noise: float = 0.0) -> nn.Module:
     return model
 
 
-@cases("name", ["GPT-2", "Llama", "T5"])
+@tiers("name", ["T5"], ["GPT-2", "Llama"])
 @cases("beams", [1, 3])
 def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_without(name: str, beams: int):
     model, inputs = swayed(name), prompt(name)
@@ -156,7 +156,7 @@ def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_
 
 
 @cases("reentrant", [False, True])
-@cases("name", ["BERT", "Llama", "T5"])
+@tiers("name", ["T5"], ["BERT", "Llama"])
 def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reentrant: bool):
     def step(model: nn.Module) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -169,7 +169,7 @@ def test_aggregators_have_the_same_gradients_under_checkpointing(name: str, reen
 
 @cases("implementation", ["sdpa", "eager"])
 @cases("precision", ["bfloat16", "float16", "autocast"])
-@cases("name", ["BERT", "GPT-2", "Llama", "T5"])
+@tiers("name", ["Llama"], ["BERT", "GPT-2", "T5"])
 def test_every_method_works_in_half_precision(name: str, precision: str, implementation: str):
     family = BY_NAME[name]
     model, inputs = family.build().train(), family.inputs(padded=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.families import BY_NAME, bed
 from heads.family import BERT
 from heads.forwards import copies, no_bias, results, same, slanted
@@ -66,7 +66,7 @@ def build_asking(name: str) -> torch.nn.Module | None:
     return model
 
 
-@cases("attached", ATTACHED)
+@tiers("attached", *thin(ATTACHED, 3))
 @cases("implementation", ["sdpa", "eager"])
 @cases("name", [*ASKING, "GPT-2"])
 def test_a_model_that_asks_for_its_implementation_takes_the_same_way(name: str, implementation: str, attached: str):

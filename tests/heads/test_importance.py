@@ -208,6 +208,7 @@ def test_all_rows_of_a_call_are_those_of_a_single_item():
         first_order(heads, lambda: model(x.view(6, 2, 12)).view(2, -1).sum(1))
 
 
+@pytest.mark.full
 def test_frozen_checkpointed_and_compiled_models_give_the_same():
     family = BY_NAME["BERT"]
     model, inputs = family.build().eval(), family.inputs()

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from cases import cases
-from heads.families import tiers
+from cases import cases, thin, tiers
 from heads.test_compiled import HEADS, METHODS, MODELS, TOKENS, WIDTH, inputs_of, mask_of, output_of
 from headwise.repulsion import step
 from repulsion.launches import Launches, Waits
@@ -62,8 +61,7 @@ def count_waits(name: str, attach: Callable[[hw.Heads], Any]) -> Counter[str]:
     return waits.counts
 
 
-@tiers("name", ["transformers"], ["torch"])
-@cases("method", EVERY)
+@tiers(("name", "method"), *thin([(name, method) for name in MODELS for method in EVERY], 6))
 def test_a_forward_and_its_backward_wait_for_nothing(name: str, method: str):
     assert count_waits(name, EVERY[method]) <= count_waits(name, EVERY["nothing"])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.own import HEADS, RULE, SIZE, LensAttention, ParameterAttention, X, forces, with_gradients
 from heads.refused import REFUSED
 from headwise.heads.heads import Heads
@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@cases("case", CASES)
+@tiers("case", *thin(CASES, 6))
 def test_heads_of_every_order_of_axes_are_read_and_proved(case: str):
     model, row = CASES[case]
     heads = hw.find_heads(model, row)
@@ -73,7 +73,7 @@ def readings(case: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(axes, order) for axes in fitting for order in orders if (axes, order) != (row.axes, given)]
 
 
-@cases("case", [case for case in CASES if "separate" in case or "packed" in case])
+@tiers("case", *thin([case for case in CASES if "separate" in case or "packed" in case], 4))
 def test_every_wrong_order_of_axes_is_disproved(case: str):
     model, row = CASES[case]
     x = X[..., : model.sizes["d"]]

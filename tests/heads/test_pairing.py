@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.families import BY_NAME
 from heads.forwards import checkpoint_activations
 from headwise.errors import DataError, LayoutError, NotFired
@@ -95,7 +95,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
 
 
-@cases("implementation", ["sdpa", "eager"])
+@tiers("implementation", ["sdpa"], ["eager"])
 @cases("family", FAMILIES)
 def test_paired_heads_under_grouped_queries_compute_what_the_loop_says(family: str, implementation: str):
     model = pair(build(family))

@@ -472,7 +472,7 @@ def test_functions_of_heads_refuse_something_else_and_heads_found_before_a_layer
     wrap(model, "q_proj", "v_proj")
     with pytest.raises(LAYOUT, match=r"q_proj\.weight is not where the model calls it.*LoraLinear.*then call find_he"):
         TAKES_HEADS[function](model, heads)
-    assert hw.verify(find(model), (X,)).sites == ("",)
+    assert len(find(model)) == 1
 
 
 def test_changes_that_leave_the_layers_in_their_place_are_no_reason_to_refuse():

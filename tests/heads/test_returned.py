@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import thin, tiers
 
 WIDTH, HEADS, SIZE = 12, 3, 4
 # What is returned of [B, T, H, e], and back.
@@ -108,7 +108,7 @@ def check(model: nn.Module, values: nn.Module, first: int) -> None:
     assert len(hw.measure(heads, [x]).layers) == 1
 
 
-@cases(("kind", "order", "groups"), READ)
+@tiers(("kind", "order", "groups"), *thin(READ, 8))
 def test_heads_along_axes_of_their_own_are_proved_and_read(kind: type, order: str, groups: int):
     torch.manual_seed(0)
     model = nn.Sequential(Attention(kind, order, groups)).eval()
@@ -121,7 +121,7 @@ def test_heads_along_axes_of_their_own_are_proved_and_read(kind: type, order: st
         torch.testing.assert_close(model(x), without)
 
 
-@cases("form", ["b t p h e", "p b h t e"])
+@tiers("form", ["p b h t e"], ["b t p h e"])
 def test_projections_along_an_axis_of_their_own_are_proved_and_read(form: str):
     torch.manual_seed(0)
     model = nn.Sequential(Fused(form)).eval()

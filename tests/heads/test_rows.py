@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import FusedAttention, KeyValueAttention, SeparateAttention
 from heads.calling import EinsumAttention
 from heads.own import LensAttention, ListAttention
@@ -63,7 +63,7 @@ BOXED = [
 ]
 
 
-@cases(("module", "row"), BOXED)
+@tiers(("module", "row"), *thin(BOXED, 4))
 def test_every_row_names_dotted_paths(module: nn.Module, row: hw.layouts.Layout):
     heads = hw.find_heads(module, row)
     (site,) = heads

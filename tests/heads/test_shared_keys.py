@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 import headwise as hw
-from cases import cases
-from heads.families import tiers
+from cases import cases, tiers
 from heads.misreadings import misreadings, reordered
 from heads.shared import MODELS, SHARING, TOKENS, build, join
 from heads.transformers_versions import given_cache
 from headwise.heads.heads import Heads
 
-QUICK = ["Gemma 4", "Gemma 4, keys as values", "Gemma 3n", "own of one group"]
+QUICK = ["Gemma 4, keys as values"]
 
 
 @tiers("name", QUICK, [name for name in MODELS if name not in QUICK])

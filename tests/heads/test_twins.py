@@ -34,6 +34,12 @@ def family(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 CASES = {
     "fused block": (lambda: (FusedAttention(), {"x": X}), "qkv.weight", block, 3),
+    "torch": (
+        lambda: (nn.MultiheadAttention(12, 3, bias=False), dict.fromkeys(("query", "key", "value"), X)),
+        "in_proj_weight",
+        block,
+        3,
+    ),
     "timm ViT": (lambda: family("timm ViT"), "blocks.1.attn.qkv.weight", block, 3),
     "ModernBERT": (lambda: family("ModernBERT"), "layers.0.attn.Wqkv.weight", block, 3),
     "GPT-NeoX": (lambda: family("GPT-NeoX"), "layers.1.attention.query_key_value.weight", alternating, 3),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads import attentions
 from heads.attentions import GatedAttention, RotatedValuesAttention, SeparateAttention
 from heads.calling import CallingAttention
@@ -64,7 +64,7 @@ class WeighingParameters(ParameterAttention):
         return self.proj((self.weigh(q, k) @ v).transpose(1, 2).flatten(2))
 
 
-@cases("kind", [Weighing, WeighingParameters])
+@tiers("kind", [Weighing], [WeighingParameters])
 @cases("name", [*ATTENDING, *OTHERS])
 def test_what_weighs_positions_by_a_mean_attends_and_nothing_else_does(name: str, kind: type):
     torch.manual_seed(0)
@@ -79,22 +79,22 @@ ODD = ("Module", "StridedAttention", "ShuffledAttention", "SwappedAttention", "B
 ODD = (*ODD, "PointwiseGates", "MixedHeadsAttention", "KeyValueAttention")
 
 
-@cases(
-    "build",
-    [
-        *(
-            kind
-            for name, kind in vars(attentions).items()
-            if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in ODD
-        ),
-        CallingAttention,
-        ThreeLists,
-        lambda: ListAttention(12),
-        lambda: LensAttention(12),
-        lambda: ParameterAttention(width=12, output_axes="h e d", causal=True),
-        lambda: nn.MultiheadAttention(12, 4, batch_first=True),
-    ],
-)
+BUILT = [
+    *(
+        kind
+        for name, kind in vars(attentions).items()
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in ODD
+    ),
+    CallingAttention,
+    ThreeLists,
+    lambda: ListAttention(12),
+    lambda: LensAttention(12),
+    lambda: ParameterAttention(width=12, output_axes="h e d", causal=True),
+    lambda: nn.MultiheadAttention(12, 4, batch_first=True),
+]
+
+
+@tiers("build", *thin(BUILT, 4))
 def test_every_softmax_is_seen_to_attend_whatever_is_around_it(build):
     torch.manual_seed(0)
     model = build()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import SeparateAttention
-from heads.families import tiers
 from heads.written import GROUPS, HEADS, WIDTH, WRITTEN, Core, Written, capture, find
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -31,7 +30,7 @@ def first(returned: Tensor | tuple[Tensor, ...]) -> Tensor:
     return returned if isinstance(returned, Tensor) else returned[0]
 
 
-@tiers("form", READ[::3], [form for form in READ if form not in READ[::3]])
+@tiers("form", *thin(READ, 8))
 def test_what_people_write_is_found_proved_and_read(form: Written):
     # one of two layers: what is printed is for all
     model, inputs = form.build(), form.inputs()
@@ -125,7 +124,7 @@ class Channels(nn.Module):
         return self.proj(((q @ k.mT).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
 
 
-@cases("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
+@tiers("names", [("qkv",)], [("q_proj", "k_proj", "v_proj")])
 def test_no_row_is_printed_that_takes_the_values_of_channels_for_queries(names: tuple[str, ...]):
     assert "No row was found" in (printed := refuse(Channels(*names).eval()))
     assert "    hw.find_heads(" not in printed

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise import atomic
 from headwise.atomic import (
     FILES,
@@ -75,8 +76,8 @@ def record_renames(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path, Path
         monkeypatch.setattr(os, name, partial(change, getattr(os, name)))
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@cases("exchanges", [True, False])
+@cases("way", WAYS)
 def test_everything_is_on_the_disk_before_it_has_its_name_and_its_name_then(
     way: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -142,7 +143,7 @@ def drop_digest(place: Path) -> None:
     (place / SEAL).write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("change", "message"),
     [
         (lambda place: (place / "a.txt").write_text("other"), r"a\.txt was changed since it was written"),

@@ -317,7 +317,7 @@ def test_attaching_to_a_model_of_transformers_changes_nothing_it_computes(name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@cases("family", FAMILIES)
 def test_attaching_to_any_family_changes_nothing_it_computes(family: Family):
     cells = [(one, mask) for one in implementations(family) for mask in masks_of(family, one)]
     lines = []

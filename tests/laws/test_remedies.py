@@ -23,6 +23,8 @@ from headwise.integrations.accelerate import attach
 from headwise.testing import check_rule
 from roles.tokenizers_for_tests import fast_tokenizer
 
+pytestmark = pytest.mark.full
+
 # A case yields what is refused; what follows is the remedy. It may yield again what is to work afterwards, where that
 # is another call.
 Case = Callable[[], Iterator[Callable[[], Any]]]
@@ -588,7 +590,6 @@ def replaced_aggregator() -> Iterator[Callable[[], Any]]:
     attention.out_proj = placed
 
 
-@pytest.mark.full
 @cases("message", REMEDIES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_remedy_holds(message: str):

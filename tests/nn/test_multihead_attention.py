@@ -105,9 +105,12 @@ def masks(draw, module: nn.MultiheadAttention, sizes: tuple[int, int, int, bool]
 
 # torch's own, where one mask is bool and the other is not
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(data):
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.full)])
+def test_outputs_weights_and_gradients_equal_torchs_at_every_flag(count: int):
+    settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])(given(st.data())(compare))()
+
+
+def compare(data: st.DataObject) -> None:
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 999), label="seed"))
     flags = draw(constructors())

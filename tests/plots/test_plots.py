@@ -30,7 +30,6 @@ from headwise.report.layer import LayerReport
 from headwise.report.report import Report
 
 VECTORS = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-FEWER_BINS = reliability(torch.ones(1), torch.ones(1).bool(), bins=3)
 
 
 def run(seed: int, shift: float) -> Reliability:

@@ -42,25 +42,6 @@ def test_a_step_hands_the_optimizer_what_the_rule_says(rule, key_value_heads):
     assert particles == {"query": 4, "key": key_value_heads, "value": key_value_heads}
 
 
-def test_a_fused_weight_steps_exactly_like_its_per_head_twin():
-    torch.manual_seed(0)
-    fused = nn.MultiheadAttention(8, 2, bias=False)
-    twins = [nn.Parameter(block.detach().clone().view(2, 4, 8)) for block in fused.in_proj_weight.chunk(3)]
-    optimizer = torch.optim.AdamW([fused.in_proj_weight], lr=0.05)
-    twin_optimizer = torch.optim.AdamW(twins, lr=0.05)
-    hw.repel(hw.find_heads(fused), RULE, optimizer)
-    for step in range(4):
-        gradient = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
-        fused.in_proj_weight.grad = gradient.clone()
-        for twin, block in zip(twins, gradient.chunk(3), strict=True):
-            flat = update(RULE, twin.detach().flatten(1), block.reshape(2, 32))
-            twin.grad = flat.gradient.view(2, 4, 8)
-        optimizer.step()
-        twin_optimizer.step()
-    for twin, block in zip(twins, fused.in_proj_weight.chunk(3), strict=True):
-        torch.testing.assert_close(block.detach().view(2, 4, 8), twin.detach())
-
-
 def test_joint_particles_share_one_kernel():
     model, _, handle = repelled(joint=True)
     slices = hw.find_heads(model).slices()

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import SeparateAttention
 from repulsion.by_hand import RULE, assert_as_by_hand, batch, loss_of, repel_by_hand, run, trained
 
@@ -138,7 +138,7 @@ OPTIMIZERS = {
 }
 
 
-@cases("closure", ["", "given", "keyword"])
+@tiers("closure", [""], ["given", "keyword"])
 @cases("name", OPTIMIZERS)
 def test_every_optimizer_steps_on_the_rules_gradients(name, closure):
     if not closure and name in ("LBFGS", "calls the closure"):
@@ -254,7 +254,7 @@ LOOPS = {
 }
 
 
-@cases("name", LOOPS)
+@tiers("name", *thin(LOOPS, 3))
 def test_every_loop_is_the_one_by_hand(name):
     assert_as_by_hand(LOOPS[name])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
 from heads.wrappers import wrap
@@ -118,7 +118,7 @@ class OneWay:
     ],
 )
 @cases("settings", [{}, {"use_rslora": True}, {"lora_bias": True}])
-@cases("key_value_heads", [4, 2])
+@tiers("key_value_heads", [2], [4])
 def test_a_step_carries_the_rule_on_the_effective_weight_to_a_and_b(rule, settings, key_value_heads):
     attention = SeparateAttention(key_value_heads=key_value_heads)
     attention.k_proj.bias = nn.Parameter(torch.zeros(5 * key_value_heads))
@@ -134,8 +134,8 @@ def test_a_step_carries_the_rule_on_the_effective_weight_to_a_and_b(rule, settin
     assert not any(torch.allclose(found[name], others[name], rtol=1e-2) for name in expected)
 
 
-@pytest.mark.parametrize("projections", [("query",), ("query", "value"), ("query", "key", "value")])
-@pytest.mark.parametrize(
+@cases("projections", [("query",), ("query", "value"), ("query", "key", "value")])
+@cases(
     ("family", "target"),
     [
         ("GPT-2", "c_attn"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import SeparateAttention
 from headwise.repulsion import step
 from headwise.repulsion.groups import find_groups
@@ -231,7 +231,7 @@ CASES = {
 }
 
 
-@cases("case", CASES)
+@tiers("case", *thin(CASES, 3))
 def test_a_step_in_stacks_equals_one_on_views(case: str, stacks):
     build, rule, tolerance, options = CASES[case]
     gradients, norms = [], []
@@ -290,7 +290,7 @@ def test_the_launches_of_a_step_do_not_grow_with_the_layers(stacks):
     assert many.total - few.total > 3 * (7 - 2)
 
 
-@cases("rule", RULES.values())
+@tiers("rule", *thin(RULES.values(), 3))
 def test_a_step_never_waits_for_the_device(stacks, rule):
     for stacking in (True, False):
         stacks(stacking)

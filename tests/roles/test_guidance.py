@@ -13,14 +13,14 @@ from transformers import BartConfig, BartModel
 
 import headwise as hw
 from cases import cases
-from heads.families import BY_NAME, REACHED
+from heads.families import BY_NAME, REACHED, sweep
 from heads.family import Family
 from heads.forwards import checkpoint_activations, results, same, without_dropout
 from roles.guided import encoder, random_mask, square, weights_of
 
 
-@pytest.mark.parametrize("empty", ["regular", "self"])
-@pytest.mark.parametrize("family", REACHED, ids=str)
+@sweep(REACHED)
+@cases("empty", ["regular", "self"])
 def test_a_guided_head_keeps_the_weights_its_role_allows_and_the_others_all(family: Family, empty: str):
     model, inputs = family.build(), family.inputs(padded=family.maskable)
     heads = square(hw.find_heads(model))
@@ -47,7 +47,7 @@ def test_a_guided_head_keeps_the_weights_its_role_allows_and_the_others_all(fami
         assert not torch.allclose(new, old)
 
 
-@pytest.mark.parametrize("family", REACHED, ids=str)
+@sweep(REACHED)
 def test_a_mask_without_roles_changes_nothing_and_the_model_is_afterwards_what_it_was(family: Family):
     model, inputs = family.build(), family.inputs(padded=family.maskable)
     heads = square(hw.find_heads(model))

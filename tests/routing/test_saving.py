@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from cases import cases
-from heads.families import BY_NAME, FAMILIES
+from heads.families import BY_NAME, FAMILIES, sweep
 from heads.family import Family
 from heads.forwards import results, same
 from headwise.atomic import seal
@@ -47,7 +47,7 @@ def swapped(family: Family) -> tuple[nn.Module, hw.Heads]:
     return model, heads
 
 
-@pytest.mark.parametrize("family", TRANSFORMERS, ids=str)
+@sweep(TRANSFORMERS)
 def test_a_saved_model_comes_back_with_the_same_outputs_to_the_bit(family: Family, tmp_path: Path):
     model, heads = swapped(family)
     inputs = family.inputs(padded=family.maskable)

@@ -49,15 +49,10 @@ def lift(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
 
 
-@pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch):
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have code that says float32 (norms, rotations, softmax) compute in float64, where errors below 1e-7 show."""
-
-    def begin() -> None:
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    return begin
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from headwise.shrinking.alignment import KeyFreedom
 WIDTH, HEADS, GROUPS, SIZE, VOCABULARY = 32, 8, 2, 8, 61
 KINDS = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma")
 # with a bias of queries, keys and values
-BIASED = "Qwen2"
 
 
 def build(kind: str, key_value_heads: int = GROUPS, seed: int = 3) -> Any:

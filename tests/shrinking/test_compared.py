@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.attentions import SeparateAttention
 from heads.families import FAMILIES
 from heads.shared import KEYS, MODELS, SHARING, TOKENS, build, gemma4
@@ -98,8 +98,7 @@ def save_and_load(model: Any, pruning: hw.shrinking.Pruning, folder: Path) -> An
     return eval(pruning.loading, {"transformers": transformers, "hw": hw, "folder": folder}).eval()
 
 
-@cases("seed", [0, 1])
-@cases("name", [*MODELS, *OTHERS])
+@tiers(("name", "seed"), *thin([(name, seed) for name in (*MODELS, *OTHERS) for seed in (0, 1)], 4))
 def test_pruned_is_ablated_and_saved_is_loaded(name: str, seed: int, tmp_path: Path):
     heads = build_other(name) if name in OTHERS else hw.find_heads(build(name))
     removed = choose(heads, seed)
@@ -111,7 +110,7 @@ def test_pruned_is_ablated_and_saved_is_loaded(name: str, seed: int, tmp_path: P
     assert apart(found, compute(save_and_load(heads.model, pruning, tmp_path), INPUTS)) == 0.0
 
 
-@cases("name", SHARING)
+@tiers("name", *thin(SHARING, 3))
 def test_layers_left_out_that_read_what_is_removed_are_not_forgotten(name: str):
     model = build(name)
     out = [site.name for site in hw.find_heads(model) if site.borrows]
@@ -167,7 +166,8 @@ def test_merging_leaves_what_shares_its_keys_and_takes_the_rest():
     assert [groups for _, groups in merged.heads.values()] == [1, 1, 1]
 
 
-def test_a_call_is_asked_for_where_a_family_is_not_among_those_tested():
+@pytest.mark.full
+def test_no_call_is_asked_for_where_a_family_is_among_those_tested():
     families = [
         type(site.module)
         for family in PRUNED
@@ -175,6 +175,9 @@ def test_a_call_is_asked_for_where_a_family_is_not_among_those_tested():
         if type(site.module).__module__.startswith("transformers.")
     ]
     assert {kind.__name__ for kind in families} | {"MoonshineAttention"} == TESTED
+
+
+def test_a_call_is_asked_for_where_a_family_is_not_among_those_tested():
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 1,

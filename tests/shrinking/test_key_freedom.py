@@ -162,7 +162,7 @@ def find(model: nn.Module, batch: Any) -> Freedom:
     return find_freedoms([heads.sites[-1]], batch)[heads.sites[-1]]
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, *EXPECTED), ids=str)
+@cases("family", named(FAMILIES, *EXPECTED))
 def test_the_positions_of_a_family_are_recognized(family):
     model = family.build()
     found = find(model, family.inputs())

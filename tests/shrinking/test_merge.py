@@ -14,10 +14,8 @@ import headwise as hw
 from cases import cases
 from headwise.shrinking.alignment import KeyFreedom
 from headwise.shrinking.merge_heads import record_wanted
-from shrinking.cutting import apart, float64
+from shrinking.cutting import apart, compute_in_float64
 from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, draw, plant, tokens
-
-__all__ = ["float64"]
 
 SIZES = {"layers": 1, "attention_heads": 3, "ffn_dim": 8}
 FREE = {kind: KeyFreedom(SIZE, kind="signs" if kind == "Qwen3" else "general") for kind in KINDS}
@@ -28,11 +26,13 @@ def logits(model: Any, seed: int = 9) -> torch.Tensor:
     return model(tokens(seed)).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_planted_grouped_queries_are_recovered_whatever_their_heads_were_turned_and_shuffled_by(kind: str, float64):
+@cases("kind", KINDS)
+def test_planted_grouped_queries_are_recovered_whatever_their_heads_were_turned_and_shuffled_by(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
     planted = build(kind).double()
     whole = plant(planted, kind, key=FREE[kind], value=KeyFreedom(0), shuffled=True)
-    float64()
+    compute_in_float64(monkeypatch)
     wanted = logits(planted)
     assert apart([wanted], [logits(whole)]) < 1e-12
     naive = copy.deepcopy(whole)
@@ -45,32 +45,34 @@ def test_planted_grouped_queries_are_recovered_whatever_their_heads_were_turned_
     assert apart([wanted], [logits(naive)]) > 0.5
 
 
-@pytest.mark.parametrize(("kind", "exact"), [("rigid", True), ("general", False)])
-def test_rotations_bring_turned_heads_together_and_not_stretched_ones(kind: Any, exact: bool, float64):
+@cases(("kind", "exact"), [("rigid", True), ("general", False)])
+def test_rotations_bring_turned_heads_together_and_not_stretched_ones(
+    kind: Any, exact: bool, monkeypatch: pytest.MonkeyPatch
+):
     planted = build("Llama").double()
     whole = plant(planted, "Llama", key=KeyFreedom(SIZE, kind=kind), value=KeyFreedom(0, kind=kind))
-    float64()
+    compute_in_float64(monkeypatch)
     hw.merge(hw.find_heads(whole), GROUPS, batches=[tokens(0)], alignment="orthogonal", grouping="order", refit=False)
     assert (apart([logits(planted)], [logits(whole)]) < 1e-8) is exact
 
 
-def test_weights_alone_recover_planted_heads_too(float64):
+def test_weights_alone_recover_planted_heads_too(monkeypatch: pytest.MonkeyPatch):
     planted = build("Qwen2").double()
     whole = plant(planted, "Qwen2", key=FREE["Qwen2"], value=KeyFreedom(0), shuffled=True)
-    float64()
+    compute_in_float64(monkeypatch)
     merging = hw.merge(hw.find_heads(whole), GROUPS)
     assert apart([logits(planted)], [logits(whole)]) < 1e-8
     assert [step.error for step in merging.steps] == [None, None]
 
 
-def test_identical_heads_of_grouped_queries_become_fewer_groups_without_loss(float64):
+def test_identical_heads_of_grouped_queries_become_fewer_groups_without_loss(monkeypatch: pytest.MonkeyPatch):
     model = build("Llama", 4).double()
     with torch.no_grad():
         for layer in model.model.layers:
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                 heads = projection.weight.unflatten(0, (4, SIZE))
                 heads[[3, 1]] = heads[[0, 2]].clone()
-    float64()
+    compute_in_float64(monkeypatch)
     wanted = logits(model)
     merging = hw.merge(hw.find_heads(model), 2, batches=[tokens(0)])
     assert merging.groups["model.layers.1.self_attn"] == ((0, 3), (1, 2))

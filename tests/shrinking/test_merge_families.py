@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from heads.families import FAMILIES
 from heads.family import Family
 from shrinking.cutting import apart, compute, named
@@ -31,8 +31,7 @@ REFUSED = {
 }
 
 
-@cases("kind", KINDS)
-@cases("groups", [4, 1])
+@tiers(("kind", "groups"), *thin([(kind, groups) for kind in KINDS for groups in (4, 1)], 3))
 def test_a_merged_decoder_is_loaded_by_transformers_alone(kind: str, groups: int, tmp_path: Path):
     model = build(kind, HEADS)
     assert hw.merge(hw.find_heads(model), groups, batches=[tokens(0)]).stock is None
@@ -45,7 +44,7 @@ def test_a_merged_decoder_is_loaded_by_transformers_alone(kind: str, groups: int
     assert cache.layers[0].keys.shape == (4, groups, 24, 8)
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, "Phi-3", "GPT-OSS", "MiMo-V2-Flash", "Gemma"), ids=str)
+@cases("family", named(FAMILIES, "Phi-3", "GPT-OSS", "MiMo-V2-Flash", "Gemma"))
 def test_other_decoders_with_grouped_queries_are_too(family: Family, tmp_path: Path):
     model: Any = family.build()
     heads, inputs = hw.find_heads(model), family.inputs(padded=True)
@@ -58,7 +57,7 @@ def test_other_decoders_with_grouped_queries_are_too(family: Family, tmp_path: P
     assert apart(compute(model, inputs), compute(type(model).from_pretrained(tmp_path).eval(), inputs)) == 0.0
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, *HELD), ids=str)
+@tiers("family", *thin(named(FAMILIES, *HELD), 3))
 def test_a_merged_encoder_is_refused_by_transformers_and_loaded_by_headwise(family: Family, tmp_path: Path):
     model: Any = family.build()
     heads, inputs = hw.find_heads(model), family.inputs()
@@ -87,7 +86,7 @@ def test_one_layer_merged_is_for_headwise_and_all_of_them_for_transformers(tmp_p
     assert apart([model(tokens(3)).logits], [again(tokens(3)).logits]) == 0.0
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, *REFUSED), ids=str)
+@cases("family", named(FAMILIES, *REFUSED))
 def test_a_family_whose_heads_cannot_be_merged_is_refused_and_left_as_it_was(family: Family):
     model = family.build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import headwise as hw
-from heads.families import FAMILIES
+from cases import cases
+from heads.families import FAMILIES, sweep
 from heads.family import Family
-from shrinking.cutting import Removed, ablated, apart, compute, evenly, float64, lift, named, unevenly
-
-__all__ = ["float64"]
+from shrinking.cutting import Removed, ablated, apart, compute, compute_in_float64, evenly, lift, named, unevenly
 
 REFUSED = {
     "BitNet": "BitNetRMSNorm before W_O, which takes all of them together",
@@ -32,13 +31,13 @@ OWN = ("timm ViT", "timm Swin")
 PRUNED = [family for family in FAMILIES if family.name not in REFUSED]
 
 
-def settle(family: Family, begin) -> tuple[torch.nn.Module, dict[str, torch.Tensor], float]:
+def settle(family: Family, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.nn.Module, dict[str, torch.Tensor], float]:
     """A model, its inputs, and how far apart two ways of computing its outputs may be."""
     model, inputs = family.build(), family.inputs(padded=family.maskable)
     if family.name in SINGLE:
         return model, inputs, 1e-5
     inputs = lift(model, inputs)
-    begin()
+    compute_in_float64(monkeypatch)
     return model, inputs, 1e-12
 
 
@@ -53,9 +52,9 @@ def count_weights(heads: hw.Heads, removed: Removed) -> int:
     return total
 
 
-@pytest.mark.parametrize("family", PRUNED, ids=str)
-def test_half_of_the_heads_are_removed_as_if_they_were_ablated(family: Family, float64):
-    model, inputs, tolerance = settle(family, float64)
+@sweep(PRUNED)
+def test_half_of_the_heads_are_removed_as_if_they_were_ablated(family: Family, monkeypatch: pytest.MonkeyPatch):
+    model, inputs, tolerance = settle(family, monkeypatch)
     heads = hw.find_heads(model)
     removed = evenly(heads)
     whole, expected = compute(model, inputs), ablated(heads, removed, inputs)
@@ -72,9 +71,9 @@ def test_half_of_the_heads_are_removed_as_if_they_were_ablated(family: Family, f
     assert weights <= before - pruning.parameters[1] <= 1.6 * weights
 
 
-@pytest.mark.parametrize("family", [f for f in PRUNED if f.name not in UNEVEN], ids=str)
-def test_other_heads_of_each_layer_are_removed_as_if_they_were_ablated(family: Family, float64):
-    model, inputs, tolerance = settle(family, float64)
+@sweep([family for family in PRUNED if family.name not in UNEVEN])
+def test_other_heads_of_each_layer_are_removed_as_if_they_were_ablated(family: Family, monkeypatch: pytest.MonkeyPatch):
+    model, inputs, tolerance = settle(family, monkeypatch)
     heads = hw.find_heads(model)
     removed = unevenly(heads)
     expected = ablated(heads, removed, inputs)
@@ -84,7 +83,7 @@ def test_other_heads_of_each_layer_are_removed_as_if_they_were_ablated(family: F
     assert [site.num_heads for site in hw.find_heads(model)] == counts
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, *REFUSED), ids=str)
+@cases("family", named(FAMILIES, *REFUSED))
 def test_a_family_whose_heads_are_not_apart_is_refused_and_left_as_it_was(family: Family):
     model = family.build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -96,7 +95,7 @@ def test_a_family_whose_heads_are_not_apart_is_refused_and_left_as_it_was(family
     hw.find_heads(model)
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, *UNEVEN), ids=str)
+@cases("family", named(FAMILIES, *UNEVEN))
 def test_heads_that_depend_on_those_of_other_layers_are_refused(family: Family):
     model, inputs = family.build(), family.inputs()
     heads = hw.find_heads(model)

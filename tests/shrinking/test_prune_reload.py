@@ -19,7 +19,7 @@ from torch import nn
 import headwise as hw
 from cases import cases
 from heads.attentions import SeparateAttention
-from heads.families import FAMILIES
+from heads.families import FAMILIES, sweep
 from heads.family import Family
 from headwise.atomic import seal
 from headwise.routing import Gate, Residual, SimpleRouting
@@ -39,7 +39,7 @@ def run(pruning: hw.shrinking.Pruning, folder: Path) -> Any:
     return eval(str(pruning.loading), {"transformers": transformers, "hw": hw, "folder": folder})
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name not in (*REFUSED, *PARTIAL)], ids=str)
+@sweep([family for family in FAMILIES if family.name not in (*REFUSED, *PARTIAL)])
 def test_a_pruned_model_comes_back_from_its_folder(family: Family, tmp_path: Path):
     model: Any = family.build()
     inputs, config = family.inputs(), model.config.to_dict()
@@ -68,7 +68,7 @@ def test_a_pruned_model_comes_back_from_its_folder(family: Family, tmp_path: Pat
     assert apart(expected, compute(hw.load(tmp_path / "again"), inputs)) == 0.0
 
 
-@pytest.mark.parametrize("family", named(FAMILIES, "Llama", "Qwen3", "T5"), ids=str)
+@cases("family", named(FAMILIES, "Llama", "Qwen3", "T5"))
 def test_other_numbers_of_heads_in_each_layer_are_for_headwise(family: Family, tmp_path: Path):
     model: Any = family.build()
     inputs = family.inputs()

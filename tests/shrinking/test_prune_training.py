@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
+from cases import cases, thin, tiers
 from heads.families import FAMILIES
 from heads.family import Family
 from shrinking.cutting import evenly, lift, named, only
@@ -33,8 +34,8 @@ def train(model: nn.Module, inputs: dict[str, Tensor], optimizer: torch.optim.Op
         optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("family", named(FAMILIES, "BERT", "GPT-2", "Llama", "ALBERT"), ids=str)
+@tiers("family", *thin(named(FAMILIES, "BERT", "GPT-2", "Llama", "ALBERT"), 4))
+@cases("optimizer", OPTIMIZERS)
 def test_steps_after_the_cut_are_those_of_the_ablated_model(family: Family, optimizer: str):
     model: Any = family.build()
     inputs = lift(model, family.inputs())

@@ -427,6 +427,7 @@ REMEDIES: list[tuple[str, Callable[[], Any], Callable[[Any], object], Callable[[
 ]
 
 
+@pytest.mark.full
 @cases(("message", "make", "refused", "works"), REMEDIES)
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_refusal_says_to_do_works(message: str, make: Any, refused: Any, works: Any):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from architecture.source import ROOT
+from cases import cases
 from headwise.errors import DataError, HeadwiseError
 from headwise.input_files import encode_json, find_not_finite, parse_json
 from headwise.report.html import Page
@@ -36,7 +37,7 @@ def test_finite_values_are_written_and_read_as_python_does(value: Any):
     assert parse_json(encode_json(value)) == json.loads(json.dumps(value))
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@cases("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_not_written_and_its_place_is_named(number: float, tmp_path: Path):
     value = {"score": 0.5, "sites": [{"drops": (1.0, 2.0)}, {"drops": (3.0, number)}]}
     place, found = find_not_finite(value) or ("", 0.0)
@@ -99,7 +100,7 @@ def test_no_other_file_uses_pythons_own_module():
         path.relative_to(ROOT).as_posix()
         for folder in ("src", "laboratory/src", "benchmarks", "examples", "docs")
         for path in (ROOT / folder).rglob("*.py")
-        if re.search(r"^\s*(import|from) json\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if re.search(r"^[ \t]*(import|from) json\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     # the second recomputes records without headwise
     assert found == {"src/headwise/input_files.py", "benchmarks/recompute.py"}

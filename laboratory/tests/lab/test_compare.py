@@ -188,6 +188,7 @@ def out(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "out")
 
 
+@pytest.mark.full
 def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_added(inline, out, monkeypatch):
     before = (out / "plain" / "seed-0" / "result.json").stat().st_mtime_ns
     fitted = []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise_lab.importing import importing
 
 
@@ -31,6 +32,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     gc.unfreeze()
 
 
+@pytest.mark.full
 def test_what_an_import_made_is_never_walked_again_and_garbage_is_still_collected(module: str) -> None:
     gc.unfreeze()
     before = weakref.ref(Cycle())
@@ -49,7 +51,7 @@ def test_what_an_import_made_is_never_walked_again_and_garbage_is_still_collecte
     assert garbage() is None
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@cases("enabled", [True, False])
 def test_the_collector_is_as_before_after_a_module_that_is_missing(
     enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

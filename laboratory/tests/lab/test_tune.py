@@ -157,6 +157,7 @@ def test_the_expected_best_is_that_of_all_subsets():
         assert expected == pytest.approx(sum(best) / len(best))
 
 
+@pytest.mark.full
 def test_a_comparison_takes_the_best_draws_under_the_names_of_the_arms(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = dataclasses.replace(SMALL, name="demo")

@@ -115,6 +115,7 @@ def test_tables_and_claims_take_it_before_the_runs_own_times(tmp_path):
         read_table(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_compare_times_each_arm_once(tmp_path):
     arms = tuple(parse_arms("plain,svgd"))

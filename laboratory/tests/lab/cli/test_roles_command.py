@@ -69,6 +69,7 @@ def test_the_picture_of_a_long_text_is_bounded(tmp_path: Path):
     assert width < 4000
 
 
+@pytest.mark.full
 def test_the_picture_and_the_page_are_whole(tmp_path: Path):
     table = hw.roles.WordTable(["<b>", "$x^2$", "&"], [0, 0, 0], ["ROOT", "amod", "punct"])
     shown(table, choose_roles(table, COUNTS, released=False), tmp_path / "new" / "folder")

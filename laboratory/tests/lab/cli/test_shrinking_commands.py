@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import headwise as hw
+from cases import cases
 from fuzz.mutate import BYTES, limit_memory
 from headwise.cli.settings import Shrink
 from headwise.cli.shrink_run import rank_unlike, score_without, weigh_heads
@@ -43,6 +44,7 @@ def read(out: Path) -> dict[str, Any]:
     return json.loads((out / "shrinking.json").read_text())
 
 
+@pytest.mark.full
 def test_a_decoder_is_pruned_trained_again_and_loaded_by_transformers(folders: Path, tmp_path: Path, capsys):
     out = tmp_path / "small"
     options = ["--keep", "0.4", "--lines", "20", "--recover", "20", "--rate", "3e-3"]
@@ -227,7 +229,7 @@ def test_a_line_of_one_token_is_left_out_alone(folders: Path, tmp_path: Path):
         assert int(batch.keep.sum(1).min()) > 1
 
 
-@pytest.mark.parametrize(("positions", "prompt"), [(64, 13), (24, 8), (16, 0)])
+@cases(("positions", "prompt"), [(64, 13), (24, 8), (16, 0)])
 def test_tokens_are_generated_within_the_positions_after_prompts_without_padding(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positions: int, prompt: int
 ):

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
+from cases import cases
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import describe_blank
 from headwise_lab.tasks.classification.probing import load_probing
@@ -111,7 +110,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES)
 def test_blank_texts_are_left_out_and_counted(name: str, tmp_path: Path):
     read, file, header, line = CASES[name]
     said = []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise.errors import DataError
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import Layout, read_labeled
@@ -123,7 +124,7 @@ def exports(rows: Rows, plain: Rows, *, headed: bool) -> Iterator[tuple[str, Row
         yield "a.jsonl", rows, "".join(objects).encode()
 
 
-@pytest.mark.parametrize("name", READERS)
+@cases("name", READERS)
 def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str, tmp_path: Path):
     read, header, write, expect = READERS[name]
     made = [(text, LABELS[number % 2]) for number, text in enumerate([*TEXTS, *BROKEN, "", *TEXTS[:2]])]
@@ -149,8 +150,8 @@ JOINED = (
 )
 
 
-@pytest.mark.parametrize("name", sorted(READERS.keys() - {"texts", "glue", "without a header"}))
-@pytest.mark.parametrize(("labels", "read_as"), JOINED)
+@cases("name", sorted(READERS.keys() - {"texts", "glue", "without a header"}))
+@cases(("labels", "read_as"), JOINED)
 def test_labels_that_are_equal_as_numbers_are_one_where_all_are_numbers(
     name: str, labels: list[str], read_as: list[str], tmp_path: Path
 ):
@@ -203,8 +204,8 @@ def test_columns_are_those_that_are_named(tmp_path: Path):
                 reader()
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".jsonl", ""])
-@pytest.mark.parametrize(
+@cases("suffix", [".csv", ".tsv", ".txt", ".jsonl", ""])
+@cases(
     ("raw", "message"),
     [
         ("a\tb\nc\td\n".encode("utf-16"), "is not UTF-8 but UTF-16, as Excel's"),

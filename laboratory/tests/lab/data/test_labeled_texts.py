@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from headwise.errors import DataError
 from headwise.texts.labeled_texts import Layout, find_layout, read_labeled
 
@@ -48,7 +49,7 @@ def test_the_published_sets_are_read_whole(name, lines, labels):
     assert Counter(one.label for one in read[layout.train]) == labels
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@cases("name", ["a.csv", "a.tsv"])
 def test_a_text_may_be_longer_than_pythons_reader_of_tables_takes(tmp_path, name):
     """Python's reader of tables refuses a field of more than 131,072 characters."""
     text, mark = "word " * 100_000, "," if name == "a.csv" else "\t"
@@ -71,7 +72,7 @@ def test_a_folder_above_the_sets_is_refused_with_one_that_would_do():
         find_layout(PUBLISHED)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "content"),
     [
         ("a.tsv", 'good\tfine , thanks .\nbad\tno "good" .\ngood\tsaid ""\n'),
@@ -82,14 +83,14 @@ def test_a_folder_above_the_sets_is_refused_with_one_that_would_do():
         ("a.tsv", 'good\tfine , thanks .\nbad\t"no ""good"" ."\ngood\tsaid ""\n'),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
+@cases("packed", [False, True])
 def test_a_file_may_have_its_columns_in_any_order_with_a_header_or_without_and_quotes(tmp_path, name, content, packed):
     raw = content.encode()
     path = file(tmp_path, name + ".gz" * packed, gzip.compress(raw) if packed else raw)
     assert pairs(path) == [("good", "fine , thanks ."), ("bad", 'no "good" .'), ("good", 'said ""')]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "content", "message"),
     [
         ("a.tsv", "a\tx y\nb\tz\tq\na\tw\n", r"a\.tsv, line 2: 3 fields; expected 2 as in the first line"),
@@ -161,7 +162,7 @@ def test_a_place_that_is_not_there_is_refused(tmp_path):
         find_layout(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "content", "stated", "expected"),
     [
         ("a.csv", "0,5;x\n1,5;y\n0,5;z\n", "sep=;", [("0,5", "x"), ("1,5", "y"), ("0,5", "z")]),

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -35,7 +35,6 @@ def learned():
     return learn_subwords(TEXT, 340)
 
 
-@settings(max_examples=300)
 @given(st.text(max_size=60))
 @example("a </s> b <pad> <s><pad>")
 @example("e\u0301 \u1100\u1161 \ufb01 \u2126")

@@ -26,6 +26,8 @@ from lab.tasks.pretraining.pretraining_toy import write_jsonl
 from lab.tasks.sentence.sentence_sets import write_texts
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
 
+pytestmark = pytest.mark.full
+
 # Batches divide unevenly, and by tokens or at the end are of unequal size; without dropout nothing is drawn apart.
 SMALL: dict[str, Any] = {
     "name": "toy",
@@ -79,7 +81,6 @@ CASES: list[tuple[str, Any, str, Callable[[Path], Path]]] = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("task", "scale", "arm", "write"), CASES)
 def test_two_processes_train_as_one_does(
     two: Processes, task: str, scale: Any, arm: str, write: Callable[[Path], Path], tmp_path: Path

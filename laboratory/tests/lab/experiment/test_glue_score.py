@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import spearmanr
 from sklearn.metrics import accuracy_score, matthews_corrcoef
 
+from cases import cases
 from headwise.errors import ShapeError
 from headwise_lab.experiment.evaluation import ACCURACY, MATTHEWS, SPEARMAN, GlueScore, score_answers
 
@@ -25,7 +26,7 @@ def statistics(kind: int, answers: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return np.stack([np.full(len(answers), float(kind)), answers, truth], axis=1)
 
 
-@pytest.mark.parametrize("kind", [ACCURACY, MATTHEWS, SPEARMAN])
+@cases("kind", [ACCURACY, MATTHEWS, SPEARMAN])
 def test_the_mean_of_the_shares_is_the_score_and_their_spread_that_of_resampling(kind):
     answers, truth = drawn(kind)
     found = GlueScore().values(statistics(kind, answers, truth))
@@ -43,7 +44,7 @@ def test_the_mean_of_the_shares_is_the_score_and_their_spread_that_of_resampling
     assert np.std(linear) == pytest.approx(np.std(exact), rel=0.12)
 
 
-@pytest.mark.parametrize("kind", [MATTHEWS, SPEARMAN])
+@cases("kind", [MATTHEWS, SPEARMAN])
 def test_a_constant_answer_has_no_correlation(kind):
     _, truth = drawn(kind, 30)
     assert not GlueScore().values(statistics(kind, np.ones(30), truth)).any()

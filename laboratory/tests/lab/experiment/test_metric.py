@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import sacrebleu
 
+from cases import cases
 from headwise.errors import SettingError, ShapeError
 from headwise_lab.experiment.evaluation import METRICS, Accuracy, Auc, Bleu, Likelihood, Measure
 
@@ -29,7 +30,7 @@ def statistics(hypotheses: list[str], references: list[str]) -> np.ndarray:
     return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in found])
 
 
-@pytest.mark.parametrize("shorter", [0, 2])
+@cases("shorter", [0, 2])
 def test_the_mean_of_the_values_is_sacrebleus_corpus_score_and_their_spread_that_of_resampling(shorter):
     hypotheses, references = corpus(400, seed=2, shorter=shorter)
     counted, expected = statistics(hypotheses, references), sacrebleu.corpus_bleu(hypotheses, [references])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import cases
 from headwise.errors import SettingError
 from headwise.nn.multihead import MultiheadAttention
 from headwise_lab.experiment.seeding import derive_key, initialize_parameters
@@ -39,7 +40,7 @@ ATTENTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("attention", "settings"), ATTENTIONS)
+@cases(("attention", "settings"), ATTENTIONS)
 def test_every_parameter_is_drawn_anew_by_seed_and_name_though_an_output_projection_was_replaced(attention, settings):
     one, other, third, routed = (Encoder(attention, **settings) for _ in range(4))
     routed.attention.out_proj = Aggregator()

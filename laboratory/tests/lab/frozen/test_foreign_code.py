@@ -197,6 +197,7 @@ def test_code_that_transformers_does_not_need_is_left_alone(folder: Path):
     assert not ran(folder)
 
 
+@pytest.mark.full
 def test_every_loading_of_a_folder_says_whether_its_code_may_run():
     loading = {"from_pretrained", "from_config", "pipeline"}
     silent = [

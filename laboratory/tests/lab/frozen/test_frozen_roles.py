@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.errors import DataError
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
@@ -25,6 +26,8 @@ from headwise_lab.training.trained import Trained, load_trained
 from lab.command import call
 from lab.sealing import seal_again
 from lab.tasks.sentence.sentence_sets import sentence
+
+pytestmark = pytest.mark.full
 
 spacy = pytest.importorskip("spacy")
 
@@ -103,20 +106,15 @@ def said_of(frozen: Any, lines: list[str]) -> dict[int, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "given"),
     [
         ("roles", {}),
-        *(
-            pytest.param(name, given, marks=pytest.mark.full)
-            for name, given in (
-                ("roles", {"attached": True}),
-                ("dropped", {}),
-                ("unparsed", {"parsed": False}),
-                ("unparsed", {"attached": True}),
-                ("plain", {"attached": True, "parsed": False}),
-            )
-        ),
+        ("roles", {"attached": True}),
+        ("dropped", {}),
+        ("unparsed", {"parsed": False}),
+        ("unparsed", {"attached": True}),
+        ("plain", {"attached": True, "parsed": False}),
     ],
 )
 def test_lines_have_the_states_that_the_texts_of_the_data_had(name, given, run_of):
@@ -130,7 +128,6 @@ def test_lines_have_the_states_that_the_texts_of_the_data_had(name, given, run_o
         torch.testing.assert_close(found[place], expected[number], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.full
 def test_a_guided_run_is_probed_with_its_roles(run_of, tmp_path):
     folder, settings = run_of("roles")
     lines = lines_of(False)[:40]
@@ -152,7 +149,6 @@ def test_a_guided_run_is_probed_with_its_roles(run_of, tmp_path):
     seal_again(folder)
 
 
-@pytest.mark.full
 def test_a_random_mask_is_drawn_by_the_words_alone(run_of):
     folder, settings = run_of("random")
     lines = lines_of(False)
@@ -166,7 +162,6 @@ def test_a_random_mask_is_drawn_by_the_words_alone(run_of):
     torch.testing.assert_close(part[1], whole[5], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.full
 def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
     folder, _ = run_of("roles")
     (tmp_path / "text.txt").write_text("".join(f"{line}\n" for line in lines_of(False)[:20]))
@@ -186,7 +181,6 @@ def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
         assert all(drop.value > 0 for drop in layer.drops)
 
 
-@pytest.mark.full
 def test_a_run_keeps_how_rare_its_training_words_are_and_what_parsed_them(run_of, pipeline):
     folder, settings = run_of("roles")
     data = load_trained(settings, folder).data
@@ -199,7 +193,6 @@ def test_a_run_keeps_how_rare_its_training_words_are_and_what_parsed_them(run_of
         assert (run_of(name, **given)[0] / "roles.json").is_file() == (name == "unparsed")
 
 
-@pytest.mark.full
 def test_a_run_whose_masks_cannot_be_made_again_is_refused(run_of, pipeline, tmp_path):
     def refused(folder: Path, *pipeline: Path) -> str:
         seal_again(folder)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import tiers
 from headwise.errors import DataError
 from headwise.texts.batching import Encoded
 from headwise.texts.frozen import Agreement, Fidelity
@@ -48,9 +49,9 @@ SENTENCES = [sentence(number, str(number % 2)) for number in range(40, 46)]
 WORDS = {"width": 8, "heads": 4, "epochs": 1, "warmup_steps": 1, "batch_size": 16, "min_count": 1}
 
 
-def tiers(*tasks: str) -> list:
-    """Tasks as parameters, of which some are quick."""
-    return [pytest.param(task, marks=[] if task in QUICK else [pytest.mark.full]) for task in tasks]
+def split(*tasks: str) -> tuple[list[str], list[str]]:
+    """Those for a quick test, and those for a full one."""
+    return [task for task in tasks if task in QUICK], [task for task in tasks if task not in QUICK]
 
 
 def settings_of(task: str, place: Path) -> RunSettings:
@@ -144,7 +145,7 @@ def expected(task: str, trained: Trained, index: int, lines: list) -> Tensor:
     return seen[0]
 
 
-@pytest.mark.parametrize("task", tiers("classification", "sentence", "pretraining", "glue", "translation"))
+@tiers("task", *split("classification", "sentence", "pretraining", "glue", "translation"))
 def test_a_line_that_is_cut_is_known_and_one_that_just_fits_is_not(task, run_of):
     frozen = open_frozen(run_of(task)[0])
 
@@ -163,7 +164,7 @@ def test_a_line_that_is_cut_is_known_and_one_that_just_fits_is_not(task, run_of)
     assert known == {0, 1}
 
 
-@pytest.mark.parametrize("task", tiers(*TASKS))
+@tiers("task", *split(*TASKS))
 def test_a_run_says_of_lines_what_its_own_model_says(task, run_of, tmp_path):
     folder, settings = run_of(task)
     frozen = open_frozen(folder)
@@ -185,7 +186,7 @@ def test_a_run_says_of_lines_what_its_own_model_says(task, run_of, tmp_path):
     assert seen == set(range(len(lines)))
 
 
-@pytest.mark.parametrize("task", tiers(*TASKS))
+@tiers("task", *split(*TASKS))
 def test_the_heads_of_a_run_are_measured_and_shown(task, run_of, tmp_path):
     folder, _ = run_of(task)
     out = tmp_path / "out"
@@ -216,7 +217,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("task", tiers("classification", "translation", "pretraining", "glue"))
+@tiers("task", *split("classification", "translation", "pretraining", "glue"))
 def test_roles_are_looked_for_in_runs(task, run_of, pipeline, tmp_path):
     folder, _ = run_of(task)
     text, out = text_of(task, tmp_path), tmp_path / "out"

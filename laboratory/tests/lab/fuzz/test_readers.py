@@ -25,16 +25,10 @@ MAKERS = {
     **{f"folder: {file}": named_files.of_hugging_face(file) for file in OF_FOLDERS},
     **{f"language model: {file}": named_files.language_tokens(file) for file in OF_FOLDERS[1:3]},
 }
-# One for each way to change a file.
-QUICK = ("sentences", "packed_texts", "objects", "rarities", "options", "parses")
+
+pytestmark = pytest.mark.full
 
 
-def test_some_broken_files_are_read_or_refused_by_name(tmp_path: Path):
-    for name in QUICK:
-        refuses_by_name(name, tmp_path, inputs=40)
-
-
-@pytest.mark.full
 def test_broken_files_of_every_kind_are_read_or_refused_by_name(tmp_path: Path):
     assert len(MAKERS) > 50
     for name in MAKERS:

@@ -16,6 +16,8 @@ from headwise_lab.jobs import workers
 from headwise_lab.jobs.workers import SAVED, run_jobs
 from lab.jobs.pool_target import jobs, work
 
+pytestmark = pytest.mark.full
+
 TESTS = Path(__file__).parents[2]
 SCRIPT = """
 import signal
@@ -78,12 +80,7 @@ class Running:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "runs"),
-    [
-        (signal.SIGTERM, 143, 1),
-        pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.full),
-        pytest.param(signal.SIGHUP, 129, 1, marks=pytest.mark.full),
-    ],
+    ("number", "code", "runs"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 2), (signal.SIGHUP, 129, 1)]
 )
 def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
     running = Running(tmp_path, *("wait",) * runs)
@@ -92,7 +89,6 @@ def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
     assert all((tmp_path / str(one) / "saved").exists() for one in range(runs))
 
 
-@pytest.mark.full
 def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     running = Running(tmp_path, "wait", "deaf")
     told = time.time()
@@ -107,7 +103,6 @@ def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     assert seconds < 10
 
 
-@pytest.mark.full
 def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path):
     running = Running(tmp_path, "deaf", "deaf", patience=60.0)
     running.tell(signal.SIGINT)
@@ -123,7 +118,6 @@ def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path
     assert seconds < 30
 
 
-@pytest.mark.full
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
     running = Running(tmp_path, "wait", hangup="SIG_IGN")
     running.tell(signal.SIGHUP)
@@ -145,7 +139,6 @@ class Told(Watch):
             self.silent_jobs.append(job.name)
 
 
-@pytest.mark.full
 def test_a_worker_that_writes_nothing_is_named_once(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "SILENCE_SECONDS", 0.5)
     watch = Told()

@@ -7,6 +7,7 @@ import pytest
 from scipy.special import logsumexp
 from sklearn.linear_model import LogisticRegression
 
+from cases import cases
 from headwise.errors import SettingError
 from headwise_lab.probing import fit as probing_fit
 from headwise_lab.probing import softmax_regression
@@ -67,8 +68,8 @@ def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes(monkeypatch
         SoftmaxRegression(max_iter=0).fit(vectors, labels)
 
 
-@pytest.mark.parametrize(("classes", "used"), [(100, "LogisticRegression"), (101, "SoftmaxRegression")])
-@pytest.mark.parametrize("kind", ["regression", "mlp"])
+@cases(("classes", "used"), [(100, "LogisticRegression"), (101, "SoftmaxRegression")])
+@cases("kind", ["regression", "mlp"])
 def test_a_probe_takes_it_for_more_than_a_hundred_classes(classes, used, kind, monkeypatch):
     vectors, labels = drawn(classes, 6 * classes, width=20)
     if kind == "mlp" and classes == 100:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import cases
 from headwise.errors import MaskError, SettingError
 from headwise_lab.experiment.seeding import initialize_parameters
 from headwise_lab.role_masks.encoder import MaskFunction, mask_encoder
@@ -167,8 +168,8 @@ def test_a_masked_encoder_is_searched_as_one_computed_by_hand(kind, changes, bea
     assert free != expected
 
 
-@pytest.mark.parametrize("kind", ["seq2seq", "marian"])
-@pytest.mark.parametrize("guided", [(0, 1), (3, 1)])
+@cases("kind", ["seq2seq", "marian"])
+@cases("guided", [(0, 1), (3, 1)])
 def test_guided_heads_attend_only_where_they_may_and_the_others_everywhere(kind, guided):
     model = built(kind)
     sites = hw.find_heads(model).kind("self")
@@ -193,7 +194,7 @@ def test_only_chosen_layers_are_guided():
     assert torch.equal(second.weights > 0, allowed())
 
 
-@pytest.mark.parametrize("kind", ["seq2seq", "marian"])
+@cases("kind", ["seq2seq", "marian"])
 def test_gradients_of_a_masked_encoder_are_those_of_its_mask(kind):
     model = built(kind).train()
     labels = torch.tensor([[5, 9, 2], [7, 2, -100], [4, 2, -100]])

@@ -16,6 +16,8 @@ from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.training.train import train_run
 from lab.training.test_killed import TOY
 
+pytestmark = pytest.mark.full
+
 SCALE = dataclasses.replace(TOY, heads=4, epochs=1, train_examples=64, dev_examples=30, generated_draws=1000)
 HUGE = [
     f"{name}:{setting}=1e30"

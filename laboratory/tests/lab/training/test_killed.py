@@ -19,6 +19,8 @@ from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from lab.stopping import same_bits
 from lab.training import killed_target
 
+pytestmark = pytest.mark.full
+
 KILLS = 50
 TOY = dataclasses.replace(
     LOGIC_SCALES["demo"],

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from headwise.nn.additive import AdditiveAttention
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.training.attach import Methods
@@ -17,7 +18,7 @@ def build(arm: str, kind: str = "additive") -> tuple[nn.Module, Methods]:
     return model, Methods(parse_arm(arm), model, model, seed=4)
 
 
-@pytest.mark.parametrize("kind", ["additive", "packed"])
+@cases("kind", ["additive", "packed"])
 def test_queries_are_drawn_longer_and_nothing_else_is(kind: str):
     plain, _ = build("plain", kind)
     longer, methods = build("queries-longer:drawn=2.5", kind)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 import headwise as hw
+from cases import cases
 from headwise_lab.experiment.arm import Orthogonalize
 from headwise_lab.experiment.scale import Recipe
 from headwise_lab.training.optimizer import build_optimizer
@@ -43,8 +43,8 @@ def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: rang
                 group["lr"] *= schedule
 
 
-@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, Grouped])
-@pytest.mark.parametrize("per_head", [False, True])
+@cases("kind", [nn.TransformerEncoderLayer, Grouped])
+@cases("per_head", [False, True])
 def test_both_step_as_two_optimizers_under_one_schedule(per_head: bool, kind):
     model, other = build(kind), build(kind)
     heads = hw.find_heads(model)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
+from cases import cases
 from headwise.errors import DataError, HeadwiseError, LayoutError, NotFired, SettingError
 from headwise.gating.attach import Gating, gate_heads
 from headwise.gating.gates import SigmoidGate
@@ -135,7 +136,7 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(arm, stopped, whol
     assert (folder / "epochs.jsonl").read_text() == (whole(arm) / "epochs.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("arm", "added", "count"),
     [
         ("talking+muon-heads", ("head_mixer.logits", "head_mixer.weights"), 4),

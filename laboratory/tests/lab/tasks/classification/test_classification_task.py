@@ -97,6 +97,7 @@ def test_every_kind_of_arm_trains_on_a_file_of_ones_own(arms, sentences, tmp_pat
     assert (kept["labels"], kept["counts"]["test"]) == (["neg", "pos"], 18)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("inline")
 @pytest.mark.parametrize(
     "arms",
@@ -151,6 +152,7 @@ def test_the_masks_reach_the_heads_in_training_and_in_evaluation(sentences):
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.full
 def test_folds_make_one_run_in_which_each_text_is_answered_once(inline, sentences, tmp_path):
     scale = parsed_toy(sentences.parent, folds=3, epochs=1, train_examples=None)
     arguments = "classification", "guided", scale, tmp_path, sentences

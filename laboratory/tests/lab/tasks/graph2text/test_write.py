@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import Made, cases
+from cases import Made, cases, tiers
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.line_streams import LONGEST_LINE, read_lines
 from headwise_lab.experiment import run_folder
@@ -65,7 +65,7 @@ def lines_of(run: Path, given: bytes, window: int = 4, **changes) -> tuple[list[
     return output.getvalue().decode().split("\n")[:-1], said
 
 
-@pytest.mark.parametrize("name", ["plain", "routed", pytest.param("blind", marks=pytest.mark.full)])
+@tiers("name", ["routed"], ["plain", "blind"])
 def test_a_run_writes_about_its_test_graphs_what_it_wrote_when_it_was_tested(trained, name):
     expected = predicted(trained[name])
     assert len(set(expected)) > 3

@@ -34,7 +34,7 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(named_arms()))
+@cases("name", named_arms())
 def test_every_arm_trains_and_generates_or_is_refused(name, text, tmp_path):
     # the function of a head is its own only without grouped queries
     groups = TOY.heads if name == "svgd-function" else TOY.key_value_heads

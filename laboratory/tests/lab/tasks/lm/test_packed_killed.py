@@ -23,6 +23,8 @@ from lab.stopping import same_bits
 from lab.tasks.lm import lm_toy
 from lab.tasks.pretraining import pretraining_toy
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[5]
 # a shard of a prime number of rows ends where a batch does only after as many steps
 SHARD_ROWS = 37

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases import Made
+from cases import Made, cases, tiers
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.line_streams import LONGEST_LINE, read_lines
 from headwise_lab.data.subwords import END
@@ -62,7 +62,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("name", ["routed", pytest.param("marian", marks=pytest.mark.full)])
+@pytest.mark.full
+@cases("name", ["routed", "marian"])
 def test_the_encoder_of_a_run_can_be_probed(trained, tmp_path, name):
     frozen = open_frozen(trained[name])
     texts = sources(trained)
@@ -86,7 +87,7 @@ def lines_of(folder: Path, given: bytes, window: int = 10, **changes) -> list[st
     return output.getvalue().decode().split("\n")[:-1]
 
 
-@pytest.mark.parametrize("name", ["routed", "drophead", pytest.param("marian", marks=pytest.mark.full)])
+@tiers("name", ["routed"], ["drophead", "marian"])
 def test_a_run_translates_its_test_set_as_it_did_when_it_was_tested(trained, name):
     expected = (trained[name] / "predictions.txt").read_text().split("\n")[:-1]
     assert len(set(expected)) > 3

@@ -153,6 +153,7 @@ def test_bad_text_is_refused_before_anything_is_made(copy, tmp_path, monkeypatch
         load(copy, tmp_path)
 
 
+@pytest.mark.full
 def test_two_files_alone_are_cut_by_their_source_lines(tmp_path):
     source, target = lines(3_000, 5, SOURCE_WORDS), lines(3_000, 5, TARGET_WORDS)
     # every source line stands twice, each time with another translation

@@ -147,6 +147,7 @@ def test_each_rule_drops_what_it_names_and_the_first_reason_counts():
             Cleaning(**setting)
 
 
+@pytest.mark.full
 @needs_published_data
 @cases(
     ("name", "folder", "layout", "pairs"),

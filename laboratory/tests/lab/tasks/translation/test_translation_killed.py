@@ -15,6 +15,8 @@ import pytest
 from lab.tasks.translation.test_translation_task import same_bits
 from lab.tasks.translation.translation_text import write_corpus
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[5]
 ARMS = {
     "plain": "plain",

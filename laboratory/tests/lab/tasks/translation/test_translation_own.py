@@ -81,6 +81,7 @@ def test_a_language_may_have_a_hyphen(tmp_path):
         assert folder == tmp_path
 
 
+@pytest.mark.full
 @cases("packed", ["", ".gz"])
 def test_two_files_are_a_corpus_whose_dev_and_test_are_cut_the_same_every_time(tmp_path, monkeypatch, packed):
     write(tmp_path / "a" / f"my.en{packed}", lines(2_000, 5, SOURCE_WORDS))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import cases
 from headwise.errors import DataError, SettingError
 from headwise.heads.taps import Taps
 from headwise.roles.word_table import WordTable, words_of_tokens
@@ -160,7 +161,7 @@ def test_a_source_that_was_cut_keeps_its_words_though_the_cut_is_inside_one():
     assert others > 1
 
 
-@pytest.mark.parametrize("model", ["seq2seq", "marian"])
+@cases("model", ["seq2seq", "marian"])
 def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)
     data = TASK.load(corpus, scale, cache)
@@ -190,7 +191,7 @@ def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
             assert not seen[:, : len(source), len(source) :].any()
 
 
-@pytest.mark.parametrize("model", ["seq2seq", "marian"])
+@cases("model", ["seq2seq", "marian"])
 def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)
     data = TASK.load(corpus, scale, cache)
@@ -218,9 +219,7 @@ def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "arm", ["guided:roles=rare/separator/window,random=window", "shuffled-parse:roles=major/dependency"]
-)
+@cases("arm", ["guided:roles=rare/separator/window,random=window", "shuffled-parse:roles=major/dependency"])
 def test_a_guided_translation_stopped_in_the_middle_goes_on_to_the_same_bits(arm, corpus, cache, tmp_path):
     settings = RunSettings(
         "translation", dataclasses.replace(TOY, pipeline=corpus), parse_arm(arm), seed=3, data=corpus, cache=cache

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from cases import cases
 from headwise.errors import SettingError
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.data.subwords import END
@@ -69,7 +70,7 @@ ARM = "svgd:kinds=self,projections=query+output:kinds=self,kind_weights=1/0.5/0.
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["seq2seq", "marian"])
+@cases("model", ["seq2seq", "marian"])
 def test_accumulated_batches_are_averaged(model, corpus, cache, tmp_path):
     # a forward that takes further arguments is none that divides its loss itself
     losses = []
