@@ -6,7 +6,6 @@ machine affects all alike.
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from headwise_lab.experiment.settings import RunSettings, load_data
 from headwise_lab.experiment.task import Data, Task
 from headwise_lab.results.runs import STEP_RATIO
 from headwise_lab.training.attach import attach_arm
+from headwise_lab.training.callback import choose_clock
 from headwise_lab.training.optimizer import build_optimizer
 
 # Number of batches, and of steps of each model on each after one that is not counted.
@@ -83,6 +83,7 @@ def _make_step(task: Task, arm: Arm, data: Data, settings: RunSettings) -> Calla
 
 
 def _time_step(step: Callable[[Batch], None], batch: Batch) -> float:
-    began = time.perf_counter()
+    clock = choose_clock(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    began = clock()
     step(batch)
-    return time.perf_counter() - began
+    return clock() - began

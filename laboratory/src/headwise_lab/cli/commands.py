@@ -65,6 +65,9 @@ def tune(given: Tune) -> None:
         say(tuned.arm.name)
         records.append({"arm": tuned.arm.name, "dev_score": tuned.dev_score, "expected": list(tuned.expected)})
         failures += tuned.failures
+    words = ["headwise", "compare", given.task, "--arms", given.arms, "--tuned", str(folder), *options.words()]
+    words += [] if given.sized.data is None else ["--data", str(given.sized.data)]
+    say(f"next, with the best settings: {shlex.join(words)} --seeds 5")
     print_record(records[0] if len(records) == 1 else records)
     end_with(failures)
 

@@ -124,13 +124,14 @@ class Grid:
     r"""Cells with a title; printing one to a rich console shows it.
 
     Where the terminal is too narrow for all columns, they are shown in blocks below one another, each with the first
-    column: rich alone would cut numbers. Numbers are never broken, texts between words where that is possible.
+    columns: rich alone would cut numbers. Numbers are never broken, texts between words where that is possible.
 
     Attributes:
         title: What the grid shows.
         header: One text per column.
         rows: Rows of one cell per column.
         align: One letter per column: l for text, r for numbers.
+        keys: How many columns name a row; every block of a narrow terminal begins with them.
 
     Example:
         >>> print(Grid("t", ("arm", "score, %"), (("a_b", Number(81.5, digits=1)),), "lr").to_latex())
@@ -147,12 +148,13 @@ class Grid:
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     align: str
+    keys: int = 1
 
     @classmethod
-    def of(cls, title: str, columns: Mapping[str, Iterable[Cell]], align: str = "") -> Grid:
+    def of(cls, title: str, columns: Mapping[str, Iterable[Cell]], align: str = "", keys: int = 1) -> Grid:
         """Return a grid from its columns by name; by default all but the first hold numbers."""
         rows = tuple(zip(*columns.values(), strict=True))
-        return cls(title, tuple(columns), rows, align or "l" + "r" * (len(columns) - 1))
+        return cls(title, tuple(columns), rows, align or "l" + "r" * (len(columns) - 1), keys)
 
     @property
     def text(self) -> tuple[tuple[str, ...], ...]:
@@ -162,7 +164,7 @@ class Grid:
     @property
     def words(self) -> tuple[str, ...]:
         """The header with each name on one line."""
-        return tuple(name.replace("-\n", "").replace("\n", " ") for name in self.header)
+        return tuple(name.replace("\n", " ") for name in self.header)
 
     def to_record(self) -> dict[str, Any]:
         """Return the grid as JSON data, in which numbers are numbers."""
@@ -194,12 +196,13 @@ class Grid:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text | RichTable]:
         # above a narrow table its own title would be as narrow
         yield Text(self.title, "bold")
-        block = [0]
-        for column in range(1, len(self.header)):
-            if len(block) > 1 and self._measure([*block, column], self._least) > options.max_width:
+        keys = list(range(self.keys))
+        block = keys
+        for column in range(self.keys, len(self.header)):
+            if len(block) > self.keys and self._measure([*block, column], self._least) > options.max_width:
                 yield self._render(block, options.max_width)
-                block = [0]
-            block.append(column)
+                block = keys
+            block = [*block, column]
         yield self._render(block, options.max_width)
 
     def _lines(self, column: int, *, broken: bool = True) -> list[str]:
@@ -217,7 +220,7 @@ class Grid:
         if self.align[column] == "r":
             return widest
         # a short name is kept on one line; a long one is broken before a column moves to another block
-        if column == 0:
+        if column < self.keys:
             return min(widest, LONGEST_WORD)
         words = max((cell_len(word) for line in lines for word in line.split()), default=0)
         texts = max((cell_len(line) for line in lines if cell_len(line) <= LONGEST_TEXT), default=0)
@@ -229,7 +232,7 @@ class Grid:
         for column in columns:
             lines, right = self._lines(column, broken=broken), self.align[column] == "r"
             header = Text("\n".join(lines[: len(lines) - len(self.rows)]))
-            whole = right or (column == 0 and max(map(cell_len, lines)) <= LONGEST_WORD)
+            whole = right or (column < self.keys and max(map(cell_len, lines)) <= LONGEST_WORD)
             table.add_column(header, justify="right" if right else "left", overflow="fold", no_wrap=whole)
         for row in self.text:
             # an arm's name is text, not markup

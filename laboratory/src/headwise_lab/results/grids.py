@@ -24,7 +24,7 @@ from headwise_lab.results.table import FEW, PLAIN, Row, Table
 # The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
 DIVERSITY = {
     "effective_heads": "effective\nheads",
-    "effective_heads_weighted": "by vari-\nance",
+    "effective_heads_weighted": "by\nvariance",
     "debiased_cka": "CKA",
     "position_js": "attn.\nJS",
     "distance": "Dist",
@@ -68,12 +68,12 @@ def verdict_grid(table: Table) -> Grid:
         "difference,\npoints": [show_lead(row.to_control) for row in rows],
         "to": [row.control or NONE for row in rows],
         table.axis.replace(" ", "\n"): [show_percent(row.score) for row in rows],
-        "detect-\nable": [_show_detectable(row.to_control) for row in rows],
+        "detectable": [_show_detectable(row.to_control) for row in rows],
         "seeds": [str(len(row.seeds)) for row in rows],
     }
     tested = _is_tested(table)
     if not tested:
-        del columns["p"], columns["detect-\nable"]
+        del columns["p"], columns["detectable"]
     title = f"{table.results.task} at scale {table.results.scale}: {table.results.primary}"
     return Grid.of(title, columns, "llrrlrrr" if tested else "llrlrr")
 

@@ -296,7 +296,7 @@ def make_grid(tables: Mapping[str, Table]) -> Grid:
     """Return comparisons as one grid, the verdict next to the arm."""
     known = [(name, row) for name, table in tables.items() for row in table.rows]
     columns = {title: [show(name, row) for name, row in known] for title, (_, show) in SIDE_BY_SIDE.items()}
-    return Grid.of("comparisons side by side", columns, "lllrrlrrrr")
+    return Grid.of("comparisons side by side", columns, "lllrrlrrrr", keys=2)
 
 
 STYLE = """

@@ -318,7 +318,8 @@ def _require_distinct(runs: Sequence[Run], plain: Sequence[Run]) -> None:
         raise NotFired(
             f"{runs[0].folder.parent}: arm {runs[0].arm} gave the answers of plain on all {len(runs[0].predicted)} "
             f"test items under all {len(pairs)} seeds, with the same measures to {SAME:g}: its method did not act. "
-            "Give it other settings or leave it out, and remove this folder."
+            "A learning rate that begins at 0 moves nothing in its first step: train for more steps. Otherwise give "
+            "the arm other settings or leave it out. Remove this folder first."
         )
 
 

@@ -25,6 +25,11 @@ SHOW_SECONDS = 0.5
 KEPT_STEPS = 2000
 
 
+def choose_clock(device: torch.device) -> Callable[[], float]:
+    """Return the clock of a step: CPU seconds on a CPU, which other programs on the machine do not lengthen."""
+    return time.process_time if device.type == "cpu" else time.monotonic
+
+
 class RunCallback(TrainerCallback):
     """Counts, reports, saves and stops at step boundaries only, so that it never changes what is computed.
 
@@ -65,7 +70,8 @@ class RunCallback(TrainerCallback):
         # digests of the weights of single epochs, by file
         self.kept_weights: dict[str, str] = {}
         self._forget(torch.device("cpu"))
-        self._began = self._saved = self._shown = self._step_began = time.monotonic()
+        self._began = self._saved = self._shown = time.monotonic()
+        self._step_began = 0.0
 
     def _forget(self, device: torch.device) -> None:
         """Begin the sums of an epoch."""
@@ -97,7 +103,7 @@ class RunCallback(TrainerCallback):
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Median time of a step (forward, backward, methods, optimizer; not the making of the batch)."""
+        """Median seconds of a step: forward, backward, methods, optimizer; not the making of the batch."""
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,12 +153,12 @@ class RunCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._step_began = time.monotonic()
+        self._step_began = choose_clock(args.device)()
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = time.monotonic()
-        self.step_seconds.append(now - self._step_began)
+        self.step_seconds.append(choose_clock(args.device)() - self._step_began)
         if state.global_step % self.steps_per_epoch == 0:
             # the epoch's record comes first; on_epoch_end saves after it
             return

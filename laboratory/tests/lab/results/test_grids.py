@@ -112,7 +112,7 @@ def test_cells_say_what_the_table_says(table):
     assert low.startswith("\N{MINUS SIGN}")
     assert cells["difference,\npoints"] == f"{value} ({low} to {high})"
     detectable = f"{100 * judgement.detectable:.1f} to {100 * judgement.detectable_in_family:.1f}"
-    assert cells["detect-\nable"] == detectable
+    assert cells["detectable"] == detectable
 
 
 def test_a_narrow_interval_has_as_many_decimals_as_tell_its_ends_apart():
@@ -138,6 +138,15 @@ def test_a_repulsion_that_drowns_the_gradient_is_flagged(table):
     strong = replace(table, rows=(table.rows[2], replace(svgd, measures=svgd.measures | {"force_ratio": 12.5})))
     assert diversity_grid(strong).text[1][-1] == "12.5 !"
     assert "!: a force ratio above 10" in printed(strong, 80)
+
+
+def test_every_block_of_a_narrow_terminal_begins_with_the_columns_that_name_a_row():
+    grid = Grid.of(
+        "t", {"run": ["a", "a"], "arm": ["plain", "cka"], **{str(n): ["1" * 20] * 2 for n in range(4)}}, keys=2
+    )
+    rows = [line for line in shown_at(50, grid).splitlines() if "1" * 20 in line]
+    assert len(rows) == 8
+    assert all(row.split()[:2] in (["a", "plain"], ["a", "cka"]) for row in rows)
 
 
 def test_the_terminal_form_fits_breaks_no_name_or_number_and_has_no_note_about_what_is_not_shown(table, wide):
