@@ -47,7 +47,7 @@ def test_the_ratio_is_the_median_within_rounds_and_each_model_comes_first_as_oft
         return step
 
     monkeypatch.setattr(step_time, "_make_step", stand_in)
-    monkeypatch.setattr(step_time, "choose_clock", lambda device: lambda: now[0])
+    monkeypatch.setattr(step_time, "choose_clock", lambda _: lambda: now[0])
     found = measure_step_time(settings, tmp_path)
     assert found["numbers"] == {STEP_RATIO: 1.5, "plain_again": 1.0}
     assert found["rounds"] == BATCHES * ROUNDS
