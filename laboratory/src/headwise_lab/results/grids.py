@@ -19,8 +19,8 @@ from headwise_lab.results.cells import (
     show_points,
     show_signed,
 )
-from headwise_lab.results.runs import LOSS, Drop, has_met_target, summarize_drops
-from headwise_lab.results.statistics import omit_p
+from headwise_lab.results.runs import LOSS, SHRUNK, STAGES, Drop, has_met_target, summarize_drops
+from headwise_lab.results.statistics import Judgement, omit_p
 from headwise_lab.results.table import FEW, PLAIN, Difference, Table
 
 # The measures of a row of `diversity_grid`; papers' own measures are under their papers' names.
@@ -177,6 +177,45 @@ def head_grids(table: Table) -> tuple[Grid, ...]:
     return tuple(found)
 
 
+def halving_grid(table: Table) -> Grid:
+    """Return the score of each arm, a column, whole, with half of the heads and after the recovery, a row each."""
+    halved, metric = table.halved, table.metric
+    header = ("model", "heads", "params", *halved)
+    sizes = next(iter(halved.values())) if halved else None
+    rows = tuple(
+        (
+            STAGES[stage],
+            show_number(sizes.heads[stage], 0),
+            show_number(sizes.parameters[stage], 0),
+            *(Number(one.scores[stage].value, digits=1, factor=100) for one in halved.values()),
+        )
+        for stage in STAGES
+        if sizes is not None
+    )
+    title = f"with half of the heads: {metric.name}, {metric.unit}".removesuffix(", ")
+    return Grid(title, header, rows, "l" + "r" * (len(header) - 1))
+
+
+def describe_halving(table: Table) -> str:
+    """Return in words what half of the heads costs plain, and the arm with the most effective heads, by variance."""
+    halved, effective = table.halved, {row.arm: row.measures["effective_heads_weighted"] for row in table.arms}
+    if not halved:
+        return ""
+    most = max(halved, key=lambda arm: effective.get(arm) or 0.0)
+    said = [
+        f"With half of its heads {arm} changes by {_change(one.changes[SHRUNK[0]])}; after a recovery of {one.steps} "
+        f"steps, which the whole model did not have, by {_change(one.changes[SHRUNK[1]])}."
+        for arm in dict.fromkeys((PLAIN, most))
+        if (one := halved.get(arm)) is not None
+    ]
+    if (beside := halved[most].beside) is not None:
+        said.append(
+            f"Without a recovery the change of {most}, the arm with the most effective heads, is above that of "
+            f"{halved[most].control} by {_change(beside)}."
+        )
+    return " ".join(said)
+
+
 def signature_grid(table: Table) -> Grid:
     """Return the signature of each score as given by its library."""
     return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
@@ -228,6 +267,7 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
         bins_grid(table, intervals=intervals),
         diversity_grid(table),
         *head_grids(table),
+        halving_grid(table),
         signature_grid(table),
     )
     return tuple(grid for grid in every if grid.rows)
@@ -236,7 +276,11 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
 def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
     shown = list_grids(table, intervals=len(table.readable_bins) <= BINS_WITH_INTERVAL)
-    notes = [*list_notes(table), *(f"not finished: {run}" for run in table.missing)]
+    notes = [
+        *list_notes(table),
+        *filter(None, [describe_halving(table)]),
+        *(f"not finished: {run}" for run in table.missing),
+    ]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 
@@ -260,3 +304,8 @@ def _show_mean_cost(score: str, drops: Sequence[Drop]) -> Cell:
     if not drops:
         return NONE
     return show_number(fmean(drop.value for drop in drops), factor=1.0 if score == LOSS else 100.0)
+
+
+def _change(found: Judgement) -> str:
+    word = omit_p(found.words).replace("no difference shown", "no difference that could be detected")
+    return f"{show_points(found.estimate)} points: {word}"

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headwise_lab.experiment.evaluation import Measure, Metric
@@ -112,6 +112,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Halving:
+    """The models of an arm with half of their heads.
+
+    Attributes:
+        heads: Number of heads of a model, by stage.
+        parameters: Number of its parameters.
+        scores: The metric pooled over all test items.
+        changes: Differences to the whole models, of the other stages.
+        beside: What half of the heads cost the arm less than its control; None without a control.
+        control: Name of the control.
+        steps: Steps of the recovery.
+    """
+
+    heads: Mapping[str, int]
+    parameters: Mapping[str, int]
+    scores: Mapping[str, Estimate]
+    changes: Mapping[str, Judgement]
+    beside: Judgement | None
+    control: str | None
+    steps: int
+
+
+@dataclass(frozen=True)
 class Table:
     """A comparison as a table: baselines first, then plain, then the other arms in the requested order.
 
@@ -133,6 +156,7 @@ class Table:
         missing: Requested runs that are not finished, as text.
         doubt: Why differences in score decide nothing, as in "plain is not shown to beat counts"; "" where they do.
         versions: Package to version, over all runs.
+        halved: The arms with half of their heads, where that was measured.
     """
 
     task: str
@@ -152,6 +176,7 @@ class Table:
     missing: tuple[str, ...]
     doubt: str
     versions: Mapping[str, str]
+    halved: Mapping[str, Halving] = field(default_factory=dict)
 
     def row(self, arm: str) -> Row | None:
         """Return the row of an arm, or None."""
@@ -201,6 +226,18 @@ def make_record(table: Table) -> dict[str, Any]:
         "doubt": table.doubt,
         "signatures": [list(pair) for pair in table.signatures],
         "versions": dict(table.versions),
+        **({"halved": {arm: _record_halving(one) for arm, one in table.halved.items()}} if table.halved else {}),
+    }
+
+
+def _record_halving(one: Halving) -> dict[str, Any]:
+    return {
+        "heads": dict(one.heads),
+        "parameters": dict(one.parameters),
+        "scores": {stage: record_estimate(found) for stage, found in one.scores.items()},
+        "changes": {stage: {**record_judgement(found), "verdict": found.words} for stage, found in one.changes.items()},
+        "beside": one.beside and {"against": one.control, **record_judgement(one.beside), "verdict": one.beside.words},
+        "steps": one.steps,
     }
 
 

@@ -11,9 +11,20 @@ from numpy.typing import NDArray
 from headwise.errors import NotFired
 from headwise_lab.experiment.evaluation import Metric
 from headwise_lab.results.paired_tests import PairedTests
-from headwise_lab.results.runs import MEASURES, HeadDrops, Results, Run, has_met_target, read_results, read_starts
+from headwise_lab.results.runs import (
+    MEASURES,
+    SHRUNK,
+    STAGES,
+    WHOLE,
+    HeadDrops,
+    Results,
+    Run,
+    has_met_target,
+    read_results,
+    read_starts,
+)
 from headwise_lab.results.statistics import MINIMUM_SEEDS, Judgement, difference, judge_family, score
-from headwise_lab.results.table import PLAIN, Difference, Point, Row, Table
+from headwise_lab.results.table import PLAIN, Difference, Halving, Point, Row, Table
 
 # Two runs with equal answers whose measures differ by less than this are the same.
 SAME = 1e-6
@@ -80,6 +91,7 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
         missing=results.missing,
         doubt=doubt,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
+        halved=_compare_halves({row.arm: arms[row.arm] for row in rows}, results.metric, doubt),
     )
 
 
@@ -159,6 +171,43 @@ def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: R
         head_drops=_group_by_score(runs),
         settings=first.settings,
     )
+
+
+def _compare_halves(arms: Mapping[str, Sequence[Run]], metric: Metric, doubt: str) -> dict[str, Halving]:
+    """Return the halving of each arm of whose runs it was measured; their differences are one family of tests."""
+    measured = {arm: {run.seed: run for run in runs if run.halved} for arm, runs in arms.items()}
+    measured = {arm: runs for arm, runs in measured.items() if runs}
+    found, tests = {}, {}
+    for arm, runs in measured.items():
+        values = {stage: _stack_stage(runs.values(), stage, metric) for stage in STAGES}
+        first = next(iter(runs.values()))
+        assert first.halved is not None
+        starts = read_starts(runs.values())
+        for stage in SHRUNK:
+            tests[arm, stage] = difference(values[stage], values[WHOLE], least=metric.least, starts=starts)
+        others = measured.get(first.control or "", {})
+        if both := [seed for seed in runs if seed in others]:
+            lost, other = (
+                _stack_stage(pair, SHRUNK[0], metric) - _stack_stage(pair, WHOLE, metric)
+                for pair in ([runs[seed] for seed in both], [others[seed] for seed in both])
+            )
+            tests[arm, first.control] = difference(
+                lost, other, least=metric.least - 1.0, starts=read_starts(others[seed] for seed in both)
+            )
+        scores = {stage: score(value, least=metric.least) for stage, value in values.items()}
+        sizes = first.halved
+        found[arm] = Halving(sizes.heads, sizes.parameters, scores, {}, None, first.control, sizes.steps)
+    judged = dict(zip(tests, judge_family(list(tests.values()), doubts=[doubt] * len(tests)), strict=True))
+    return {
+        arm: replace(
+            one, changes={stage: judged[arm, stage] for stage in SHRUNK}, beside=judged.get((arm, one.control))
+        )
+        for arm, one in found.items()
+    }
+
+
+def _stack_stage(runs: Iterable[Run], stage: str, metric: Metric) -> NDArray[np.float64]:
+    return np.stack([metric.values(run.halved.statistics[stage]) for run in runs if run.halved is not None])
 
 
 def _group_by_score(runs: Sequence[Run]) -> dict[str, tuple[HeadDrops, ...]]:
