@@ -1,6 +1,6 @@
 # Needs make and Python 3.11 or newer; everything else is installed into .venv.
 #
-#   make demo        install, then compare a repulsion and a penalty with their controls on a small task
+#   make demo        install, then compare a repulsion and a penalty with their controls on a small task; halve their heads
 #   make test        install with the development tools, then run the quick tests
 #   make test-all    run those and the tests marked full
 #   make test-slow   run the tests that take minutes
@@ -21,7 +21,7 @@
 #   make bench-memory  measure peak memory of preparing and batching millions of sentence pairs
 #   make bench-lm DATA=FILE  train task lm and a bare script of the Trainer: losses and tokens per second
 #   make bench-laboratory DATA=FOLDER  compare runs with a bare loop over the same model; FOLDER holds sentence pairs
-#   make bench-demo  run the demo with nothing to resume, and keep what it printed, its picture and its time
+#   make bench-demo  run the demo with nothing to resume, and keep what it printed, its pictures and its time
 #   make bench-first-steps TEXT=FILE  time the README's way from nothing to a report; FILE has a sentence a line
 #   make bench-graphs DATA=FOLDER  time encoding graphs in a batch against one by one; FOLDER is AGENDA's
 #   make api         write docs/api.md from the docstrings and the tables of docs/any-model.md from the tests
@@ -48,7 +48,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.lab
-	$(BIN)/headwise compare logic --set heads=16 --set train_examples=24000 $(ARGS)
+	$(BIN)/headwise compare logic --set heads=16 --set layers=1 --set train_examples=16000 --halve $(ARGS)
 
 # Installs nothing: a GPU machine has its own torch, whose Python is PYTHON. Run it again to resume.
 GPU_ARMS := plain,smooth,svgd,svgd-relative,output,trunk:layers=0/1,kinds=self,em:layers=0/1,kinds=self,output+em:layers=0/1,kinds=self
