@@ -1,4 +1,4 @@
-"""Run what `make demo` runs, with nothing to resume, and keep what it printed, its picture and its time.
+"""Run what `make demo` runs, with nothing to resume, and keep what it printed, its pictures and its time.
 
 Run by `make bench NAME=demo`. The README shows the record named in docs/generate_pages.py.
 """
@@ -19,7 +19,7 @@ from headwise.input_files import encode_json
 from timing import RECORDS, console, default_device, new_record
 
 ROOT = Path(__file__).parents[1]
-KEPT = ("results.json", "figures/effective-heads.png")
+KEPT = ("results.json", "figures/effective-heads.png", "figures/half-of-the-heads.png")
 
 
 def main() -> None:

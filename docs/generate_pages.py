@@ -36,7 +36,11 @@ STEP_GOALS = {"svgd apply, 54 groups": 0.003, "svgd apply, first encoder layer":
 ROUTING_GOALS = {"em": 1.10, "simple": 1.15}
 MEASURE_GOAL = 0.56
 # The grids of a comparison that a newcomer reads first, by how their titles begin.
-SHOWN = ("logic at scale", "how alike the heads are")
+SHOWN = ("logic at scale", "how alike the heads are", "with half of the heads")
+PICTURES = {
+    "effective-heads": "Effective heads of each arm, as they are and by variance",
+    "half-of-the-heads": "What half of the heads costs each arm, before and after a recovery",
+}
 
 
 def render() -> dict[Path, str]:
@@ -202,22 +206,25 @@ def _percent(value: float, digits: int = 1) -> str:
 
 
 def make_demo() -> str:
-    """Return what `make demo` printed of verdicts and heads, how long it took, and its picture."""
+    """Return what `make demo` printed of verdicts and heads, how long it took, and its pictures."""
     record, found = (parse_json((ROOT / DEMO / f"{name}.json").read_text("utf-8")) for name in ("record", "results"))
     rows = {row["arm"]: row for row in found["rows"]}
     heads = [rows[arm]["measures"] for arm in ("plain", "cka")]
     plain, cka = (f"{one['effective_heads']:.1f} ({one['effective_heads_weighted']:.1f} by variance)" for one in heads)
     lead, cores = rows["cka"]["to_control"], record["machine"]["cores"]
     text = (ROOT / DEMO / "printed.txt").read_text(encoding="utf-8")
-    printed = "\n\n".join(_cut(text, title) for title in SHOWN)
+    printed = "\n\n".join(_cut(text, title) for title in SHOWN if title in text)
     said = (
         f"Four arms of a small encoder with {len(found['seeds'])} seeds each took {record['seconds'] / 60:.1f} minutes "
         f"on {cores} cores. Of the 16 heads of a plain layer {plain} are effective; with a penalty on heads that do "
         f"the same, {cka}. The accuracy shows {lead['verdict'].partition(' shown')[0]}: {100 * lead['value']:+.1f} "
         f"points ({100 * lead['low']:+.1f} to {100 * lead['high']:+.1f})."
     )
-    picture = f"![Effective heads of each arm, as they are and by variance](../{DEMO.as_posix()}/effective-heads.png)"
-    return f"```console\n$ make demo\n...\n{printed}\n```\n\n{picture}\n\n{_wrap(said)}"
+    halves = re.search(r"^With half of its heads .*?\.$(?=\s*^page: )", text, re.MULTILINE | re.DOTALL)
+    said += f" {' '.join(halves[0].split())}" if halves else ""
+    places = {alt: DEMO / f"{name}.png" for name, alt in PICTURES.items()}
+    pictures = "\n\n".join(f"![{alt}](../{at.as_posix()})" for alt, at in places.items() if (ROOT / at).exists())
+    return f"```console\n$ make demo\n...\n{printed}\n```\n\n{pictures}\n\n{_wrap(said)}"
 
 
 def make_look() -> str:

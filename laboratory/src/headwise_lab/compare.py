@@ -32,6 +32,7 @@ from headwise_lab.results.grids import render_terminal
 from headwise_lab.results.pages import make_page
 from headwise_lab.results.runs import (
     COMPARISON,
+    HALVE,
     PAIRED,
     REDUNDANCY,
     REFERENCES,
@@ -105,7 +106,13 @@ class Comparison:
 
 
 def compare(
-    comparison: Comparison, console: Console, *, redundancy: bool = False, step_times: bool = False, config: str = ""
+    comparison: Comparison,
+    console: Console,
+    *,
+    redundancy: bool = False,
+    halve: bool = False,
+    step_times: bool = False,
+    config: str = "",
 ) -> list[Failure]:
     """Do every run of a comparison that is not finished, then write its table, figures and page.
 
@@ -113,6 +120,7 @@ def compare(
         comparison: What to compare.
         console: Where progress and table are shown.
         redundancy: Whether to remove each head of each trained model alone afterwards and measure the cost.
+        halve: Whether to remove half of the heads of each trained model afterwards, and train it a little further.
         step_times: Whether to time steps of each arm in turn with steps of plain afterwards.
         config: The options as TOML, kept as run.toml once the folder is known to be this comparison's.
 
@@ -121,7 +129,7 @@ def compare(
 
     Raises:
         SettingError: The folder cannot be written or holds another comparison, an arm does not fit the model, or
-            `redundancy` or `step_times` is combined with cross-validation.
+            `redundancy`, `halve` or `step_times` is combined with cross-validation.
         DataError: The data cannot be read.
         KeyboardInterrupt: Ctrl-C; every run has saved its state.
     """
@@ -129,7 +137,8 @@ def compare(
     jobs = plan_runs(comparison, console)
     if config:
         runs.write_text(out / CONFIG, config)
-    analyses = [name for name, wanted in ((REDUNDANCY, redundancy), (STEP_TIME, step_times)) if wanted]
+    asked = ((REDUNDANCY, redundancy), (HALVE, halve), (STEP_TIME, step_times))
+    analyses = [name for name, wanted in asked if wanted]
     if analyses and is_divided(jobs[-1]):
         raise SettingError(
             f"--{analyses[0]} needs one trained model per run, and with --folds a run has several; omit one of them."

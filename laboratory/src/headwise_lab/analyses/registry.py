@@ -12,7 +12,7 @@ from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.experiment.task import Analysis
-from headwise_lab.results.runs import REDUNDANCY, STEP_TIME
+from headwise_lab.results.runs import HALVE, REDUNDANCY, STEP_TIME
 
 HEAD_VECTORS = "head-vectors"
 FORCE_DIRECTIONS = "force-directions"
@@ -21,6 +21,7 @@ SHRINKING = "shrinking"
 ANALYSES: Mapping[str, Analysis] = {
     HEAD_VECTORS: Analysis("headwise_lab.analyses.head_vectors:measure_head_vectors"),
     REDUNDANCY: Analysis("headwise_lab.analyses.head_removal:measure_redundancy"),
+    HALVE: Analysis("headwise_lab.analyses.shrinking:measure_halving"),
     STEP_TIME: Analysis("headwise_lab.analyses.step_time:measure_step_time", once=True),
     FORCE_DIRECTIONS: Analysis("headwise_lab.analyses.force_directions:measure_directions"),
     SHRINKING: Analysis("headwise_lab.analyses.shrinking:measure_shrinking"),

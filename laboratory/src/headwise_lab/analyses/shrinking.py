@@ -1,13 +1,17 @@
-"""What a trained model loses when heads are removed from its weights, or its key/value heads are merged."""
+"""What a trained model loses when heads are removed from its weights, or its key/value heads are merged.
+
+Half of its heads also with a short recovery.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,15 +21,21 @@ from headwise.heads.find import find_heads
 from headwise.heads.record import keep, record
 from headwise.shrinking.merge import merge, require_mergeable
 from headwise.shrinking.prune import choose_heads, prune
+from headwise.texts.batching import to_device
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.evaluation import METRICS, Loss
+from headwise_lab.experiment.seeding import derive_key
 from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.results.runs import STAGES
+from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.trained import Trained, load_trained
 
 HEADS, KEY_VALUE_HEADS = "heads", "kv_heads"
 # Shares that stay.
 SHARES: Mapping[str, tuple[float, ...]] = {HEADS: (0.75, 0.5, 0.25), KEY_VALUE_HEADS: (0.5, 0.25)}
 LOSS, ADDED, SCORE = "loss", "loss_added", "score"
+# What a recovery has of a run's steps, an epoch at most, and of its rate.
+RECOVERY, RECOVERY_RATE = 0.1, 0.5
 
 # What is left, of its share, in a model.
 Smaller = Iterator[tuple[str, float, nn.Module]]
@@ -125,3 +135,63 @@ def _record_inputs(trained: Trained) -> list[dict[str, Any]]:
         for _ in trained.task.probe(trained.model, trained.data):
             pass
     return [call.kwargs for call in calls]
+
+
+def measure_halving(settings: RunSettings, folder: Path) -> dict[str, Any]:
+    """Return what a trained model scores on each test item: whole, with half of its heads, and after a recovery.
+
+    Each attention keeps the half of its heads that matters most, by first-order importance on dev. The recovery trains
+    all parameters on the task's loss, without the arm's penalty or repulsion, for a tenth of the run's steps: at half
+    of its rate, which falls linearly to zero. The whole model is not trained any further.
+
+    Returns:
+        "numbers", the score of each of `runs.STAGES`; and of each stage "statistics" of the test items for the metric,
+        "heads" and "parameters"; and "steps" of the recovery.
+
+    Raises:
+        DataError: The run's weights cannot be read.
+        SettingError: The task has no losses of dev items.
+        LayoutError: Heads cannot be removed, as under aggregators.
+    """
+    trained = load_trained(settings, folder)
+    task, data, model = trained.task, trained.data, trained.model
+    found: dict[str, dict[str, Any]] = {"numbers": {}, "statistics": {}, "heads": {}, "parameters": {}}
+    steps = 0
+    for place, stage in enumerate(STAGES):
+        if stage == "half":
+            heads = find_heads(trained.heads.model)
+            worth = importance(heads, lambda: task.dev_losses(model, data), method="first_order")
+            if removed := choose_heads(heads, 0.5, worth):
+                prune(heads, removed)
+        elif stage == "recovered":
+            steps = _recover(trained, settings)
+        with torch.no_grad():
+            statistics = np.asarray(task.greedy(model, data))
+        found["numbers"][stage] = float(METRICS[task.metric].values(statistics).mean())
+        found["statistics"][stage] = statistics.tolist()
+        found["heads"][stage] = sum(site.num_heads for site in find_heads(trained.heads.model))
+        found["parameters"][stage] = sum(parameter.numel() for parameter in model.parameters())
+        progress = {"step": place + 1, "steps": len(STAGES), "note": STAGES[stage]}
+        run_folder.write_json(folder / run_folder.PROGRESS, progress)
+    return {**found, "steps": steps}
+
+
+def _recover(trained: Trained, settings: RunSettings) -> int:
+    """Train a model further, and return for how many steps."""
+    task, data, model, recipe = trained.task, trained.data, trained.model, settings.scale.recipe
+    batches: Any = task.batches(data, settings.scale, derive_key(settings.seed, "recovery order"))
+    steps = min(len(batches), max(1, round(RECOVERY * recipe.epochs * len(batches))))
+    rate = RECOVERY_RATE * (task.remaining_arm(settings.arm, data).learning_rate or recipe.learning_rate)
+    optimizer = build_optimizer(model, rate, recipe)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
+    torch.manual_seed(derive_key(settings.seed, "recovery dropout"))
+    model.train()
+    for places in islice(batches, steps):
+        model(**to_device(task.collate([data.train[place] for place in places]), model))["loss"].backward()
+        if recipe.clip_norm > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.eval()
+    return steps

@@ -122,6 +122,9 @@ class Compare:
         tuple[str, ...], Option(metavar="NAME=VALUE", help="Launcher option, e.g. slurm_partition=gpu.")
     ] = ()
     redundancy: Annotated[bool, Option("--redundancy", help="Also score the test set without each head.")] = False
+    halve: Annotated[
+        bool, Option("--halve", help="Also score trained models with half of their heads, and after a recovery.")
+    ] = False
     step_time: Annotated[bool, Option("--step-time", help="Also time training steps of each arm against plain.")] = (
         False
     )
@@ -180,6 +183,7 @@ def compare(given: Compare) -> None:
             comparison,
             standard_console(),
             redundancy=given.redundancy,
+            halve=given.halve,
             step_times=given.step_time,
             config=format_config(list_kept(given, options.sizes)),
         )

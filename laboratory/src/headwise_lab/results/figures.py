@@ -30,7 +30,7 @@ from headwise.plots.style import (
 )
 from headwise.report.html import DPI
 from headwise_lab.results.cells import MINUS
-from headwise_lab.results.runs import LOSS
+from headwise_lab.results.runs import LOSS, STAGES
 from headwise_lab.results.statistics import Estimate, estimate
 from headwise_lab.results.table import FEW, PLAIN, Table
 
@@ -202,6 +202,7 @@ def _draw_level(axes: Axes, plain: Estimate) -> None:
 
 # Prefix of the names of pictures about single heads.
 HEADS_PREFIX = "heads-by-"
+HALVES_NAME = "half-of-the-heads"
 # Minimum number of epochs of a curve.
 EPOCHS = 3
 ENDS = ("low", "value", "high")
@@ -243,6 +244,7 @@ def draw_figures(table: Table) -> tuple[Picture, ...]:
         draw_score_by_similarity(table),
         draw_score_by_force(table),
         *draw_head_costs(table),
+        draw_halving(table),
     )
     return tuple(picture for picture in drawn if picture is not None)
 
@@ -405,6 +407,38 @@ def _draw_costs(table: Table, score: str) -> Picture:
         for arm, values in ((arm, [value for model in found for value in model]) for arm, found in costs.items())
     )
     return Picture(f"{HEADS_PREFIX}{score.lower()}", png, caption, alt)
+
+
+def draw_halving(table: Table) -> Picture | None:
+    """Draw the difference to the whole models of models with half of their heads; None where none was measured."""
+    if not table.halved:
+        return None
+    style, changes = choose_styles(table), {arm: one.changes for arm, one in table.halved.items()}
+    stages = list(next(iter(changes.values())))
+    with drawing(7.6, 4.0) as figure:
+        axes = figure.subplots()
+        axes.axhline(0, color=GRAY, linewidth=1.2)
+        for place, (arm, found) in enumerate(changes.items()):
+            shift = 0.5 * ((place + 0.5) / len(changes) - 0.5)
+            places = [number + shift for number in range(len(stages))]
+            draw_differences(axes, places, [found[stage].estimate for stage in stages], style[arm])
+            axes.plot([], [], color=style[arm].color, marker=style[arm].marker, linestyle="none", label=label_arm(arm))
+        axes.set_xticks(range(len(stages)), [STAGES[stage] for stage in stages])
+        axes.set_xlim(-0.5, len(stages) - 0.5)
+        axes.set_ylabel("difference to the whole model, points")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", MINUS) if value else "0")
+        name_data(axes, table)
+        figure.legend(loc="outside right upper", frameon=False)
+        png = to_png(figure)
+    caption = (
+        f"{_capitalize_metric(table)} with half of the heads minus that of the same whole model, as it is and after a "
+        "short recovery, with 95 % intervals over seeds and test items."
+    )
+    alt = "Points lost with half of the heads, and after a recovery: " + "; ".join(
+        f"{arm} {', '.join(f'{100 * one.estimate.value:+.1f}' for one in found.values())}"
+        for arm, found in changes.items()
+    )
+    return Picture(HALVES_NAME, png, caption, alt)
 
 
 def draw_score_by_similarity(table: Table) -> Picture | None:

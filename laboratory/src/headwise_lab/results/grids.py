@@ -17,7 +17,7 @@ from headwise_lab.results.cells import (
     show_percent,
     show_signed,
 )
-from headwise_lab.results.runs import LOSS, has_met_target, summarize_drops
+from headwise_lab.results.runs import LOSS, SHRUNK, STAGES, has_met_target, summarize_drops
 from headwise_lab.results.statistics import Judgement, omit_p
 from headwise_lab.results.table import FEW, PLAIN, Row, Table
 
@@ -154,6 +154,45 @@ def head_grids(table: Table) -> tuple[Grid, ...]:
     return tuple(grids)
 
 
+def halving_grid(table: Table) -> Grid:
+    """Return the score of each arm, a column, whole, with half of the heads and after the recovery, a row each."""
+    halved = table.halved
+    sizes = next(iter(halved.values()))
+    columns: dict[str, list[Cell]] = {
+        "model": [*STAGES.values()],
+        "heads": [show_number(sizes.heads[stage], 0) for stage in STAGES],
+        "params": [show_number(sizes.parameters[stage], 0) for stage in STAGES],
+        **{
+            arm: [Number(one.scores[stage].value, digits=1, factor=100) for stage in STAGES]
+            for arm, one in halved.items()
+        },
+    }
+    return Grid.of(f"with half of the heads: {table.axis}", columns)
+
+
+def describe_halving(table: Table) -> str:
+    """Return in words what half of the heads costs plain, and the arm with the most effective heads, by variance."""
+    halved, effective = table.halved, {row.arm: row.measures["effective_heads_weighted"] for row in table.arms}
+    most = max(halved, key=lambda arm: effective.get(arm) or 0.0)
+    words = [
+        f"With half of its heads {arm} changes by {_change(one.changes[SHRUNK[0]])}; after a recovery of {one.steps} "
+        f"steps, which the whole model did not have, by {_change(one.changes[SHRUNK[1]])}."
+        for arm in dict.fromkeys((PLAIN, most))
+        if (one := halved.get(arm)) is not None
+    ]
+    if (beside := halved[most].beside) is not None:
+        words.append(
+            f"Without a recovery the change of {most}, the arm with the most effective heads, is above that of "
+            f"{halved[most].control} by {_change(beside)}."
+        )
+    return " ".join(words)
+
+
+def _change(found: Judgement) -> str:
+    words = omit_p(found.words).replace("no difference shown", "no difference that could be detected")
+    return f"{show_percent(found.estimate, signed=True)} points: {words}"
+
+
 def signature_grid(table: Table) -> Grid:
     """Return the signature of each score as given by its library."""
     return Grid("how the scores were computed", ("score", "signature"), table.signatures, "ll")
@@ -202,6 +241,7 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
         bins_grid(table, intervals=intervals),
         diversity_grid(table),
         *head_grids(table),
+        *([halving_grid(table)] if table.halved else []),
         signature_grid(table),
     )
     return tuple(grid for grid in every if grid.rows)
@@ -210,7 +250,8 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
 def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
     shown = list_grids(table, intervals=len(table.readable_bins) <= BINS_WITH_INTERVAL)
-    notes = [*list_notes(table), *(f"not finished: {run}" for run in table.results.missing)]
+    halves = [describe_halving(table)] if table.halved else []
+    notes = [*list_notes(table), *halves, *(f"not finished: {run}" for run in table.results.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 

@@ -10,11 +10,13 @@ from typing import Any
 from headwise.errors import DataError, HeadwiseError
 from headwise.report.html import ALIGNMENTS, Page
 from headwise_lab.results.cells import NONE, Cell, Grid, Number, show_number, show_p, show_percent
-from headwise_lab.results.figures import HEADS_PREFIX, Picture
+from headwise_lab.results.figures import HALVES_NAME, HEADS_PREFIX, Picture
 from headwise_lab.results.grids import (
     bins_grid,
     cost_grid,
+    describe_halving,
     diversity_grid,
+    halving_grid,
     head_grids,
     list_notes,
     paired_grids,
@@ -53,6 +55,12 @@ HEADS = (
     "whose 95 % interval over test items contains zero, without adjustment. Heads of all seeds are pooled. Nothing "
     "was chosen by these numbers, and heads of different models are not tested against each other."
 )
+HALVES = (
+    "Of each trained model every attention keeps the half of its heads that matters most, by first-order importance on "
+    "dev. The recovery trains all that is left on the task's loss alone, for a tenth of the run's steps; the whole "
+    "model is not trained any further, so a gain over it may be that of longer training. Scores are those of the "
+    "cheapest search. The differences are one family of tests."
+)
 COST = (
     "An arrow points to the better side. Step time is the median time of a training step over plain's: of steps timed "
     "in turn in one process if measured so (--step-time; headwise reproduce does), else of the steps of the runs, "
@@ -71,13 +79,19 @@ def make_page(table: Table, pictures: Sequence[Picture], *, title: str = "", com
     caption = f"{table.axis}, with 95 % intervals over seeds and test items"
     _add_grids(page, bins_grid(table), caption=caption, note=f"Test items: {_describe_items(table)}.")
     of_heads = [picture for picture in pictures if picture.name.startswith(HEADS_PREFIX)]
-    _add_pictures(page, [picture for picture in pictures if picture not in of_heads])
+    of_halves = [picture for picture in pictures if picture.name == HALVES_NAME]
+    _add_pictures(page, [picture for picture in pictures if picture not in (*of_heads, *of_halves)])
     page.heading("How alike the heads are")
     _add_grids(page, diversity_grid(table), caption="means over seeds", note=COLUMNS)
     if costs := head_grids(table):
         page.heading("What each head is worth")
         _add_grids(page, *costs, note=HEADS)
         _add_pictures(page, of_heads)
+    if table.halved:
+        page.heading("With half of the heads")
+        page.paragraph(describe_halving(table))
+        _add_grids(page, halving_grid(table), note=HALVES)
+        _add_pictures(page, of_halves)
     page.heading("Settings of the arms")
     page.table(["arm", "settings"], [(row.arm, _describe_settings(row)) for row in table.rows], align="ll")
     page.heading("How it was judged")

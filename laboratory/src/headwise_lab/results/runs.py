@@ -149,6 +149,10 @@ def _read_drop(head: Mapping[str, Any], cost: Mapping[str, Any]) -> Drop:
     return Drop(str(head["site"]), str(head["kind"]), int(head["layer"]), int(head["head"]), *numbers)
 
 
+# What is measured of a model with half of its heads, in words.
+HALVE = "halve"
+STAGES: Mapping[str, str] = {"whole": "whole", "half": "half of its heads", "recovered": "half, recovered"}
+WHOLE, *SHRUNK = STAGES
 COMPARISON = "comparison.json"
 TEST = "test.npz"
 REFERENCES = "references.txt"
@@ -168,6 +172,43 @@ MEASURES = (
     "force_ratio",
 )
 AGAIN = "delete the folder {} and run the same command again, which redoes only this run."
+
+
+@dataclass(frozen=True)
+class Halved:
+    """What was measured of a model with half of its heads.
+
+    Attributes:
+        statistics: Statistics of each test item for the metric, [N] or [N, K], by stage; see `STAGES`.
+        heads: Number of heads by stage.
+        parameters: Number of parameters by stage.
+        steps: Steps of the recovery.
+    """
+
+    statistics: Mapping[str, NDArray[np.float64]]
+    heads: Mapping[str, int]
+    parameters: Mapping[str, int]
+    steps: int
+
+
+def read_halved(folder: Path, items: int) -> Halved | None:
+    """Return what was measured of the run in `folder` with half of its heads; None if nothing was.
+
+    Raises:
+        DataError: The record is damaged, or of another number of test items.
+    """
+    path = analysis_file(folder, HALVE)
+    if not path.exists():
+        return None
+    record = read_json(path)
+    try:
+        statistics = {stage: np.array(record["statistics"][stage], dtype=np.float64) for stage in STAGES}
+        if any(len(found) != items or not np.isfinite(found).all() for found in statistics.values()):
+            raise ValueError(f"expected finite numbers of {items} items")
+        heads, parameters = ({stage: int(record[name][stage]) for stage in STAGES} for name in ("heads", "parameters"))
+        return Halved(statistics, heads, parameters, int(record["steps"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise DataError(f"{path} is not the record of an analysis; delete it and run the same command again.") from None
 
 
 @dataclass(frozen=True)
@@ -191,6 +232,8 @@ class Run:
         dev: Its score on dev after each epoch; empty for a baseline.
         head_drops: Cost of removing each head, one entry per score; empty if not measured.
         versions: Package to version.
+        folder: Its folder.
+        halved: What was measured with half of its heads; None if nothing was.
     """
 
     arm: str
@@ -211,6 +254,7 @@ class Run:
     head_drops: tuple[HeadDrops, ...]
     versions: Mapping[str, str]
     folder: Path
+    halved: Halved | None = None
 
 
 @dataclass(frozen=True)
@@ -383,6 +427,7 @@ def _read_run(path: Path, metric: Metric, items: int) -> Run:
             dev=_read_dev(path.with_name(EPOCHS), again),
             head_drops=read_head_drops(path.parent),
             folder=path.parent,
+            halved=read_halved(path.parent, items),
         )
         score = float(record["score"]["pooled"])
         found = float(metric.values(statistics).mean())

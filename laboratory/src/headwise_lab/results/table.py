@@ -3,7 +3,7 @@
 import math
 import statistics as averages
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from headwise.errors import NotFired
 from headwise_lab.experiment.evaluation import Metric
 from headwise_lab.results.runs import (
     MEASURES,
+    SHRUNK,
+    STAGES,
+    WHOLE,
     HeadDrops,
     Results,
     Run,
@@ -91,6 +94,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Halving:
+    """The models of an arm with half of their heads.
+
+    Attributes:
+        heads: Number of heads of a model, by stage.
+        parameters: Number of its parameters.
+        scores: The metric pooled over all test items.
+        changes: Differences to the whole models, of the other stages.
+        beside: What half of the heads cost the arm less than its control; None without a control.
+        control: Name of the control.
+        steps: Steps of the recovery.
+    """
+
+    heads: Mapping[str, int]
+    parameters: Mapping[str, int]
+    scores: Mapping[str, Estimate]
+    changes: Mapping[str, Judgement]
+    beside: Judgement | None
+    control: str | None
+    steps: int
+
+
+@dataclass(frozen=True)
 class Table:
     """A comparison as a table: baselines first, then plain, then the other arms in the requested order.
 
@@ -103,6 +129,7 @@ class Table:
         paired: sacreBLEU's paired tests, one entry per arm and metric, for translations.
         doubt: Why differences in score decide nothing, as in "plain is not shown to beat counts"; "" where they do.
         versions: Package to version, over all runs.
+        halved: The arms with half of their heads, where that was measured.
     """
 
     results: Results
@@ -113,6 +140,7 @@ class Table:
     paired: tuple[PairedTests, ...]
     doubt: str
     versions: Mapping[str, str]
+    halved: Mapping[str, Halving] = field(default_factory=dict)
 
     def row(self, arm: str) -> Row | None:
         """Return the row of an arm, or None."""
@@ -196,6 +224,7 @@ def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | N
         paired=_select_paired(results.paired, {row.arm: row.seeds for row in rows}),
         doubt=doubt,
         versions={name: version for run in results.runs for name, version in sorted(run.versions.items())},
+        halved=_compare_halves({row.arm: row.runs for row in rows}, results.metric, doubt),
     )
 
 
@@ -261,6 +290,43 @@ def _make_row(runs: Sequence[Run], arms: Mapping[str, Sequence[Run]], results: R
         },
         settings=first.settings,
     )
+
+
+def _compare_halves(arms: Mapping[str, Sequence[Run]], metric: Metric, doubt: str) -> dict[str, Halving]:
+    """Return the halving of each arm of whose runs it was measured; their differences are one family of tests."""
+    measured = {arm: {run.seed: run for run in runs if run.halved} for arm, runs in arms.items()}
+    measured = {arm: runs for arm, runs in measured.items() if runs}
+    halvings, tests = {}, {}
+    for arm, runs in measured.items():
+        values = {stage: _stack_stage(runs.values(), stage, metric) for stage in STAGES}
+        first = next(iter(runs.values()))
+        assert first.halved is not None
+        starts = read_starts(runs.values())
+        for stage in SHRUNK:
+            tests[arm, stage] = difference(values[stage], values[WHOLE], least=metric.least, starts=starts)
+        others = measured.get(first.control or "", {})
+        if both := [seed for seed in runs if seed in others]:
+            lost, other = (
+                _stack_stage(pair, SHRUNK[0], metric) - _stack_stage(pair, WHOLE, metric)
+                for pair in ([runs[seed] for seed in both], [others[seed] for seed in both])
+            )
+            tests[arm, first.control] = difference(
+                lost, other, least=metric.least - 1.0, starts=read_starts(others[seed] for seed in both)
+            )
+        scores = {stage: score(value, least=metric.least) for stage, value in values.items()}
+        sizes = first.halved
+        halvings[arm] = Halving(sizes.heads, sizes.parameters, scores, {}, None, first.control, sizes.steps)
+    judged = dict(zip(tests, judge_family(list(tests.values()), doubts=[doubt] * len(tests)), strict=True))
+    return {
+        arm: replace(
+            one, changes={stage: judged[arm, stage] for stage in SHRUNK}, beside=judged.get((arm, one.control))
+        )
+        for arm, one in halvings.items()
+    }
+
+
+def _stack_stage(runs: Iterable[Run], stage: str, metric: Metric) -> NDArray[np.float64]:
+    return np.stack([metric.values(run.halved.statistics[stage]) for run in runs if run.halved is not None])
 
 
 def _compare(
@@ -361,6 +427,17 @@ def make_record(table: Table) -> dict[str, Any]:
         "doubt": table.doubt,
         "signatures": [list(pair) for pair in table.signatures],
         "versions": dict(table.versions),
+        **({"halved": {arm: _record_halving(one) for arm, one in table.halved.items()}} if table.halved else {}),
+    }
+
+
+def _record_halving(one: Halving) -> dict[str, Any]:
+    return {
+        **{name: dict(getattr(one, name)) for name in ("heads", "parameters")},
+        "scores": {stage: record_estimate(found) for stage, found in one.scores.items()},
+        "changes": {stage: {**record_judgement(found), "verdict": found.words} for stage, found in one.changes.items()},
+        "beside": one.beside and {"against": one.control, **record_judgement(one.beside), "verdict": one.beside.words},
+        "steps": one.steps,
     }
 
 

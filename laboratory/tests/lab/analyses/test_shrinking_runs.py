@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import headwise as hw
-from headwise.errors import LayoutError, SettingError
+from headwise.errors import DataError, LayoutError, SettingError
 from headwise_lab.analyses import shrinking
 from headwise_lab.analyses.registry import AnalysisSettings, analyze
 from headwise_lab.analyses.shrinking import measure_shrinking
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.evaluation import METRICS
-from headwise_lab.experiment.run_folder import analysis_file, read_json
+from headwise_lab.experiment.run_folder import analysis_file, read_json, write_json
 from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.results.grids import describe_halving
+from headwise_lab.results.runs import STAGES
+from headwise_lab.results.table import read_table
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from headwise_lab.tasks.pretraining.task import PretrainingTask
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import Trained, load_trained
+from lab.command import call
+from lab.inline import do_inline
+from lab.results.synthetic_comparison import Drawn, write_comparison
 from lab.tasks.lm.lm_toy import TOY, prepare_toy
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
+from lab.trained_runs import LOGIC_SIZES
+from lab.trained_runs import compare as compare_words
 
 SMALL = dataclasses.replace(
     LOGIC_SCALES["demo"],
@@ -198,3 +208,88 @@ def test_the_arm_that_makes_heads_alike_pulls_where_its_opposite_pushes(runs):
         gradients.append(torch.autograd.grad(added, weights)[0])
     assert float(gradients[0].norm()) > 0
     torch.testing.assert_close(gradients[1], -gradients[0])
+
+
+def test_a_comparison_ends_with_half_of_the_heads_and_the_same_numbers_when_it_is_given_again(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    done, words = do_inline(monkeypatch), compare_words("logic", "plain,cka", {**LOGIC_SIZES, "heads": 4}, "--halve")
+    assert call(*words) == 0
+    printed, out = capsys.readouterr().out, tmp_path / "logic"
+    halves = ["halve of plain seed 0", "halve of cka seed 0"]
+    assert done[-2:] == halves
+    assert "with half of the heads: accuracy, %" in printed
+    table = read_json(out / "results.json")
+    for arm, found in table["halved"].items():
+        assert found["heads"] == {"whole": 4, "half": 2, "recovered": 2}
+        assert found["parameters"]["whole"] > found["parameters"]["half"] == found["parameters"]["recovered"]
+        # the whole model is that of the run, and half of it is what is left without its least important heads
+        row = next(row for row in table["rows"] if row["arm"] == arm)
+        assert found["scores"]["whole"]["value"] == row["score"]["value"]
+        record = read_json(analysis_file(out / arm / "seed-0", "halve"))
+        settings = RunSettings("logic", SCALES["logic"], parse_arm(arm), seed=0)
+        scale = dataclasses.replace(LOGIC_SCALES["demo"], **{**LOGIC_SIZES, "heads": 4}, name=table["scale"])
+        trained = load_trained(dataclasses.replace(settings, scale=scale), out / arm / "seed-0")
+        heads = trained.heads
+        worth = hw.importance(
+            heads, lambda trained=trained: trained.task.dev_losses(trained.model, trained.data), method="first_order"
+        ).drops
+        (site,) = heads
+        with torch.no_grad(), hw.ablate(heads, worth[site.name].argsort()[:2].tolist()):
+            right = trained.task.greedy(trained.model, trained.data)
+        assert record["statistics"]["half"] == right.tolist()
+        before = [parameter.clone() for parameter in trained.model.parameters()]
+        assert shrinking._recover(trained, dataclasses.replace(settings, scale=scale)) == record["steps"] == 1
+        assert not trained.model.training
+        assert any(not torch.equal(*pair) for pair in zip(before, trained.model.parameters(), strict=True))
+    page = (out / "report.html").read_text()
+    assert "With half of the heads" in page
+    assert "--halve" in page
+    assert (out / "figures" / "half-of-the-heads.png").stat().st_size > 0
+    before = [(out / arm / "seed-0" / "analysis-halve.json").read_bytes() for arm in ("plain", "cka")]
+    (out / "cka" / "seed-0" / "analysis-halve.json").unlink()
+    assert call(*words) == 0
+    assert done[-1] == halves[-1]
+    assert done.count(halves[0]) == 1
+    assert [(out / arm / "seed-0" / "analysis-halve.json").read_bytes() for arm in ("plain", "cka")] == before
+
+
+def test_what_half_of_the_heads_costs_is_judged_over_seeds_and_said_in_words(tmp_path):
+    write_comparison(tmp_path, [Drawn("plain", None), Drawn("cka")])
+    draws = np.random.default_rng(0)
+    for arm, lost in (("plain", 0.2), ("cka", 0.0)):
+        for seed in range(5):
+            folder = tmp_path / arm / f"seed-{seed}"
+            whole = np.load(folder / "predictions.npz")["statistics"].astype(float)
+            half = whole * (draws.random(len(whole)) >= lost + 0.002)
+            statistics = {"whole": whole.tolist(), "half": half.tolist(), "recovered": whole.tolist()}
+            sizes = {name: dict.fromkeys(STAGES, 1) for name in ("heads", "parameters")}
+            write_json(analysis_file(folder, "halve"), {"statistics": statistics, **sizes, "steps": 7})
+    table = read_table(tmp_path)
+    plain, cka = table.halved["plain"], table.halved["cka"]
+    values = {stage: plain.scores[stage].value for stage in STAGES}
+    assert plain.changes["half"].estimate.value == pytest.approx(values["half"] - values["whole"])
+    assert cka.beside is not None
+    costs = [one.changes["half"].estimate.value for one in (cka, plain)]
+    assert cka.beside.estimate.value == pytest.approx(costs[0] - costs[1])
+    assert cka.beside.family == 5
+    said = describe_halving(table)
+    assert re.match(
+        r"With half of its heads plain changes by .\d\d\.\d \(.* to .*\) points: worse; after a recovery of 7", said
+    )
+    assert (
+        "steps, which the whole model did not have, by 0.0 (0.0) points: no difference that could be detected." in said
+    )
+    path = analysis_file(tmp_path / "plain" / "seed-0", "halve")
+    for damage in (
+        {"statistics": {}},
+        {"steps": None},
+        {"heads": 3},
+        {"statistics": {stage: [1.0] for stage in STAGES}},
+    ):
+        kept = read_json(path)
+        write_json(path, kept | damage)
+        with pytest.raises(DataError, match="is not the record of an analysis; delete it"):
+            read_table(tmp_path)
+        write_json(path, kept)
