@@ -68,7 +68,9 @@ class Inspect:
         None
     )
     text_column: TextColumn = ()
-    shown: Annotated[int, Option(help="Number of sentences on the page.", min=0)] = 12
+    exact: Annotated[bool, Option("--exact", help="Remove each head in turn; without it costs are estimated.")] = False
+    everything: Annotated[bool, Option("--all", help="Print all columns of the table of layers.")] = False
+    shown: Annotated[int, Option(help="Number of sentences on the page.", min=0)] = 6
     trust_remote_code: TrustRemoteCode = False
     out: Annotated[Path | None, Option(help="Folder for report and page (default: runs/inspect/...).")] = None
 

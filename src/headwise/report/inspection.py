@@ -116,8 +116,8 @@ def _make_sentence_data(sentence: Sentence, layers: Sequence[LayerReport]) -> di
                 f"{(layer.heads, size, size)}, or {(layer.heads, 1, size)} with one query."
             )
         # steps of 1/255, one byte each
-        steps = (weights.detach().cpu().double().clamp(0, 1) * 255).round().int().flatten()
-        packed.append(base64.b64encode(bytes(steps.tolist())).decode("ascii"))
+        steps = (weights.detach().cpu().double().clamp(0, 1) * 255).round().byte().numpy()
+        packed.append(base64.b64encode(steps.tobytes()).decode("ascii"))
     text = " ".join(sentence.tokens)
     shown = text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}\N{HORIZONTAL ELLIPSIS}"
     return {"text": shown, "tokens": list(sentence.tokens), "weights": packed}
