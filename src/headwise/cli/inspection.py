@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LAST_PASS = "Of a module that runs several times in a forward, the weights over tokens are those of the last."
+FIDELITY = "Fidelity is the cosine between the outputs for a token with and without a head; 1 is no change."
 ESTIMATED = "Costs are estimated by one backward pass for all heads; --exact removes each head in turn."
 # Tokens of a batch with padding, so that memory follows the model and not the text; and tokens shown of a sentence.
 TOKENS, SHOWN = 256, 48
@@ -150,9 +151,8 @@ def _measure(
     cut = sum(batch.cut for batch in inspected.batches)
     lines = sum(len(batch.places) for batch in inspected.batches)
     told = f"{cut} of {lines} lines are longer and were read to {frozen.longest}." if cut else ""
-    return replace(
-        report, model=frozen.name, notes=(*report.notes, *filter(None, (how, frozen.note, told, inspected.blank)))
-    )
+    said = (FIDELITY if score.name == Fidelity.name else "", how, frozen.note, told, inspected.blank)
+    return replace(report, model=frozen.name, notes=(*report.notes, *filter(None, said)))
 
 
 def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
