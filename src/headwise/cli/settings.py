@@ -34,7 +34,9 @@ class Prune:
 
     shrink: Shrink
     keep: Annotated[float, Option(help="Share of the heads that each attention keeps.", min=0.01, max=0.99)] = 0.5
-    by: Annotated[str, Option(help="How heads are chosen: exact, first-order, redundancy or random.")] = "exact"
+    by: Annotated[str, Option(help="How heads are chosen: exact (removed one by one), first-order or random.")] = (
+        "exact"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
