@@ -63,7 +63,7 @@ class ShowRoles:
 class Inspect:
     """A model to look at, a text, and a model to compare it with."""
 
-    model: Annotated[Path, Argument(help="A folder of save_pretrained(), or a finished run of any task.")]
+    model: Annotated[Path, Argument(help="A folder of save_pretrained(), a name on the Hub, or a finished run.")]
     text: Annotated[Path, Option(help="File, one sentence per line (logic: formula, graph2text: graph), or a table.")]
     against: Annotated[Path | None, Option(help="Another model of the same shape to compare with.")] = None
     pipeline: Annotated[str | None, Option(help="spaCy pipeline with a parser; also finds the roles of each head.")] = (

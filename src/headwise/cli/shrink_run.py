@@ -58,8 +58,8 @@ Curves = dict[str, dict[float, list[float]]]
 class Shrunk:
     """What was done to a model, and what was measured in each state: before, after, and trained again.
 
-    `details` is what was printed of the cut, `loading` how the folder is loaded; pruning has `curves` and a `verdict` on
-    its choice, merging `steps`.
+    `details` is what was printed of the cut, `loading` how the folder is loaded; pruning has `curves` and a `verdict`
+    on its choice, merging `steps`.
     """
 
     title: str
