@@ -129,14 +129,15 @@ def test_hostile_tokens_stay_text_in_a_browser(browser: Chromium):
 
 def test_a_reader_picks_layer_head_sentence_and_token(browser: Chromium):
     shares = "[...document.querySelectorAll('#inspection .token')].map((e) => e.style.getPropertyValue('--share'))"
-    assert browser.run(shares)[0] == "80%"  # head 0 looks at the first token
+    # the square root of a share of 0.6
+    assert browser.run(shares)[0] == "62%"  # head 0 looks at the first token
     pick(browser, "head", "1")
-    assert browser.run(shares).index("80%") == 1
+    assert browser.run(shares).index("62%") == 1
     browser.run("document.querySelectorAll('#inspection .token')[2].click()")
     assert browser.run("document.querySelectorAll('#inspection .token')[2].getAttribute('aria-pressed')") == "true"
-    assert HOSTILE[2] in texts(browser, ".said")[0]
+    assert HOSTILE[2] in texts(browser, ".said")[1]
     pick(browser, "sentence", "1")
-    assert texts(browser, ".said")[0] == "The attention weights of this layer cannot be read."
+    assert texts(browser, ".said")[1] == "The attention weights of this layer cannot be read."
     pick(browser, "layer", "1")
     assert texts(browser, ".token") == ["one", "two"]
     assert len(texts(browser, "#pick-head option")) == 3
@@ -149,10 +150,21 @@ def test_similarity_worth_and_roles_are_those_of_the_report(browser: Chromium):
     assert cells == ["", "\N{MINUS SIGN}0.10", "0.00", "\N{MINUS SIGN}0.10", "", "0.10", "0.00", "0.10", ""]
     bars = texts(browser, ".bars button")
     assert bars == ["head 0\N{MINUS SIGN}0.0100", "head 1+0.0100", "head 2+0.0300"]
-    browser.run("document.querySelector('#inspection [data-head=\"2\"]').click()")
+    browser.run("document.querySelector('#inspection .bars [data-head=\"2\"]').click()")
     assert browser.run("document.getElementById('pick-head').value") == "2"
     assert browser.run("document.activeElement.dataset.head") == "2"
     assert texts(browser, ".bars div")[-1] == "<i>role</i>13 % (20 %)"
+
+
+def test_the_map_of_all_heads_comes_first_on_one_scale_and_selects_a_head(browser: Chromium):
+    assert browser.run("document.querySelector('#inspection').firstChild.querySelector('.map') !== null")
+    cells = "[...document.querySelectorAll('#inspection button.cell')]"
+    shares = f"{cells}.map((e) => (e.className === 'cell' ? '' : '-') + e.style.getPropertyValue('--share'))"
+    # costs of -0.01, 0.01, 0.03 and 0.05, whatever the page's largest is
+    assert browser.run(shares) == ["-70%", "70%", "-70%", "70%", "100%", "-70%", "70%", "100%", "100%"]
+    browser.run(f"{cells}[4].click()")
+    assert [browser.run(f"document.getElementById('pick-{name}').value") for name in ("layer", "head")] == ["1", "2"]
+    assert browser.run("document.activeElement.title") == "layer 1, head 2: +0.0300 (+0.0200 to +0.0400)"
 
 
 def test_under_grouped_queries_the_key_value_head_that_a_head_reads_is_marked(browser: Chromium):

@@ -42,6 +42,8 @@ def test_the_numbers_of_a_report_are_the_metrics():
             "attention_js": hw.metrics.attention_jensen_shannon(capture.weights, keep),
         }.items():
             assert layer.mean(measure) == pytest.approx(float(expected), abs=1e-6)
+        first = (capture.weights[..., 0] * keep[:, None]).sum((0, 2)) / keep.sum()
+        assert layer.first == pytest.approx(first.tolist(), abs=1e-6)
         assert layer.entropy == pytest.approx(hw.metrics.attention_entropy(capture.weights, keep).tolist(), abs=1e-6)
         particles = capture.site.slices[1].of(capture.site.slices[1].parameter.detach()).flatten(1)
         assert layer.mean("key_cosine") == pytest.approx(float(hw.metrics.parameter_cosine(particles).mean), abs=1e-6)
@@ -163,8 +165,9 @@ def test_two_reports_stand_beside_one_another_only_if_their_models_have_one_shap
 
 
 def test_effective_heads_come_first_then_what_no_trick_fools_then_the_papers_measures():
-    header, _ = make_layer_rows(measured().layers)
-    order = ["effective heads", "by variance", "CKA", "attention JS", "output CKA", "output cosine"]
+    header, _ = make_layer_rows(measured().layers, everything=True)
+    assert make_layer_rows(measured().layers)[0] == header[:7]
+    order = ["effective heads", "CKA", "by variance", "attention JS", "output CKA", "output cosine"]
     assert [name for name in header if name in order] == order
     header, _ = make_comparison_rows(measured().layers, measured().layers)
     order = ["effective heads", "by variance", "CKA", "attention JS", "output cosine"]
@@ -175,12 +178,15 @@ def test_the_tables_hold_the_numbers(capsys):
     from rich.console import Console
 
     report = measured()
-    assert f"{report.layers[2].mean('output_cka'):.3f}" in str(report)
+    assert f"{report.layers[2].mean('contribution_cka'):.3f}" in str(report)
     console = Console(width=80)
     console.print(report)
+    console.print(report.layer_table())
     console.print(report.head_table())
     shown = capsys.readouterr().out
     assert f"{report.layers[0].entropy[1]:.3f}" in shown
+    assert f"{report.layers[2].mean('output_cka'):.3f}" in shown
+    assert "CKA: how alike the contributions of two heads are" in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown.split("95 %")[0]
     assert report.summary.startswith("Stack: 9 heads in 3 attention modules, 27 tokens; spread ")
 

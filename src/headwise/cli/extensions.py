@@ -5,6 +5,7 @@ A package names its extension under the entry points of the group `headwise.exte
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from headwise.texts.frozen import Frozen
 
 GROUP = "headwise.extensions"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class Extension(Protocol):
@@ -60,7 +62,7 @@ def find_extensions() -> tuple[Extension, ...]:
 
 
 def open_model(folder: Path, pipeline: Path | None = None, *, trust_remote_code: bool = False) -> Frozen:
-    """Return the model of a folder of Hugging Face, or of a kind that an extension knows.
+    """Return the model of a folder or of a name on the Hub of Hugging Face, or of a kind that an extension knows.
 
     A spaCy pipeline parses texts for heads with roles; None means the model's own.
 
@@ -71,13 +73,30 @@ def open_model(folder: Path, pipeline: Path | None = None, *, trust_remote_code:
     from headwise.texts.transformer import open_folder
 
     if not folder.is_dir():
-        raise DataError(
-            f"{folder} {describe_place(folder)}; expected a folder of save_pretrained(), or a finished run."
-        )
+        return open_folder(_find_on_hub(folder), folder.name, trust_remote_code=trust_remote_code)
     for extension in find_extensions():
         if (found := extension.open_model(folder, pipeline, trust_remote_code=trust_remote_code)) is not None:
             return found
     return open_folder(folder, trust_remote_code=trust_remote_code)
+
+
+def _find_on_hub(name: Path) -> Path:
+    """Return the folder of a model on the Hub, from its cache where that has it."""
+    place, shown = describe_place(name), name.as_posix()
+    if place != "does not exist" or not HUB_NAME.fullmatch(shown):
+        raise DataError(f"{name} {place}; expected a folder of save_pretrained(), or a finished run.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(shown, allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+    except Exception as error:
+        # whatever the network, the Hub or its cache has against it
+        raise DataError(
+            f"{name} does not exist, and the Hub gives no model of that name ({type(error).__name__}). Make a folder "
+            f"where it can be reached, with AutoModel and AutoTokenizer of transformers: "
+            f"AutoModel.from_pretrained({shown!r}).save_pretrained('FOLDER'); "
+            f"AutoTokenizer.from_pretrained({shown!r}).save_pretrained('FOLDER')"
+        ) from error
 
 
 def find_stock_folder(folder: Path) -> Path:

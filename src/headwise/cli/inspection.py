@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import unescape
 from pathlib import Path
@@ -16,14 +16,16 @@ from headwise.atomic import new_folder
 from headwise.cli.extensions import open_model
 from headwise.cli.output import asked_output, standard_console
 from headwise.cli.settings import Inspect
-from headwise.errors import DataError
+from headwise.errors import DataError, HeadwiseError
 from headwise.heads.taps import Taps
 from headwise.masks.head_mask import HeadMask
+from headwise.metrics.intervals import mean_interval
 from headwise.report.inspection import Sentence, make_inspection_page
 from headwise.report.measure import group_readable, measure
+from headwise.report.removal_cost import estimate_removal
 from headwise.report.report import Report, require_same_shape
 from headwise.texts.batching import Encoded
-from headwise.texts.frozen import Frozen
+from headwise.texts.frozen import Fidelity, Frozen
 from headwise.texts.labeled_texts import describe_blank
 from headwise.texts.progress import make_bars
 
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LAST_PASS = "Of a module that runs several times in a forward, the weights over tokens are those of the last."
+FIDELITY = "Fidelity is the cosine between the outputs for a token with and without a head; 1 is no change."
+ESTIMATED = "Costs are estimated by one backward pass for all heads; --exact removes each head in turn."
+# Tokens of a batch with padding, so that memory follows the model and not the text; and tokens shown of a sentence.
+TOKENS, SHOWN = 256, 48
 REPORT, AGAINST, PAGE = "report.json", "against.json", "heads.html"
 
 
@@ -57,13 +63,13 @@ def inspect_models(given: Inspect) -> Path:
         )
     roles = None if pipeline is None else _make_roles(pipeline, lines, [inspected, *([other] if other else [])])
     with new_folder(place, replaced=(REPORT, AGAINST, PAGE)) as made:
-        report = _measure(inspected, roles, console)
-        before = None if other is None else _measure(other, roles, console)
+        report = _measure(inspected, roles, console, exact=given.exact)
+        before = None if other is None else _measure(other, roles, console, exact=given.exact)
         sentences, repeated = _read_weights(inspected, given.shown)
         page = make_inspection_page(
             replace(report, notes=(*report.notes, *([LAST_PASS] if repeated else []))),
             sentences,
-            title=f"The heads of {inspected.frozen.name}",
+            title=f"What the heads of {inspected.frozen.name} do",
             before=before,
             settings=f"$ {asked_output().command}",
         )
@@ -71,7 +77,7 @@ def inspect_models(given: Inspect) -> Path:
             before.save(made / AGAINST)
         report.save(made / REPORT)
         page.write(made / PAGE)
-    console.print(report)
+    console.print(report.layer_table() if given.everything else report)
     if before is not None:
         console.print(report.compare(before))
     console.print(f"written to {place / PAGE} and {place / REPORT}", soft_wrap=True, markup=False)
@@ -91,26 +97,62 @@ def _encode(folder: Path, given: Inspect) -> tuple[Inspected, Sequence[Any]]:
     pipeline = None if given.pipeline is None else Path(given.pipeline)
     frozen = open_model(folder, pipeline, trust_remote_code=given.trust_remote_code)
     lines = frozen.read_text(given.text, given.columns)
-    return Inspected(frozen, tuple(frozen.read(lines)), describe_blank(lines)), lines
+    # gradients are taken of heads alone
+    frozen.model.requires_grad_(False)
+    return Inspected(frozen, tuple(_read_small(frozen, lines)), describe_blank(lines)), lines
 
 
-def _measure(inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console) -> Report:
-    frozen, score = inspected.frozen, inspected.frozen.score()
+def _read_small(frozen: Frozen, lines: Sequence[Any]) -> Iterator[Encoded]:
+    """Yield the lines in batches of few tokens."""
+    number = 0
+    for batch in frozen.read(lines):
+        rows = max(1, TOKENS // batch.keep.shape[1])
+        parts = [batch.places[start : start + rows] for start in range(0, len(batch.places), rows)]
+        for places in parts:
+            (part,) = [batch] if len(parts) == 1 else frozen.read([lines[place] for place in places])
+            own = batch.places if len(parts) == 1 else tuple(places[row] for row in part.places)
+            yield replace(part, number=number, places=own)
+            number += 1
+
+
+def _measure(
+    inspected: Inspected, roles: Callable[[Encoded], HeadMask] | None, console: Console, *, exact: bool
+) -> Report:
+    frozen, score, batches = inspected.frozen, inspected.frozen.score(), inspected.batches
     with make_bars(console=console) as bars:
-        bar = bars.add_task(f"forwards of {frozen.name}", total=None)
+        bar, costs, how = bars.add_task(f"forwards of {frozen.name}", total=None), None, ""
+        if not exact and score.name == Fidelity.name:
+            bars.update(bar, total=2 * len(batches))
+            try:
+                costs = estimate_removal(frozen.heads, batches, frozen.run, lambda: bars.advance(bar))
+                how = ESTIMATED
+            except HeadwiseError as error:
+                how = f"Costs are exact, as they cannot be estimated: {error}"
         report = measure(
             frozen.heads,
-            inspected.batches,
-            score=score,
+            batches,
+            score=None if costs else score,
             score_name=score.name,
             forward=lambda _model, batch: frozen.run(batch),
             roles=roles,
-            advance=lambda done, total: bars.update(bar, completed=done, total=total),
+            advance=lambda done, total: bars.update(
+                bar,
+                completed=done + len(batches) * (costs is not None),
+                total=total + len(batches) * (costs is not None),
+            ),
         )
+    if costs is not None:
+        layers = (
+            replace(layer, drops=tuple(mean_interval(drops) for drops in costs.drops[layer.site]))
+            for layer in report.layers
+        )
+        whole = mean_interval(costs.whole)
+        report = replace(report, layers=tuple(layers), score=score.name, items=len(costs.whole), whole=whole)
     cut = sum(batch.cut for batch in inspected.batches)
     lines = sum(len(batch.places) for batch in inspected.batches)
     told = f"{cut} of {lines} lines are longer and were read to {frozen.longest}." if cut else ""
-    return replace(report, notes=(*report.notes, *filter(None, (frozen.note, told, inspected.blank))))
+    said = (FIDELITY if score.name == Fidelity.name else "", how, frozen.note, told, inspected.blank)
+    return replace(report, model=frozen.name, notes=(*report.notes, *filter(None, said)))
 
 
 def _make_roles(pipeline: str, lines: Sequence[Any], models: Sequence[Inspected]) -> Callable[[Encoded], HeadMask]:
@@ -156,7 +198,7 @@ def _read_weights(inspected: Inspected, count: int) -> tuple[list[Sentence], boo
             repeated = len(captures) > len(captured)
             for row in wanted:
                 weights = [_select_weights(captured.get(site.name), batch, row) for site in heads]
-                found[batch.places[row]] = Sentence(batch.tokens[row], tuple(weights))
+                found[batch.places[row]] = Sentence(batch.tokens[row][:SHOWN], tuple(weights))
     return [found[place] for place in sorted(found)], repeated
 
 
@@ -165,5 +207,6 @@ def _select_weights(weights: Tensor | None, batch: Encoded, row: int) -> Tensor 
     if weights is None:
         return None
     keep = batch.keep[row]
-    own = weights[row][:, :, keep]
-    return own[:, keep] if own.shape[1] == len(keep) else own
+    own = weights[row][:, :, keep][:, :, :SHOWN]
+    # a copy, so that the weights of the batch are freed
+    return (own[:, keep][:, :SHOWN] if own.shape[1] == len(keep) else own).clone()

@@ -34,7 +34,9 @@ class Prune:
 
     shrink: Shrink
     keep: Annotated[float, Option(help="Share of the heads that each attention keeps.", min=0.01, max=0.99)] = 0.5
-    by: Annotated[str, Option(help="How heads are chosen: exact, first-order, redundancy or random.")] = "exact"
+    by: Annotated[str, Option(help="How heads are chosen: exact (removed one by one), first-order or random.")] = (
+        "exact"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +63,16 @@ class ShowRoles:
 class Inspect:
     """A model to look at, a text, and a model to compare it with."""
 
-    model: Annotated[Path, Argument(help="A folder of save_pretrained(), or a finished run of any task.")]
+    model: Annotated[Path, Argument(help="A folder of save_pretrained(), a name on the Hub, or a finished run.")]
     text: Annotated[Path, Option(help="File, one sentence per line (logic: formula, graph2text: graph), or a table.")]
     against: Annotated[Path | None, Option(help="Another model of the same shape to compare with.")] = None
     pipeline: Annotated[str | None, Option(help="spaCy pipeline with a parser; also finds the roles of each head.")] = (
         None
     )
     text_column: TextColumn = ()
-    shown: Annotated[int, Option(help="Number of sentences on the page.", min=0)] = 12
+    exact: Annotated[bool, Option("--exact", help="Remove each head in turn; without it costs are estimated.")] = False
+    everything: Annotated[bool, Option("--all", help="Print all columns of the table of layers.")] = False
+    shown: Annotated[int, Option(help="Number of sentences on the page.", min=0)] = 6
     trust_remote_code: TrustRemoteCode = False
     out: Annotated[Path | None, Option(help="Folder for report and page (default: runs/inspect/...).")] = None
 

@@ -18,7 +18,6 @@ from headwise.atomic import name_write_errors, new_folder, seal_folder
 from headwise.cli.output import asked_output, standard_console
 from headwise.cli.settings import Merge, Prune, Shrink
 from headwise.cli.shrink_subject import Subject, open_subject
-from headwise.errors import SettingError
 from headwise.heads.ablation import ablate, importance
 from headwise.heads.heads import Heads
 from headwise.input_files import encode_json
@@ -26,6 +25,7 @@ from headwise.plots.style import to_png
 from headwise.plots.sweeps import sweep
 from headwise.report.html import Page
 from headwise.report.measure import measure
+from headwise.report.tables import stack_tables
 from headwise.routing.save import save
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import choose_heads, prune
@@ -34,11 +34,20 @@ from headwise.texts.progress import make_bars
 
 PAGE, RECORD = "shrinking.html", "shrinking.json"
 WHOLE, CUT, RECOVERED = "before", "after", "trained again"
-EXACT, FIRST, REDUNDANCY, RANDOM = "removed one by one", "first order", "redundancy", "random"
+EXACT, FIRST, RANDOM = "removed one by one", "first order", "random"
 # What --by takes.
-WAYS = {"exact": EXACT, "first-order": FIRST, "redundancy": REDUNDANCY, "random": RANDOM}
+WAYS = {"exact": EXACT, "first-order": FIRST, "random": RANDOM}
 SHARES = (0.75, 0.5, 0.25)
 DRAWS = 3
+# What rows and columns of the tables say.
+CHOICES = (
+    "removed one by one: by the exact cost of each head alone. first order: by the mean absolute derivative of each "
+    "line's loss (of random directions of the states, where no loss is known). random: the mean of three draws."
+)
+STEPS = (
+    "lost: what the whole model has more. error of outputs: of what attentions put out on the calibration lines, as a "
+    "share of its square. Averaged as they are with W_O refitted is the control: what the refit saves by itself."
+)
 # What each head is worth, by the name of its attention.
 Worth = Mapping[str, Tensor]
 # The scores of the runs of each way, by the share of heads kept.
@@ -49,7 +58,8 @@ Curves = dict[str, dict[float, list[float]]]
 class Shrunk:
     """What was done to a model, and what was measured in each state: before, after, and trained again.
 
-    `details` is what was printed of the cut, `loading` how the folder is loaded; pruning has `curves`, merging `steps`.
+    `details` is what was printed of the cut, `loading` how the folder is loaded; pruning has `curves` and a `verdict`
+    on its choice, merging `steps`.
     """
 
     title: str
@@ -60,6 +70,28 @@ class Shrunk:
     loading: str
     curves: Curves = field(default_factory=dict)
     steps: tuple[tuple[str, float, float], ...] = ()
+    verdict: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The score and its unit, in few words."""
+        return self.score.partition(" (")[0]
+
+    @property
+    def headline(self) -> str:
+        """What came of it, in one sentence, and how good the choice was."""
+        scores = [f"{state['score']:.4f} {name}" for name, state in self.states.items()]
+        return f"{self.title}: {self.unit} {', '.join(scores)}. {self.verdict}".rstrip()
+
+    @property
+    def legend(self) -> str:
+        """What the words of the tables mean."""
+        cache = any("cache" in what for what in self.states[WHOLE])
+        return (
+            f"Heads are those of all layers. The score is the {self.score}, on held-out lines; the larger the better. "
+            "Milliseconds are medians of rounds in which the models took turns on this machine"
+            f"{'; the cache is of one token in all layers' if cache else ''}."
+        )
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -83,7 +115,9 @@ class Shrunk:
             form = ".4f" if what == "score" else ".2f" if what.startswith("ms") else ",.0f"
             cells = [f"{state[what]:{form}}" if what in state else "" for state in self.states.values()]
             compared = what in last and before > 0 and what != "score"
-            states.append([what, *cells, f"{last[what] / before:.2f}x" if compared else ""])
+            states.append(
+                [self.unit if what == "score" else what, *cells, f"{last[what] / before:.2f}x" if compared else ""]
+            )
         curves = [
             [way, *(f"{fmean(each[share]):.4f}" if share in each else "" for share in self.shares)]
             for way, each in self.curves.items()
@@ -95,36 +129,30 @@ class Shrunk:
         return [
             (["", *self.states, "after / before"], states),
             (["chosen by", *(f"{share:.0%} kept" for share in self.shares)], curves),
-            (["way", "score", "lost", "error of outputs"], steps),
+            (["way", self.unit, "lost", "error of outputs"], steps),
         ]
 
     def show(self, out: Path) -> None:
         """Print the tables of what was written to a folder."""
-        from rich.table import Table
-
         console = standard_console()
-        for header, rows in self.list_tables():
+        console.print(self.headline)
+        titles = ("", f"{self.unit}, by how heads are chosen, before any training", f"{self.unit}, step by step")
+        notes = (self.legend, CHOICES, STEPS)
+        for title, (header, rows), note in zip(titles, self.list_tables(), notes, strict=True):
             if rows:
-                table = Table(*header)
-                for row in rows:
-                    table.add_row(*row)
-                console.print(table)
+                console.print(stack_tables(header, rows, title=title))
+                console.print(note)
         console.print(self.loading, soft_wrap=True, markup=False)
         console.print(f"written to {out}; the page is {out / PAGE}", soft_wrap=True, markup=False)
 
     def make_page(self) -> Page:
         """Make the page."""
         page = Page(self.title)
-        page.code(f"$ {self.command}")
+        page.paragraph(self.headline, kind="lead")
         states, curves, steps = self.list_tables()
         page.heading("Before and after")
         page.table(*states)
-        cache = "; the cache is of one token in all layers" if any("cache" in what for what, *_ in states[1]) else ""
-        page.paragraph(
-            f"Heads are those of all layers. The score is the {self.score}, on held-out lines; the larger the better. "
-            f"Milliseconds are medians of rounds in which the models took turns on this machine{cache}.",
-            kind="note",
-        )
+        page.paragraph(self.legend, kind="note")
         page.paragraph(self.loading)
         if self.curves:
             page.heading("Ways to choose the heads")
@@ -138,23 +166,13 @@ class Shrunk:
                 caption="Score over the share of heads kept, for each way to choose them; of random choices each draw.",
                 alt="Curves of the score over the share of heads kept, one for each way to choose heads.",
             )
-            page.paragraph(
-                "Removed one by one: the exact cost of each head alone. First order: the mean absolute derivative of "
-                "each line's loss (of random directions of the states, where no loss is known). Redundancy: how "
-                "much a head's contribution is like others', by debiased CKA; of two alike the one more like the rest "
-                "goes.",
-                kind="note",
-            )
+            page.paragraph(CHOICES, kind="note")
         if self.steps:
             page.heading("Ways to merge")
             page.table(*steps, caption=self.score)
-            page.paragraph(
-                "Averaging as it is with W_O refitted is the control: what the refit saves by itself. The error is of "
-                "what attentions put out on the calibration lines, as a share of its square.",
-                kind="note",
-            )
+            page.paragraph(STEPS, kind="note")
         page.heading("What was cut")
-        page.code(self.details)
+        page.code(f"$ {self.command}\n\n{self.details}")
         return page
 
 
@@ -164,14 +182,18 @@ def prune_model(given: Prune) -> Shrunk:
         bar = bars.add_task("forwards without a head", total=None)
         ways = weigh_heads(subject, lambda done, total: bars.update(bar, completed=done, total=total))
         way = WAYS[given.by]
-        if way not in ways:
-            raise SettingError(f"--by {given.by} needs what each head contributes, which cannot be read in this model.")
         curves = draw_curves(subject, ways, given.keep)
         pruning = prune(subject.heads, keep=given.keep, importance=ways[way][0], inputs=subject.held_out[0].inputs)
         states = _compare(subject, whole, before, given.shrink, bars)
         kept, held = (int(states[name]["query heads"]) for name in (CUT, WHOLE))
         title = f"{subject.name} with {kept} of its {held} heads"
-        return _write(subject, place, given.shrink.out, title, states, str(pruning), pruning.stock, curves=curves)
+        chosen, drawn = curves[way][given.keep][0], curves[RANDOM][given.keep]
+        against = f"{chosen:.4f} against {', '.join(f'{score:.4f}' for score in drawn)} before any training."
+        better = "better" if chosen > max(drawn) else "not better"
+        verdict = "" if way == RANDOM else f"Choosing heads by {given.by} is {better} than at random: {against}"
+        return _write(
+            subject, place, given.shrink.out, title, states, str(pruning), pruning.stock, curves=curves, verdict=verdict
+        )
 
 
 def merge_model(given: Merge) -> Shrunk:
@@ -211,32 +233,11 @@ def weigh_heads(subject: Subject, advance: Callable[[int, int], None]) -> dict[s
         EXACT: [{layer.site: torch.tensor([drop.value for drop in layer.drops]) for layer in report.layers}],
         FIRST: [importance(heads, subject.estimate, method="first_order").drops],
     }
-    pairs = {layer.site: layer.pairs.get("contribution_cka") for layer in report.layers}
-    if all(pairs.values()):
-        found[REDUNDANCY] = [{site: torch.tensor(rank_unlike(each or ())) for site, each in pairs.items()}]
     generator = torch.Generator().manual_seed(0)
     found[RANDOM] = [
         {site.name: torch.rand(site.num_heads, generator=generator) for site in heads} for _ in range(DRAWS)
     ]
     return found
-
-
-def rank_unlike(pairs: Sequence[Sequence[float]]) -> list[float]:
-    """Return the step at which each head of a layer goes, when of the two most alike one goes at each step.
-
-    Of the two it is the one that is more like the others that are left.
-
-    >>> rank_unlike([[1, 0.9, 0.1], [0.9, 1, 0.2], [0.1, 0.2, 1]])
-    [1.0, 0.0, 2.0]
-    """
-    left = list(range(len(pairs)))
-    steps = [float(len(pairs) - 1)] * len(pairs)
-    for step in range(len(pairs) - 1):
-        _, first, second = max((pairs[i][j], -i, -j) for i in left for j in left if i < j)
-        gone = max((-first, -second), key=lambda head: sum(pairs[head][other] for other in left))
-        steps[gone] = float(step)
-        left.remove(gone)
-    return steps
 
 
 def score_without(subject: Subject, removed: Mapping[str, Sequence[int]]) -> float:

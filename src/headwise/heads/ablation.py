@@ -534,15 +534,24 @@ def _differentiate(heads: Heads, score: Callable[[], Any]) -> Importance:
                 "tensor [items], or yields one such tensor for each batch."
             )
         total, items = 0.0, 0
+        sums = {site.shown: torch.zeros(site.num_heads, dtype=torch.float64, device="cpu") for site in heads}
         for losses in [found] if isinstance(found, Tensor) else found:
-            _require_losses(losses)
-            gates.differentiate(losses)
+            for name, gradient in gates.differentiate(losses).items():
+                sums[name] += gradient.abs().sum(0)
             total, items = total + float(losses.detach().double().sum()), items + len(losses)
     if not items:
         raise NotFired("score gave no item; expected the losses of at least one.")
     gates.require_reached()
-    drops = {gate.site.shown: gate.total / items for gate in gates.sites}
-    return Importance(total / items, drops, "first_order")
+    return Importance(total / items, {name: found / items for name, found in sums.items()}, "first_order")
+
+
+@torch.enable_grad()
+def differentiate_heads(heads: Heads, losses: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return dL(x)/dxi_h of each item, [items, H], for each site; `losses` runs the model, as for `importance`."""
+    with uncompiled(), heads.exposed(), _Gates(heads) as gates:
+        found = [gates.differentiate(batch) for batch in losses]
+    gates.require_reached()
+    return {site.shown: torch.cat([batch[site.shown] for batch in found]) for site in heads}
 
 
 def _require_losses(losses: object) -> None:
@@ -564,10 +573,9 @@ def _require_losses(losses: object) -> None:
 
 @dataclass(eq=False)
 class _GatedSite:
-    """The gates of one site in the batch that is running, and the sum of |dL/dxi| over the items so far, [H]."""
+    """The gates of one site in the batch that is running."""
 
     site: Site
-    total: Tensor
     gates: list[Tensor]
     reached: bool = False
 
@@ -597,7 +605,7 @@ class _Gates(_EditedOutputs):
         self.sites = []
         with self._attaching():
             for site in heads:
-                gated = _GatedSite(site, torch.zeros(site.num_heads, dtype=torch.float64, device="cpu"), [])
+                gated = _GatedSite(site, [])
                 self.edit_outputs(site, gated.gate_joined, gated.gate)
                 if site.divided:
                     raise LayoutError(
@@ -606,11 +614,12 @@ class _Gates(_EditedOutputs):
                     )
                 self.sites.append(gated)
 
-    def differentiate(self, losses: Tensor) -> None:
-        """Add what the losses of a batch say of each head."""
+    def differentiate(self, losses: Tensor) -> dict[str, Tensor]:
+        """Return the derivatives of the losses of a batch, [items, H], for each site that they depend on."""
+        _require_losses(losses)
         taken = [(gated, gate) for gated in self.sites for gate in gated.gates]
         if not taken:
-            return
+            return {}
         gradients = torch.autograd.grad(losses.sum(), [gate for _, gate in taken], allow_unused=True)
         for gated in self.sites:
             # also gates of recomputed checkpoints
@@ -622,7 +631,8 @@ class _Gates(_EditedOutputs):
         for gated, gradient in sums.items():
             if not bool(gradient.isfinite().all()):
                 raise HeadwiseError(f"{gated.site.label}: the gradient of a head is not finite.")
-            gated.total, gated.reached = gated.total + gradient.abs().sum(0), True
+            gated.reached = True
+        return {gated.site.shown: gradient for gated, gradient in sums.items()}
 
     def require_reached(self) -> None:
         """Raise `NotFired` unless the losses depend on the heads of every site."""

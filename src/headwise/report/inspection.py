@@ -12,7 +12,7 @@ from headwise.errors import SettingError
 from headwise.report.html import Page
 from headwise.report.layer import PAIRS, LayerReport
 from headwise.report.report import Report
-from headwise.report.tables import make_head_rows, make_layer_rows, name_layer
+from headwise.report.tables import explain_columns, make_head_rows, make_layer_rows, name_layer
 
 # Characters of a sentence in the list to pick from.
 MAX_LENGTH = 60
@@ -50,29 +50,38 @@ def make_inspection_page(
         True
     """
     page = Page(title)
-    page.paragraph(report.summary, kind="lead")
+    page.paragraph(report.headline or report.summary, kind="lead")
+    page.paragraph(report.summary, kind="note")
     script, style = (
         resources.files("headwise.report").joinpath(f"inspection_view.{kind}").read_text(encoding="utf-8")
         for kind in ("js", "css")
     )
     page.view("inspection", _make_view_data(report, sentences), script=script, style=style)
     page.heading("Layers")
-    page.table(*make_layer_rows(report.layers), caption="Means over pairs of heads, and over heads.")
+    _add_layers(page, report, everything=False)
+    for note in report.notes:
+        page.paragraph(note, kind="note")
     if before is not None:
-        page.heading("Comparison with the other model")
-        page.paragraph(f"Before: {before.summary}")
+        page.heading(f"Compared with {before.model}")
+        page.paragraph(before.summary)
         page.table(*report.compare(before).rows)
     page.heading("Heads")
     page.table(
         *make_head_rows(report.layers, report.roles),
         caption="Each head compared with the other heads of its layer." + (CHANCE if report.roles else ""),
     )
-    for note in report.notes:
-        page.paragraph(note, kind="note")
+    page.heading("All measures of the layers")
+    _add_layers(page, report, everything=True)
     if settings:
         page.heading("Settings")
         page.code(settings)
     return page
+
+
+def _add_layers(page: Page, report: Report, *, everything: bool) -> None:
+    header, rows = make_layer_rows(report.layers, everything=everything)
+    page.table(header, rows, caption="Means over pairs of heads, and over heads.")
+    page.paragraph(" ".join(explain_columns(header)), kind="note")
 
 
 def _make_view_data(report: Report, sentences: Sequence[Sentence]) -> dict[str, Any]:
@@ -116,8 +125,9 @@ def _make_sentence_data(sentence: Sentence, layers: Sequence[LayerReport]) -> di
                 f"{(layer.heads, size, size)}, or {(layer.heads, 1, size)} with one query."
             )
         # steps of 1/255, one byte each
-        steps = (weights.detach().cpu().double().clamp(0, 1) * 255).round().int().flatten()
-        packed.append(base64.b64encode(bytes(steps.tolist())).decode("ascii"))
-    text = " ".join(sentence.tokens)
+        steps = (weights.detach().cpu().double().clamp(0, 1) * 255).round().byte().numpy()
+        packed.append(base64.b64encode(steps.tobytes()).decode("ascii"))
+    # tokens may have the space before them
+    text = ("" if any(" " in token for token in sentence.tokens) else " ").join(sentence.tokens).strip()
     shown = text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}\N{HORIZONTAL ELLIPSIS}"
     return {"text": shown, "tokens": list(sentence.tokens), "weights": packed}

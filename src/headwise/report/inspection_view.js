@@ -5,6 +5,10 @@
   const data = JSON.parse(document.getElementById("inspection-data").textContent);
   const state = { layer: 0, head: 0, sentence: 0, measure: Object.keys(data.measures)[0], token: -1 };
 
+  // One scale for all pages: costs by steps, similarities and attention as shares of their largest possible value.
+  const STEPS = [0.001, 0.003, 0.01, 0.03];
+  const SHADES = [6, 22, 45, 70, 100];
+  const shade = (cost) => SHADES[STEPS.filter((step) => cost >= step).length];
   const make = (tag, kind, text) => {
     const element = document.createElement(tag);
     if (kind) element.className = kind;
@@ -51,12 +55,49 @@
     return box;
   };
 
-  const choose = (head) => {
-    state.head = head;
+  const choose = (layer, head, kind) => {
+    Object.assign(state, { layer, head, token: layer === state.layer ? state.token : -1 });
     draw();
-    const again = document.querySelector(`#inspection [data-head="${head}"]`);
-    if (again) again.focus();
+    document.querySelector(`#inspection ${kind}[data-layer="${layer}"][data-head="${head}"]`).focus();
   };
+
+  function map() {
+    const all = data.layers.flatMap((layer) => layer.drops.map((drop) => drop[0]));
+    if (!all.length) return null;
+    const box = panel("What removing each head costs",
+      `A row is a layer, a square is a head; the darker, the more ${data.score} falls without it. Select one to see what it does.`);
+    const grid = make("div", "map");
+    grid.style.setProperty("--heads", Math.max(...data.layers.map((layer) => layer.heads)));
+    data.layers.forEach((layer, place) => {
+      const name = make("span", "", layer.name);
+      grid.append(name);
+      layer.drops.forEach(([value, low, high], head) => {
+        const cell = make("button", value < 0 ? "cell helps" : "cell");
+        cell.type = "button";
+        cell.dataset.layer = place;
+        cell.dataset.head = head;
+        cell.title = `layer ${layer.name}, head ${head}: ${signed(value)} (${signed(low)} to ${signed(high)})`;
+        cell.setAttribute("aria-label", cell.title);
+        cell.setAttribute("aria-current", String(place === state.layer && head === state.head));
+        cell.style.setProperty("--share", `${shade(Math.abs(value))}%`);
+        cell.addEventListener("click", () => choose(place, head, ".cell"));
+        grid.append(cell);
+      });
+    });
+    const key = make("p", "key");
+    const entry = (kind, share, text) => {
+      const square = make("i", kind);
+      square.style.setProperty("--share", `${share}%`);
+      const both = make("span");
+      both.append(square, text);
+      key.append(both);
+    };
+    SHADES.forEach((share, step) => entry("cell", share, step === 0 ? `less than ${STEPS[0]}`
+      : step === STEPS.length ? `${STEPS[step - 1]} or more` : `${STEPS[step - 1]} to ${STEPS[step]}`));
+    if (all.some((value) => value < 0)) entry("cell helps", 45, "removing it helps");
+    box.append(grid, key);
+    return box;
+  }
 
   function tokens() {
     const sentence = data.sentences[state.sentence];
@@ -78,7 +119,7 @@
     sentence.tokens.forEach((token, place) => {
       const button = make(pooled ? "span" : "button", "token", token);
       button.title = percent(shares[place]);
-      button.style.setProperty("--share", `${Math.round(80 * shares[place] / largest)}%`);
+      button.style.setProperty("--share", `${Math.round(80 * Math.sqrt(shares[place]))}%`);
       line.append(button);
       if (pooled) return;
       button.type = "button";
@@ -102,8 +143,9 @@
     const box = panel(`Similarity of ${shared ? "key/value heads" : "heads"}`, values ? `${label}, layer ${layer.name}.` : `${label} was not measured in this layer.`);
     if (!values) return box;
     const picked = Math.floor(state.head * values.length / layer.heads);
-    const others = values.flatMap((row, i) => row.filter((_, j) => i !== j));
-    const largest = Math.max(...others.map(Math.abs), 1e-9);
+    const far = state.measure.endsWith("distance")
+      ? Math.max(...data.layers.flatMap((one) => (one.pairs[state.measure] || []).flat())) : 1;
+    const largest = state.measure === "attention_js" ? Math.LN2 : far || 1;
     const table = make("table", "matrix");
     const header = make("tr");
     header.append(make("th"));
@@ -114,7 +156,7 @@
       line.append(make("th", "", String(i)));
       row.forEach((value, j) => {
         const cell = make("td", i === picked || j === picked ? "picked" : "", i === j ? "" : number(value, 2));
-        cell.style.setProperty("--share", `${i === j ? 0 : Math.round(85 * Math.abs(value) / largest)}%`);
+        cell.style.setProperty("--share", `${i === j ? 0 : Math.min(85, Math.round(85 * Math.abs(value) / largest))}%`);
         cell.style.setProperty("--tone", value < 0 ? "var(--cold)" : "var(--heat)");
         line.append(cell);
       });
@@ -134,9 +176,10 @@
       const line = make(row.head === undefined ? "div" : "button");
       if (row.head !== undefined) {
         line.type = "button";
+        line.dataset.layer = state.layer;
         line.dataset.head = row.head;
         line.setAttribute("aria-current", String(row.head === state.head));
-        line.addEventListener("click", () => choose(row.head));
+        line.addEventListener("click", () => choose(state.layer, row.head, ".bars button"));
       }
       const track = make("span", "track");
       const bar = make("i", row.value < 0 ? "bar least" : "bar");
@@ -161,7 +204,7 @@
 
   function ablation(layer) {
     const none = !layer.drops.length;
-    const box = panel("Cost of removing each head",
+    const box = panel(`Cost of removing each head of layer ${layer.name}`,
       none ? "No head was removed (no score was given)." : `Drop in ${data.score} without the head, with its 95 % interval; orange if removal helps.`);
     if (none) return box;
     const all = data.layers.flatMap((one) => one.drops.flatMap((drop) => drop));
@@ -203,7 +246,7 @@
     const focused = document.activeElement && document.activeElement.id;
     const panels = make("div", "panels");
     panels.append(...[matrix(layer), ablation(layer), roles(layer)].filter(Boolean));
-    root.replaceChildren(picks, tokens(), panels);
+    root.replaceChildren(...[map(), picks, tokens(), panels].filter(Boolean));
     if (focused && document.getElementById(focused)) document.getElementById(focused).focus();
   }
 

@@ -60,6 +60,7 @@ class LayerReport:
             with grouped queries).
         terms: The similarities that the penalties of Li et al. 2021 minimize: "output", "subspace", "position".
         entropy: Mean entropy of each head's attention in nats, [H]; empty if the weights could not be read.
+        first: Mean share of each head's attention on the first token, [H]; empty if the weights could not be read.
         drops: Drop of the score without each head, [H]; empty without a score.
         roles: For each role, the share of each head's attention on its pairs, R rows of [H].
         chance: The share for a random mask as sparse as the role, [R].
@@ -80,6 +81,7 @@ class LayerReport:
     chance: tuple[float, ...] = ()
     effective_heads: float | None = None
     effective_heads_weighted: float | None = None
+    first: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.site, str):
@@ -101,6 +103,11 @@ class LayerReport:
         if len(matrix) < 2:
             return ()
         return tuple((math.fsum(row) - row[head]) / (len(matrix) - 1) for head, row in enumerate(matrix))
+
+    @property
+    def heads_on_first(self) -> int:
+        """How many heads put more than half of their attention on the first token."""
+        return sum(share > 0.5 for share in self.first)
 
     @property
     def drop(self) -> float | None:

@@ -65,6 +65,7 @@ class LayerSums:
             pairs, entropy = attention_pairs(weights, keep)
             _add(self.pairs, "attention_js", pairs)
             _add(self.attention, "entropy", entropy)
+            _add(self.attention, "first", _read_first(weights, capture))
             self._add_term("position", *position_similarity_sum(weights, keep))
             if mask is not None:
                 _add(self.attention, "shares", role_shares(weights, mask.roles.to(weights.device), keep))
@@ -72,6 +73,17 @@ class LayerSums:
     def _add_term(self, name: str, total: Tensor, count: Tensor) -> None:
         before = self.terms.get(name)
         self.terms[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+
+
+def _read_first(weights: Tensor, capture: Capture) -> Tensor:
+    """Return the attention of each head on the first real key, summed over the real queries, [H]."""
+    first = weights[..., 0]
+    if capture.key_keep is not None:
+        places = capture.key_keep.int().argmax(-1)[:, None, None, None]
+        first = weights.take_along_dim(places.to(weights.device), -1).squeeze(-1)
+    if capture.query_keep is not None:
+        first = first * capture.query_keep.to(weights.device)[:, None]
+    return first.double().sum((0, 2)).cpu()
 
 
 def _add(sums: dict[str, Any], name: str, value: Any) -> None:
@@ -118,6 +130,7 @@ def make_layer_report(site: Site, sums: LayerSums, costs: RemovalCosts | None, n
         heads=site.num_heads,
         pairs=pairs,
         terms={name: float(total / count.clamp_min(1)) for name, (total, count) in sums.terms.items()},
+        first=() if entropy is None else tuple((sums.attention["first"] / sums.pairs["attention_js"].count).tolist()),
         entropy=() if entropy is None else tuple((entropy / sums.pairs["attention_js"].count).tolist()),
         drops=() if costs is None else tuple(mean_interval(drops) for drops in costs.drops[site.name]),
         roles=() if shares is None else _to_rows(shares.share.T),

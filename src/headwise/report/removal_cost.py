@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import HeadwiseError, NotFired, ShapeError
-from headwise.heads.ablation import ablate
+from headwise.heads.ablation import ablate, differentiate_heads
 from headwise.heads.capture import partial_forwards
 from headwise.heads.heads import Heads, Site
 from headwise.heads.record import Call, list_tensors, record, returning
@@ -197,6 +197,35 @@ def measure_removal(
                 drops[name].append(costs)
             whole.append(values)
     return RemovalCosts(torch.cat(whole), {name: torch.cat(parts, 1) for name, parts in drops.items()}, reason)
+
+
+def estimate_removal(
+    heads: Heads, batches: Iterable[Any], run: Callable[[Any], Tensor], advance: Callable[[], None]
+) -> RemovalCosts:
+    """Estimate the drop of the fidelity of each text without each head, by one backward pass for all heads.
+
+    1 - cos(y, y') is |P d|^2 / 2 |y|^2 to second order, where the output y of a token moves by d and P projects
+    orthogonally to y. d is taken to first order in the head, and |P d|^2 is the mean square of its product with random
+    directions: one draw for each text, so that costs are of many texts. Batches have the mask `keep` of their tokens.
+    """
+    generator, counts = torch.Generator().manual_seed(0), list[Tensor]()
+
+    def move() -> Iterator[Tensor]:
+        for batch in batches:
+            output = run(batch)
+            whole = output.detach()
+            length = whole.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+            directions = torch.randn(output.shape, generator=generator).to(output)
+            directions -= (directions * whole).sum(-1, keepdim=True) / length.square() * whole
+            moved = (output * directions / length).sum(-1)
+            counts.append(batch.keep.sum(1) if moved.dim() == 2 else torch.ones(len(moved)))
+            yield (moved * batch.keep).sum(1) if moved.dim() == 2 else moved
+            advance()
+
+    found = differentiate_heads(heads, move())
+    tokens = torch.cat(counts).double().cpu()
+    drops = {site.name: (found[site.shown].square() / (2 * tokens[:, None])).T for site in heads}
+    return RemovalCosts(torch.ones_like(tokens), drops)
 
 
 @dataclass(frozen=True, eq=False)

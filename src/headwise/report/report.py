@@ -13,6 +13,7 @@ from headwise.input_files import encode_json, parse_json, read_whole
 from headwise.metrics.intervals import Interval
 from headwise.report.layer import LayerReport, Matrix
 from headwise.report.tables import (
+    explain_columns,
     format_number,
     format_plain_table,
     make_comparison_rows,
@@ -20,6 +21,7 @@ from headwise.report.tables import (
     make_layer_rows,
     make_rich_table,
     make_role_rows,
+    name_layer,
     stack_tables,
 )
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+# Fewer tokens than this make a caution.
+FEW_TOKENS = 1000
 FORMAT = "headwise report 1"
 ROLES = "The head that attends most to each role (in parentheses: if it attended equally):"
 
@@ -87,22 +91,51 @@ class Report:
             text += f"; {self.score} {format_number(self.whole.value, 4)} over {self.items} items"
         return f"{text}."
 
+    @property
+    def headline(self) -> str:
+        """What stands out, in one sentence; with a caution if there are few tokens."""
+        said = []
+        shares = {layer.effective_heads / layer.heads: layer for layer in self.layers if layer.effective_heads}
+        if shares:
+            least = shares[min(shares)]
+            said.append(
+                f"layer {name_layer(least)} is the most redundant: {least.effective_heads:.1f} of {least.heads} "
+                "effective heads"
+            )
+        if any(layer.first for layer in self.layers):
+            counted = sum(len(layer.first) for layer in self.layers)
+            first = sum(layer.heads_on_first for layer in self.layers)
+            said.append(f"{first} of {counted} heads mostly read the first token")
+        if self.tokens < FEW_TOKENS and said:
+            said.append(f"with only {self.tokens} tokens this may be chance, give {FEW_TOKENS:,} or more")
+        text = "; ".join(said)
+        return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+    def layer_table(self) -> Group:
+        """Return rich tables of everything measured, with one row per layer, and a legend."""
+        header, rows = make_layer_rows(self.layers, everything=True)
+        return stack_tables(header, rows, title=self.summary, notes=(*explain_columns(header), *self.notes))
+
     def head_table(self) -> Table:
         """Return a rich table with one row per head."""
         return make_rich_table(*make_head_rows(self.layers, self.roles), title=self.summary)
 
     def __str__(self) -> str:
         roles = [ROLES, format_plain_table(*make_role_rows(self.layers, self.roles))] if self.roles else []
-        return "\n".join([self.summary, format_plain_table(*make_layer_rows(self.layers)), *roles, *self.notes])
+        header, rows = make_layer_rows(self.layers)
+        lines = [self.summary, format_plain_table(header, rows), *explain_columns(header), *roles, *self.notes]
+        return "\n".join([*filter(None, [self.headline]), *lines])
 
     def __rich__(self) -> Group:
         from rich.console import Group
+        from rich.text import Text
 
-        layers = stack_tables(*make_layer_rows(self.layers), title=self.summary, notes=self.notes)
-        if not self.roles:
-            return layers
+        header, rows = make_layer_rows(self.layers)
+        layers = make_rich_table(header, rows, title="")
+        notes = [Text(line) for line in (*explain_columns(header), *self.notes)]
         # above a narrow table its own title would be as narrow
-        return Group(layers, ROLES, stack_tables(*make_role_rows(self.layers, self.roles), title="", columns=3))
+        roles = [ROLES, stack_tables(*make_role_rows(self.layers, self.roles), title="", columns=3)]
+        return Group(Text(f"{self.headline}\n{self.summary}".strip()), layers, *(roles if self.roles else []), *notes)
 
 
 @dataclass(frozen=True)
@@ -123,12 +156,14 @@ class Comparison:
     @property
     def summary(self) -> str:
         """Two sentences on what is compared."""
-        return f"{self.after.summary} Before: {self.before.summary}"
+        return f"{self.after.summary} Compared with {self.before.summary}"
 
     @property
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows, one row per layer; drops are included if both reports have the same score."""
-        return make_comparison_rows(self.before.layers, self.after.layers, drops=self.before.score == self.after.score)
+        name = "before" if self.before.model == self.after.model else f"in {self.before.model}"
+        drops = self.before.score == self.after.score
+        return make_comparison_rows(self.before.layers, self.after.layers, drops=drops, name=name)
 
     def __str__(self) -> str:
         return f"{self.summary}\n{format_plain_table(*self.rows)}"
@@ -180,6 +215,7 @@ def _read_layer(record: dict[str, Any], roles: int) -> LayerReport:
         pairs={str(measure): _read_matrix(matrix) for measure, matrix in record.pop("pairs").items()},
         terms={str(term): float(value) for term, value in record.pop("terms").items()},
         entropy=tuple(map(float, record.pop("entropy"))),
+        first=tuple(map(float, record.pop("first", ()))),
         drops=tuple(map(_read_interval, record.pop("drops"))),
         roles=_read_matrix(record.pop("roles")),
         chance=tuple(map(float, record.pop("chance"))),
@@ -187,7 +223,7 @@ def _read_layer(record: dict[str, Any], roles: int) -> LayerReport:
         **record,
     )
     square = all(len(row) == len(matrix) <= layer.heads for matrix in layer.pairs.values() for row in matrix)
-    listed = all(len(numbers) in (0, layer.heads) for numbers in (layer.entropy, layer.drops))
+    listed = all(len(numbers) in (0, layer.heads) for numbers in (layer.entropy, layer.first, layer.drops))
     shared = all(len(row) == layer.heads for row in layer.roles) and len(layer.roles) == len(layer.chance)
     if not (square and listed and shared and len(layer.roles) in (0, roles)):
         raise ValueError(f"the numbers of {layer.site} are not those of {layer.heads} heads and {roles} roles")

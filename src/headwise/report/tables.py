@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 MINUS = "\N{MINUS SIGN}"
 # Number columns that fit side by side in 80 characters.
 MAX_COLUMNS = 6
-# Columns of the table of layers: header and measure.
+# Columns of the table of layers that are always shown.
+SHORT = 7
+# The other columns: header and measure.
 COLUMNS = {
-    "CKA": "contribution_cka",
     "attention JS": "attention_js",
     "output CKA": "output_cka",
     "output cosine": "output_cosine",
@@ -35,6 +36,37 @@ COLUMNS = {
 }
 # What two reports are compared by after their effective heads, and heads with one another.
 COMPARED = {"CKA": "contribution_cka", "attention JS": "attention_js", "output cosine": "output_cosine"}
+
+
+# What columns say, by the first that is shown of them.
+LEGEND = {
+    "effective heads": "how many different things the heads of the layer contribute; 1 if all are copies",
+    "by variance": "effective heads, each counted by how much it contributes",
+    "CKA": "how alike the contributions of two heads are: 0 independent, 1 the same",
+    "first token": "how many heads put more than half of their attention on the first token",
+    "mean drop": "how much the score falls without one head, on average",
+    "largest drop (head)": "the head that costs most, and what",
+    "drop": "how much the score falls without the head",
+    "95 % interval": "of the drop, over texts",
+    "entropy": "how widely a head attends, in nats; 0 is one token",
+    "attention JS": "how differently two heads attend, in nats: 0 equally, 0.693 to no token in common",
+    "output CKA": "linear CKA of the outputs before W_O; too high on few tokens",
+    "output cosine": "cosine of the outputs of two heads for a token",
+    "value cosine": "cosine of the values that two heads read",
+    "output distance": "distance of the outputs of two heads for a token",
+    "query cosine": "cosine of the query, key or value (V) parameters of two heads",
+    "query span": "overlap of the subspaces of query, key, value or output (O) parameters; 1 the same",
+    "output term": "the similarities of outputs, values and attention that penalties lower (Li et al. 2021)",
+}
+
+
+def explain_columns(header: Sequence[str]) -> list[str]:
+    """Return a line on each column that needs one.
+
+    >>> explain_columns(["layer", "CKA"])
+    ['CKA: how alike the contributions of two heads are: 0 independent, 1 the same.']
+    """
+    return [f"{name}: {LEGEND[name]}." for name in header if name in LEGEND]
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -60,8 +92,8 @@ def name_layer(layer: LayerReport) -> str:
     return f"{layer.layer}" if layer.kind == "self" else f"{layer.layer} {layer.kind}"
 
 
-def make_layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table with one row per layer; columns without values are omitted."""
+def make_layer_rows(layers: Sequence[LayerReport], *, everything: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a table with one row per layer: seven columns, or everything that was measured."""
 
     def format_largest(drops: Sequence[Interval]) -> str:
         value, head = max(((drop.value, -head) for head, drop in enumerate(drops)), default=(None, 0))
@@ -71,14 +103,17 @@ def make_layer_rows(layers: Sequence[LayerReport]) -> tuple[list[str], list[list
         "layer": [name_layer(layer) for layer in layers],
         "heads": [str(layer.heads) for layer in layers],
         "effective heads": [format_number(layer.effective_heads, 2) for layer in layers],
-        "by variance": [format_number(layer.effective_heads_weighted, 2) for layer in layers],
+        "CKA": [format_number(layer.mean("contribution_cka")) for layer in layers],
+        "first token": [str(layer.heads_on_first) if layer.first else "" for layer in layers],
         "mean drop": [format_signed(layer.drop) for layer in layers],
         "largest drop (head)": [format_largest(layer.drops) for layer in layers],
+        "by variance": [format_number(layer.effective_heads_weighted, 2) for layer in layers],
         "entropy": [format_number(fmean(layer.entropy) if layer.entropy else None) for layer in layers],
         **{name: [format_number(layer.mean(measure)) for layer in layers] for name, measure in COLUMNS.items()},
         **{f"{term} term": [format_number(layer.terms.get(term)) for layer in layers] for term in TERMS},
     }
-    kept = {header: cells for header, cells in columns.items() if any(cells)}
+    shown = list(columns) if everything else list(columns)[:SHORT]
+    kept = {header: columns[header] for header in shown if any(columns[header])}
     return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
 
@@ -121,25 +156,25 @@ def make_role_rows(layers: Sequence[LayerReport], roles: Sequence[str]) -> tuple
 
 
 def make_comparison_rows(
-    before: Sequence[LayerReport], after: Sequence[LayerReport], *, drops: bool = True
+    before: Sequence[LayerReport], after: Sequence[LayerReport], *, drops: bool = True, name: str = "before"
 ) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows comparing two models: after, before and change, one row per layer."""
+    """Return header and rows comparing two models, of which the first has a `name`; one row per layer."""
     header, rows = ["layer"], [[name_layer(layer)] for layer in after]
     compared: dict[str, Callable[[LayerReport], float | None]] = {
         "effective heads": lambda layer: layer.effective_heads,
         "by variance": lambda layer: layer.effective_heads_weighted,
-        **{name: partial(LayerReport.mean, measure=measure) for name, measure in COMPARED.items()},
+        **{column: partial(LayerReport.mean, measure=measure) for column, measure in COMPARED.items()},
     }
-    for name, read in compared.items():
+    for column, read in compared.items():
         pairs = [(read(one), read(other)) for one, other in zip(after, before, strict=True)]
         if all(one is None or other is None for one, other in pairs):
             continue
-        header += [name, "before", "change"]
+        header += [column, name, "change"]
         for row, (one, other) in zip(rows, pairs, strict=True):
             change = None if one is None or other is None else one - other
             row += [format_number(one), format_number(other), format_signed(change, 3)]
     if drops and any(layer.drops for layer in (*before, *after)):
-        header += ["mean drop", "before"]
+        header += ["mean drop", name]
         for row, one, other in zip(rows, after, before, strict=True):
             row += [format_signed(one.drop), format_signed(other.drop)]
     return header, rows

