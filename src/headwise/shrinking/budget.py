@@ -228,7 +228,8 @@ def _start(sites: Mapping[int, Site]) -> dict[int, tuple[float, ...]]:
 def _find_layers(heads: Heads, window: int) -> tuple[dict[int, Site], tuple[int | None, ...]]:
     """Return the site of each layer that has a budget, and the windows of all layers; refuse what has no such cache."""
     model: Any = heads.model
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or not hasattr(model, "generate"):
         raise LayoutError(
             f"{name} is no model of transformers that generates; expected one with a cache of keys and values, such as "

@@ -82,7 +82,7 @@ class _BudgetLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.is_initialized, self.seen, self.trimmed = False, 0, 0
         empty = torch.empty(0)
-        self.keys = self.values = self.near_keys = self.near_values = empty
+        self.full_keys = self.full_values = self.near_keys = self.near_values = empty
         # of the keys that streaming heads keep: numbers among the real tokens of the row, -1 for none, and columns,
         # [B, C], or [1, C] where all rows are alike; and the number of real tokens, [B] or [1]
         self.tokens = self.columns = self.counts = empty
@@ -94,7 +94,7 @@ class _BudgetLayer(CacheLayerMixin):
             torch.tensor(heads, dtype=torch.long, device=self.device) for heads in (self.full, self.streaming)
         ]
         parts = [states[:, heads, :0] for heads in self.chosen for states in (key_states, value_states)]
-        self.keys, self.values, self.near_keys, self.near_values = parts
+        self.full_keys, self.full_values, self.near_keys, self.near_values = parts
         none = torch.empty(1, 0, dtype=torch.long, device=key_states.device)
         self.tokens, self.columns, self.counts = none, none, none.new_zeros(1)
 
@@ -152,7 +152,7 @@ class _BudgetLayer(CacheLayerMixin):
         self.counts = self.counts - (removed & (self.tokens >= 0)).sum(1)
         self.tokens = self.tokens.masked_fill(removed, -1)
         if gone:
-            self.keys, self.values = self.keys[:, :, :-gone], self.values[:, :, :-gone]
+            self.full_keys, self.full_values = self.full_keys[:, :, :-gone], self.full_values[:, :, :-gone]
         self._trim_full()
         self._trim_near(crop=True)
 
@@ -170,14 +170,28 @@ class _BudgetLayer(CacheLayerMixin):
 
     def count_bytes(self) -> int:
         """Return the bytes of everything it keeps."""
-        held = (self.keys, self.values, self.near_keys, self.near_values, self.tokens, self.columns, self.counts)
+        held = (
+            self.full_keys,
+            self.full_values,
+            self.near_keys,
+            self.near_values,
+            self.tokens,
+            self.columns,
+            self.counts,
+        )
         return sum(one.untyped_storage().nbytes() for one in held)
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
         alike = self.tokens.shape[0] == 1
-        for name in ("keys", "values", "near_keys", "near_values", *(() if alike else ("tokens", "columns", "counts"))):
+        for name in (
+            "full_keys",
+            "full_values",
+            "near_keys",
+            "near_values",
+            *(() if alike else ("tokens", "columns", "counts")),
+        ):
             setattr(self, name, change(getattr(self, name)))
 
     def _attend(
@@ -225,9 +239,12 @@ class _BudgetLayer(CacheLayerMixin):
         mask: Tensor | None,
         first: int,
     ) -> Tensor:
-        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.full_keys, self.full_values = (
+            torch.cat([self.full_keys, keys], 2),
+            torch.cat([self.full_values, values], 2),
+        )
         length = self.seen + query.shape[2] - first
-        output, _ = call(query, self.keys[:, :, -length:], self.values[:, :, -length:], mask)
+        output, _ = call(query, self.full_keys[:, :, -length:], self.full_values[:, :, -length:], mask)
         if not self.record_past:
             self._trim_full(query.shape[2])
         return output
@@ -287,10 +304,13 @@ class _BudgetLayer(CacheLayerMixin):
         return call(query, self.near_keys, self.near_values, narrow(mask, near, additive=additive))[0]
 
     def _trim_full(self, more: int = 0) -> None:
-        most = self.keys.shape[2] if self.sliding is None else self.sliding - 1
-        if self.keys.shape[2] > most:
-            start, self.trimmed = self.keys.shape[2] - most, max(self.trimmed, self.seen + more)
-            self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
+        most = self.full_keys.shape[2] if self.sliding is None else self.sliding - 1
+        if self.full_keys.shape[2] > most:
+            start, self.trimmed = self.full_keys.shape[2] - most, max(self.trimmed, self.seen + more)
+            self.full_keys, self.full_values = (
+                self.full_keys[:, :, start:].clone(),
+                self.full_values[:, :, start:].clone(),
+            )
 
     def _trim_near(self, seen: int | None = None, *, crop: bool = False) -> None:
         """Drop the keys that no later query of streaming heads sees."""
@@ -424,7 +444,8 @@ class BudgetCache(Cache):
     def nbytes(self) -> int:
         """The bytes that it holds now."""
         total = 0
-        for layer in self.layers:
+        layers: list[Any] = self.layers
+        for layer in layers:
             if isinstance(layer, _BudgetLayer):
                 total += layer.count_bytes()
             elif layer.is_initialized:

@@ -23,6 +23,7 @@ from transformers import (
 
 import headwise as hw
 from fuzz.mutate import BYTES, limit_memory
+from heads.transformers_versions import CACHE
 from headwise.cli.settings import Shrink
 from headwise.cli.shrink_run import rank_unlike, score_without, weigh_heads
 from headwise.cli.shrink_subject import open_subject
@@ -146,20 +147,21 @@ def test_of_two_heads_that_are_alike_the_one_more_like_the_rest_goes():
 
 def test_a_budget_is_written_with_its_map_and_a_short_text_refused(folders: Path, tmp_path: Path, capsys):
     out = tmp_path / "budget.json"
-    options = ["--sink", "1", "--window", "6", "--keep", "0.5"]
-    assert call("budget", *name_places(folders, "llama", out), *options) == 0
+    sizes = ["--sink", "1", "--window", "6", "--keep", "0.5"]
+    assert call("budget", *name_places(folders, "llama", out), *sizes) == 0
     assert "key/value heads (#) keep all positions, the others the first 1 and the last 6" in capsys.readouterr().out
     budget = hw.shrinking.KVBudget.load(out)
     assert (budget.keep, budget.sink, budget.window, sorted(budget.scores)) == (0.5, 1, 6, [0, 1])
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     model = AutoModelForCausalLM.from_pretrained(folders / "llama")
-    tokens = model.generate(torch.ones(1, 12, dtype=torch.long), cache=budget.cache(), max_new_tokens=3)
+    options: dict[str, Any] = {CACHE: budget.cache(), "max_new_tokens": 3, "min_new_tokens": 3}
+    tokens = model.generate(torch.ones(1, 12, dtype=torch.long), **options)
     assert tokens.shape == (1, 15)
     assert "exists; expected a new file" in refused(capsys, "budget", *name_places(folders, "llama", out))
     other = tmp_path / "other.json"
     assert "causal language model" in refused(capsys, "budget", *name_places(folders, "bert", other))
-    options = ["--window", "100000"]
-    assert "give more text" in refused(capsys, "budget", *name_places(folders, "llama", other), *options)
+    long = ["--window", "100000"]
+    assert "give more text" in refused(capsys, "budget", *name_places(folders, "llama", other), *long)
 
 
 def save(folders: Path, place: Path, model: Any) -> Path:
