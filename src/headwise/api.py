@@ -36,6 +36,7 @@ from headwise.repulsion.rules import SGLD, SPOS, SVGD
 from headwise.roles.guide import Guide, guide
 from headwise.routing.aggregate import Aggregate, aggregate
 from headwise.routing.save import load, save
+from headwise.shrinking.budget import kv_budget
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
 from headwise.similarity.penalty import Disagreement, Penalize
@@ -75,6 +76,7 @@ __all__ = [
     "importance",
     "integrations",
     "kernels",
+    "kv_budget",
     "layouts",
     "load",
     "measure",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwise.cli.options import command, require_known
 from headwise.cli.output import print_file, print_record, printing_record
-from headwise.cli.settings import Inspect, Merge, Prune, ShowRoles, Shrink
+from headwise.cli.settings import Budget, Inspect, Merge, Prune, ShowRoles, Shrink
 from headwise.cli.stopping import stoppable
 
 if TYPE_CHECKING:
@@ -44,6 +44,16 @@ def _shrink(given: Shrink, shrink: Callable[[], Shrunk]) -> None:
     print_record(shrunk.record())
 
 
+@printing_record
+@command
+def budget(given: Budget) -> None:
+    """Find the key/value heads that need the whole cache, and write a budget that generation keeps."""
+    from headwise.cli.budget_run import find_budget
+
+    with stoppable(STOPPED, [given.out]):
+        print_file(find_budget(given))
+
+
 @command
 def roles(given: ShowRoles) -> None:
     """Show where each role lets the words of a sentence attend: in the terminal, as a picture and as a page."""
@@ -63,4 +73,4 @@ def inspect(given: Inspect) -> None:
         print_file(inspect_models(given))
 
 
-COMMANDS = (inspect, roles, prune, merge)
+COMMANDS = (inspect, roles, prune, merge, budget)

@@ -48,6 +48,21 @@ class Merge:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A model that generates, a text, and the share of its cache that is kept whole."""
+
+    model: Annotated[Path, Argument(help="A folder of save_pretrained() with its tokenizer, or a finished run.")]
+    text: Annotated[Path, Option(help="File with one text per line, or a table; lines are joined to long rows.")]
+    out: Annotated[Path, Option(help="New file for the budget, JSON; a map is drawn beside it.")]
+    text_column: TextColumn = ()
+    keep: Annotated[float, Option(help="Share of the key/value heads that keep all positions.", min=0, max=1)] = 0.25
+    sink: Annotated[int, Option(help="First positions that the others keep.", min=0)] = 4
+    window: Annotated[int, Option(help="Last positions that the others keep.", min=1)] = 256
+    rows: Annotated[int, Option(help="Rows of text to score heads by, of twice the window.", min=1)] = 2
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShowRoles:
     """A sentence, its parser, and where rare words are counted."""
 

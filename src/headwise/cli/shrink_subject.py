@@ -189,13 +189,13 @@ def open_subject(given: Shrink) -> Subject:
     folder, trusted, lines = find_stock_folder(given.model), given.trust_remote_code, given.lines
     frozen = open_folder(folder, trust_remote_code=trusted)
     tokenizer = open_tokenizer(folder, trust_remote_code=trusted)
-    model: Any = _open_whole(folder, frozen.model, trust_remote_code=trusted)
+    model: Any = open_whole(folder, frozen.model, trust_remote_code=trusted)
     if getattr(model.config, "is_encoder_decoder", False):
         raise DataError(
             f"{folder} holds an encoder-decoder, of which this command reads the encoder alone; in a script, hw.prune "
             "and hw.merge take the whole model."
         )
-    causal = _is_causal(type(model).__name__)
+    causal = is_causal(type(model).__name__)
     model = model.to(next(frozen.model.parameters()).device).eval()
     read = frozen.read_text(given.text, Columns(given.text_column))
     sentences = list(read)
@@ -236,7 +236,7 @@ def _trim(batches: Any, *, causal: bool) -> Iterator[Encoded]:
             yield replace(batch, places=places, inputs=inputs, keep=batch.keep[rows], tokens=tokens, encoding=None)
 
 
-def _is_causal(name: str) -> bool:
+def is_causal(name: str) -> bool:
     """Return whether a class of that name predicts the next token."""
     from transformers.models.auto import modeling_auto
 
@@ -246,7 +246,7 @@ def _is_causal(name: str) -> bool:
     return name.endswith("ForCausalLM") or name in known
 
 
-def _open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn.Module:
+def open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn.Module:
     """Return the model of a folder with the head that it was saved with, given the model without it.
 
     Raises:
@@ -260,7 +260,7 @@ def _open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn
     name = next(iter(getattr(config, "architectures", None) or ()), type(base).__name__)
     if name == type(base).__name__:
         return base
-    kind: Any = transformers.AutoModelForCausalLM if _is_causal(name) else getattr(transformers, name, None)
+    kind: Any = transformers.AutoModelForCausalLM if is_causal(name) else getattr(transformers, name, None)
     if kind is None:
         raise DataError(
             f"{folder} holds a model of the class {name}, which transformers does not have; in a script, hw.prune and "

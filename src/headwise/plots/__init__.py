@@ -1,7 +1,7 @@
 """Figures from data: numbers in, a matplotlib figure out; no function here takes a model."""
 
 from headwise.plots.calibration import entropy_cdf, reliability_diagram
-from headwise.plots.heads import ablation_histogram, head_embedding, head_similarity
+from headwise.plots.heads import ablation_histogram, budget_map, head_embedding, head_similarity
 from headwise.plots.overview import overview
 from headwise.plots.sentences import sentence_heatmap
 from headwise.plots.style import to_png
@@ -9,6 +9,7 @@ from headwise.plots.sweeps import sweep
 
 __all__ = [
     "ablation_histogram",
+    "budget_map",
     "entropy_cdf",
     "head_embedding",
     "head_similarity",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from headwise.plots.style import Style
+    from headwise.shrinking.budget import KVBudget
 
 # Approximate number of histogram bars.
 BARS = 16
@@ -220,4 +221,42 @@ def head_embedding(
         bars.set_xticks([])
         bars.set_title("mean cosine of two heads", fontsize=10, loc="left")
         figure.legend(loc="outside lower left", ncols=4, frameon=False)
+    return figure
+
+
+def budget_map(budget: KVBudget) -> Figure:
+    """Return a map of the key/value heads of a model: a cell for each, darker the more it needs all positions.
+
+    Heads that keep all positions have a dot. Layers that the budget leaves as they are have no row.
+
+    Args:
+        budget: What `hw.kv_budget` returned.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: The budget has no layer.
+
+    Example:
+        >>> from headwise.shrinking import KVBudget
+        >>> budget_map(KVBudget({0: (0.1, 0.9)}, (None,))).axes[0].get_ylabel()
+        'layer'
+    """
+    require_curves("budget.scores", {str(layer): scores for layer, scores in budget.scores.items()})
+    layers, heads = list(budget.scores), max(map(len, budget.scores.values()))
+    values = [[*scores, *([math.nan] * (heads - len(scores)))] for scores in budget.scores.values()]
+    most = max(abs(score) for scores in budget.scores.values() for score in scores) or 1.0
+    with drawing(max(3.2, 0.28 * heads + 2.0), max(2.0, 0.16 * len(layers) + 1.2)) as figure:
+        axes = figure.add_subplot()
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+        places = [(head, row) for row, layer in enumerate(layers) for head in budget.full[layer]]
+        axes.scatter([head for head, _ in places], [row for _, row in places], s=12, color="black")
+        axes.grid(visible=False)
+        step = math.ceil(len(layers) / 16)
+        axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        axes.set_xticks(range(0, heads, math.ceil(heads / 16)))
+        axes.set_xlabel("key/value head")
+        axes.set_ylabel("layer")
+        figure.colorbar(image, ax=axes, label="share of the gain")
     return figure

@@ -24,6 +24,7 @@ from transformers import (
 import headwise as hw
 from cases import cases
 from fuzz.mutate import BYTES, limit_memory
+from heads.transformers_versions import CACHE
 from headwise.cli.settings import Shrink
 from headwise.cli.shrink_run import score_without, weigh_heads
 from headwise.cli.shrink_subject import open_subject
@@ -145,6 +146,25 @@ def test_the_score_without_heads_is_that_of_the_pruned_model_and_ways_differ(fol
     assert len({tuple(next(iter(draws[0].values())).tolist()) for draws in ways.values()}) == 3
     hw.prune(subject.heads, {0: [0, 2], 1: [0, 2]})
     assert subject.score() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_budget_is_written_with_its_map_and_a_short_text_refused(folders: Path, tmp_path: Path, capsys):
+    out = tmp_path / "budget.json"
+    sizes = ["--sink", "1", "--window", "6", "--keep", "0.5"]
+    assert call("budget", *name_places(folders, "llama", out), *sizes) == 0
+    assert "key/value heads (#) keep all positions, the others the first 1 and the last 6" in capsys.readouterr().out
+    budget = hw.shrinking.KVBudget.load(out)
+    assert (budget.keep, budget.sink, budget.window, sorted(budget.scores)) == (0.5, 1, 6, [0, 1])
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    model = AutoModelForCausalLM.from_pretrained(folders / "llama")
+    options: dict[str, Any] = {CACHE: budget.cache(), "max_new_tokens": 3, "min_new_tokens": 3}
+    tokens = model.generate(torch.ones(1, 12, dtype=torch.long), **options)
+    assert tokens.shape == (1, 15)
+    assert "exists; expected a new file" in refused(capsys, "budget", *name_places(folders, "llama", out))
+    other = tmp_path / "other.json"
+    assert "causal language model" in refused(capsys, "budget", *name_places(folders, "bert", other))
+    long = ["--window", "100000"]
+    assert "give more text" in refused(capsys, "budget", *name_places(folders, "llama", other), *long)
 
 
 def save(folders: Path, place: Path, model: Any) -> Path:

@@ -81,6 +81,35 @@ class InterfaceScores:
         return _reach(self.module)[1], partial(require_reached, self.module)
 
 
+class AttendedKeys(Tensor):
+    """Keys that a cache gives and attends to itself: `attend` takes the place of the function of the interface.
+
+    It is called with the function and its name first. Nothing is computed with them before that.
+    """
+
+    attend: Callable[..., tuple[Tensor, Any]]
+
+    @classmethod
+    def of(cls, keys: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> AttendedKeys:
+        """Return keys that are attended to by a function."""
+        own = keys.as_subclass(cls)
+        own.attend = attend
+        return own
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Tell sizes and the like; `LayoutError` for what computes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor | tuple | list) and not isinstance(found, torch.Size):
+            raise LayoutError(
+                "the attention computes with what the cache of a budget returns before it calls the attention "
+                "interface of transformers, or never calls that (latent attention, attention written by hand); "
+                "generate without the budget."
+            )
+        return found
+
+
 class _Reached(Listeners):
     """Listeners of a module, hooks on it, and how many need these."""
 
@@ -160,6 +189,15 @@ def _attend(found: Attend, named: str, module: nn.Module, *args: Any, **settings
     """Attend with a function of the interface, and with what is listened to, paired or mixed."""
     listeners = _find_listeners(module)
     paired_or_mixed = find_difference(module) is not None or find_mixer(module) is not None
+    key = args[1] if len(args) > 1 else settings.get("key")
+    if isinstance(key, AttendedKeys):
+        _require_reached(module, named)
+        if listeners is not None or paired_or_mixed:
+            raise LayoutError(
+                f"{type(module).__name__} has a bias, taps, or paired or mixed heads, and the cache of a budget "
+                "attends without them; remove() them, or generate without the budget."
+            )
+        return key.attend(found, named, module, *args, **settings)
     if listeners is None and not paired_or_mixed and not is_recomputing():
         return found(module, *args, **settings)
     _require_reached(module, named)
@@ -195,6 +233,14 @@ def _attend_over_sdpa(
     plain = {**settings, "is_causal": False, "position_bias": None}
     output, _ = stock(module, query, key, value, mask, **plain)
     return output.masked_fill(empty.transpose(1, 2), 0.0), None
+
+
+def attend_explicitly(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as written out, with the sinks `s_aux` of these heads, and not with all that the module holds."""
+    weights = _compute_weights(module, query, key, value, attention_mask, Request(), **settings)
+    return _attend_with(weights, value, **settings)
 
 
 def _attend_over_eager(
