@@ -105,6 +105,8 @@ def test_a_figure_without_data_is_left_out(tmp_path, monkeypatch):
 
 
 def test_effective_heads_are_drawn_arm_by_arm_and_the_score_by_them_where_they_were_measured(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(figures, "name_data", lambda axes, _: named.append(axes))
     monkeypatch.setattr(figures, "to_png", lambda _: b"")
     table = small(tmp_path, (PAPER[2], PAPER[3]))
     assert draw_effective_heads(table) is None
@@ -116,6 +118,7 @@ def test_effective_heads_are_drawn_arm_by_arm_and_the_score_by_them_where_they_w
     assert drawn.alt == f"Effective heads, and by variance: {first} 3.00, 2.00; {second} 5.50, 4.75"
     assert drawn.caption.endswith("The dashed line is the number of heads, 8.")
     assert draw_score_by_similarity(known).alt.startswith(f"Effective heads and accuracy: {first} 3.00")
+    assert len(named) == 3
 
 
 def test_every_arm_looks_different_the_same_in_every_comparison_and_plain_is_black(table, tmp_path):

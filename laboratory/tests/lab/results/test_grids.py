@@ -20,14 +20,15 @@ from headwise_lab.results.grids import (
     diversity_grid,
     head_grids,
     list_grids,
+    paired_grids,
     plain_grid,
     render_terminal,
     signature_grid,
     verdict_grid,
 )
 from headwise_lab.results.pages import format_setting, make_page, write_headline
-from headwise_lab.results.statistics import Estimate, Judgement
-from headwise_lab.results.table import Table, make_record, read_table
+from headwise_lab.results.statistics import Estimate, Judgement, PairedTests, SystemTest
+from headwise_lab.results.table import Table, make_record, make_table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, change, write_comparison, write_head_costs
 
 HOSTILE = "[red]a|b[/red] <script>alert(1)</script> *c* `d` \"'&"
@@ -115,6 +116,18 @@ def test_cells_say_what_the_table_says(table):
     assert cells["detectable"] == detectable
 
 
+def test_paired_tests_of_the_arms_and_seeds_shown_stand_in_order_and_the_verdict_beside_the_tables_metric(table):
+    each = tuple(SystemTest("", score, 30.0, p, 0.2) for score, p in ((31.0, 0.02), (28.0, 0.04), (35.0, 0.001)))
+    tests = [PairedTests(arm, "plain", "chrF", (0, 1, 9), each) for arm in ("trunk", "output", "nobody")]
+    tests += [replace(one, metric="accuracy") for one in tests]
+    found = make_table(replace(table.results, paired=tuple(tests)))
+    chrf, accuracy = paired_grids(found)
+    rows = [(arm, "2", "\N{MINUS SIGN}0.5", "1, 1", "0.020 to 0.040", "0.200") for arm in ("output", "trunk")]
+    assert [tuple(row) for row in chrf.text] == rows
+    assert [tuple(row) for row in accuracy.text] == [(*row, found.row(row[0]).verdict) for row in rows]
+    assert "would another sample of sentences reverse" in make_page(found, ()).render()
+
+
 def test_a_narrow_interval_has_as_many_decimals_as_tell_its_ends_apart():
     narrow = Estimate((0.00021, 0.00024, 0.00026, 0.00024))
     assert str(show_percent(narrow, signed=True)) == "+0.024 (+0.020 to +0.027)"
@@ -128,6 +141,7 @@ def test_bins_of_few_test_items_are_hidden_and_named(table):
     assert bins_grid(few).text[0][2] == bins_grid(table).text[0][3]
     said = " ".join(printed(few, 80).split())
     assert "Not shown by number of operators, with fewer than 20 test items: 2 (7)." in said
+    assert "Test items: by number of operators: 40 of 1, 7 of 2, 40 of 3." in make_page(few, ()).render()
     # where nothing could be read, nothing is hidden
     assert bins_grid(replace(table, items=(4, 7, 4))).header == ("arm", "1", "2", "3")
 
@@ -258,6 +272,7 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
     places = [html.index(part) for part in parts]
     assert places == sorted(places)
     assert "What each head is worth" not in html
+    assert html.count(">no heads<") == 2
     apart = Judgement(Estimate((0.01, 0.02, 0.015, 0.012, -0.3)), 1, 0.9)
     noted = make_page(replace(table, rows=(replace(table.row("svgd"), to_control=apart),)), ()).render()
     assert "svgd against smooth: one seed stands apart: p of flipped signs 1.000." in noted
@@ -343,7 +358,7 @@ def test_the_costs_of_heads_are_pooled_over_seeds_split_by_kind_and_a_part_of_th
         ("plain", "2", "8", "50 %", "25 %", "25 %", "8.350", "2.700", "14.0"),
         ("svgd", "1", "2", "0 %", "0 %", "0 %", "15.0", "20.0", "10.0"),
     )
-    assert loss.text[0][-3:] == ("0.0083", "0.0027", "0.014")
+    assert loss.text[0] == ("plain", "2", "8", "50 %", "25 %", "75 %", "0.0083", "0.0027", "0.014")
     assert {accuracy, loss} <= set(list_grids(table))
     rows = {row["arm"]: row["heads"] for row in make_record(table)["rows"]}
     assert rows["smooth"] == {}
