@@ -157,7 +157,9 @@ def test_files_that_do_not_fit_are_refused_by_name_and_without_references_nothin
     pairs[0].system.unlink()
     with pytest.raises(DataError, match=r"predictions\.txt does not exist; delete the folder"):
         list(run_paired_tests(pairs, references, kept))
-    kept.write_text('{"tests": {"a": [{"metric": "BLEU"}]}}')
-    with pytest.raises(DataError, match=r"paired\.json does not hold paired tests; delete it"):
-        list(run_paired_tests(pairs[1:], references, kept))
+    unknown = {"metric": "TER", "score": 1.0, "baseline": 1.0, "bootstrap": 1.0, "randomisation": 1.0}
+    for spoiled in ({"metric": "BLEU"}, unknown):
+        kept.write_text(json.dumps({"signatures": {}, "tests": {"a": [spoiled]}}))
+        with pytest.raises(DataError, match=r"paired\.json does not hold paired tests; delete it"):
+            list(run_paired_tests(pairs[1:], references, kept))
     assert read_paired_tests(pairs, tmp_path / "missing.txt", tmp_path / "paired.json") == ((), {})
