@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from headwise.routing.aggregate import Aggregate
 from headwise.similarity.penalty import Penalize
 from headwise_lab.experiment.arm import Arm, OtherModel, sort_methods
 from headwise_lab.experiment.arm_text import record_arm, restore_arm
-from headwise_lab.papers.data import unpack_runs
+from headwise_lab.papers.data import pack_files, unpack_runs
 
 PLACE = {"layers": "layers", "kinds": "kinds"}
 # Where each field of a method was; the first tells whether the method is on.
@@ -91,15 +90,13 @@ def convert_folder(folder: Path) -> None:
 
 
 def convert_archive(archive: Path) -> None:
-    """Convert the runs in an archive, whose files stay in their order."""
-    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(archive) as found:
-        folder, packed = Path(name), Path(name, "packed")
+    """Convert the runs in an archive."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         unpack_runs(archive, folder)
         convert_folder(folder)
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as anew:
-            for one in found.infolist():
-                anew.writestr(one, (folder / one.filename).read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=9)
-        write_whole(archive, packed.read_bytes())
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        write_whole(archive, pack_files(files))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def main() -> None:
     table = []
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "headwise"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "*.zip"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "archives"))
         for path, names in TESTS.items():
             if given.only not in path:
                 continue

@@ -6,8 +6,9 @@ The numbers of a reproduction's runs in one file, from which everything shown of
 from __future__ import annotations
 
 import io
+import lzma
 import re
-import zipfile
+import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,13 +191,21 @@ def _read_comparison(place: Path) -> dict[str, Any]:
 
 # Members of an archive. Texts and weights stay out: answers are kept as numbers.
 _NAME = re.compile(
-    rf"\d+/({COMPARISON}|{TEST}|[^/]+/seed-\d+/({RESULT}|{EPOCHS}|{PREDICTIONS}|{VOCABULARY}|{ANALYSIS}[\w-]+\.json))"
+    rf"\d+/({COMPARISON}|{TEST}|[^/\0]+/seed-\d+/({RESULT}|{EPOCHS}|{PREDICTIONS}|{VOCABULARY}|{ANALYSIS}[\w-]+\.json))"
 )
-# The suffix of archives.
-ARCHIVE = ".zip"
-# The same runs give the same bytes.
-_DATE = (1980, 1, 1, 0, 0, 0)
+# The folder of archives in the folder of a paper's notes, beside its records, and their suffix.
+ARCHIVES = "archives"
+ARCHIVE = ".tar.xz"
 _MOST_BYTES = 1 << 30
+
+
+def find_archive(record: Path) -> Path:
+    """Return the path of a record's archive.
+
+    >>> find_archive(Path("diversity/results/dose-logic-cpu.json")).as_posix()
+    'diversity/archives/dose-logic-cpu.tar.xz'
+    """
+    return record.parents[1] / ARCHIVES / f"{record.stem}{ARCHIVE}"
 
 
 def pack_runs(folders: Iterable[tuple[Path, Iterable[Path]]]) -> bytes:
@@ -204,27 +213,32 @@ def pack_runs(folders: Iterable[tuple[Path, Iterable[Path]]]) -> bytes:
 
     Given are the folder of each part's comparison, and those of its runs inside.
     """
+    files: dict[str, bytes] = {}
+    for number, (comparison, runs) in enumerate(folders):
+        files[f"{number}/{COMPARISON}"] = _seal_anew(comparison / COMPARISON, (TEST,))
+        files[f"{number}/{TEST}"] = (comparison / TEST).read_bytes()
+        for run in runs:
+            place = f"{number}/{run.relative_to(comparison).as_posix()}"
+            kept = [name for name in (EPOCHS, PREDICTIONS) if (run / name).exists()]
+            files[f"{place}/{RESULT}"] = _seal_anew(run / RESULT, kept)
+            files |= {f"{place}/{name}": (run / name).read_bytes() for name in kept}
+            vocabulary = read_json(run / VOCABULARY) if (run / VOCABULARY).exists() else {}
+            if labels := [str(label) for label in range(len(vocabulary.get("labels", ())))]:
+                files[f"{place}/{VOCABULARY}"] = encode_json({"labels": labels}, indent=1).encode()
+            for path in run.glob(f"{ANALYSIS}*.json"):
+                files[f"{place}/{path.name}"] = encode_json(_number_words(read_json(path)), indent=1).encode()
+    return pack_files(files)
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Return an archive of files; the same files give the same bytes."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-
-        def add(name: str, content: bytes) -> None:
-            archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED, compresslevel=9)
-
-        for number, (comparison, runs) in enumerate(folders):
-            add(f"{number}/{COMPARISON}", _seal_anew(comparison / COMPARISON, (TEST,)))
-            add(f"{number}/{TEST}", (comparison / TEST).read_bytes())
-            for run in sorted(runs):
-                place = f"{number}/{run.relative_to(comparison).as_posix()}"
-                kept = [name for name in (EPOCHS, PREDICTIONS) if (run / name).exists()]
-                add(f"{place}/{RESULT}", _seal_anew(run / RESULT, kept))
-                for name in kept:
-                    add(f"{place}/{name}", (run / name).read_bytes())
-                vocabulary = read_json(run / VOCABULARY) if (run / VOCABULARY).exists() else {}
-                if labels := [str(label) for label in range(len(vocabulary.get("labels", ())))]:
-                    add(f"{place}/{VOCABULARY}", encode_json({"labels": labels}, indent=1).encode())
-                for path in sorted(run.glob(f"{ANALYSIS}*.json")):
-                    add(f"{place}/{path.name}", encode_json(_number_words(read_json(path)), indent=1).encode())
-    return stream.getvalue()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return lzma.compress(stream.getvalue(), preset=9 | lzma.PRESET_EXTREME)
 
 
 def unpack_runs(archive: Path, place: Path) -> list[Path]:
@@ -234,19 +248,25 @@ def unpack_runs(archive: Path, place: Path) -> list[Path]:
         DataError: The file is no archive of runs, or is damaged.
     """
     try:
-        with zipfile.ZipFile(archive) as found:
-            members = found.infolist()
-            strange = [one.filename for one in members if not _NAME.fullmatch(one.filename) or "/../" in one.filename]
-            if strange or sum(one.file_size for one in members) > _MOST_BYTES:
-                raise DataError(f"{archive} is no archive of runs: it holds {(strange or ['more than 1 GiB'])[0]}.")
-            for one in members:
-                target = place / one.filename
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(target, found.read(one))
-    except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, RuntimeError, NotImplementedError) as error:
+        with lzma.open(archive) as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise DataError(f"{archive} is no archive of runs: it holds more than 1 GiB.")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as found:
+            files: dict[str, bytes] = {}
+            for one in found:
+                # a sparse file has zeros that are not in the archive
+                file = found.extractfile(one) if one.isreg() and not one.issparse() else None
+                if file is None or not _NAME.fullmatch(one.name) or "/../" in one.name:
+                    raise DataError(f"{archive} is no archive of runs: it holds {one.name}.")
+                files[one.name] = file.read()
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
         raise DataError(f"{archive} cannot be read as an archive of runs ({error}); fetch it again.") from None
-    numbers = sorted({int(one.filename.partition("/")[0]) for one in members})
-    return [place / str(number) for number in numbers]
+    for name, content in files.items():
+        target = place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, content)
+    return [place / str(number) for number in sorted({int(name.partition("/")[0]) for name in files})]
 
 
 def _number_words(value: Any) -> Any:

@@ -27,7 +27,7 @@ from headwise_lab.experiment.run_folder import (
     require_same,
     write_json,
 )
-from headwise_lab.papers.data import ARCHIVE, unpack_runs
+from headwise_lab.papers.data import ARCHIVES, find_archive, unpack_runs
 from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.figures import draw_pictures
 from headwise_lab.papers.pages import FOLDER, read_records
@@ -40,8 +40,8 @@ from headwise_lab.tune import BestDraw
 
 
 def has_runs(path: Path) -> bool:
-    """Return whether the runs of a record are kept beside it."""
-    return path.with_suffix(ARCHIVE).exists()
+    """Return whether the runs of a record are kept with it."""
+    return find_archive(path).exists()
 
 
 def find_record(paper: Path, identifier: str, scale: str, *, tuned: bool | None = None) -> Path:
@@ -61,7 +61,7 @@ def find_record(paper: Path, identifier: str, scale: str, *, tuned: bool | None 
         there = [f"{record.get('id')} at {record.get('scale')}" for path, record in records.items() if has_runs(path)]
         reason = f"expected one of {', '.join(there)}" if there else "no record has its runs there"
         if found:
-            reason = "expected one" if kept else f"none has its runs beside it in a {ARCHIVE} file"
+            reason = "expected one" if kept else f"none has its runs in {paper / ARCHIVES}"
         raise DataError(f"{paper / FOLDER} holds {names} of {identifier} at scale {scale}; {reason}.")
     return kept[0]
 
@@ -124,9 +124,9 @@ def recompute(path: Path, place: Path) -> Reproduced:
     asked = list(corpora) if record.asked is None else record.asked
     reproduction = reproduction if asked == [""] else reproduction.only(asked, scale)
     arms = reproduction.arms_at(scale, named_task(reproduction.task).scales)
-    folders = unpack_runs(path.with_suffix(ARCHIVE), place)
+    folders = unpack_runs(find_archive(path), place)
     if len(folders) != len(corpora):
-        raise DataError(f"{path.with_suffix(ARCHIVE)} has {len(folders)} parts, its record {len(corpora)}; fetch both.")
+        raise DataError(f"{find_archive(path)} has {len(folders)} parts, its record {len(corpora)}; fetch both.")
     places = dict(zip(corpora, folders, strict=True))
     read = {part: read_evidence(folder, arms[part], record.tables[part].seeds) for part, folder in places.items()}
     evidence = {part: found for part, found in read.items() if found is not None}
@@ -182,7 +182,7 @@ def restore_runs(record: Path, plans: Sequence[Plan]) -> int:
     found = _read_record(record)
     tuned = {name: draw.arm for name, draw in found.draws.items()}
     with TemporaryDirectory() as place:
-        folders = dict(zip(found.parts, unpack_runs(record.with_suffix(ARCHIVE), Path(place)), strict=False))
+        folders = dict(zip(found.parts, unpack_runs(find_archive(record), Path(place)), strict=False))
         kept = [(folders[plan.part.name], plan) for plan in plans if plan.part.name in folders]
         for source, plan in kept:
             _require_same_runs(record, source, tuned, plan)

@@ -19,7 +19,7 @@ from headwise.errors import DataError
 from headwise_lab.experiment.registry import named_task
 from headwise_lab.experiment.run_folder import VOCABULARY, prepare_folder, read_json, write_json, write_text
 from headwise_lab.papers.claims import Judged, judge, map_judgements
-from headwise_lab.papers.data import ARCHIVE, InitialRuns, pack_runs
+from headwise_lab.papers.data import InitialRuns, find_archive, pack_runs
 from headwise_lab.papers.pages import FOLDER, FORMAT, PAGE, record_claims, render
 from headwise_lab.papers.reproduction import Column, PaperRow, Published, Reproduction, resize_scale
 from headwise_lab.results.cells import NONE, Cell, Grid, Number, show_number, show_percent, show_printed
@@ -340,7 +340,9 @@ def write_records(found: Reproduced, paper: Path, command: str) -> Path:
     The numbers of every run are in an archive of the record's name, of which `recompute` makes it again.
     """
     prepare_folder(paper / FOLDER)
-    write_whole((paper / FOLDER / found.file).with_suffix(ARCHIVE), pack_runs(found.runs))
+    archive = find_archive(paper / FOLDER / found.file)
+    prepare_folder(archive.parent)
+    write_whole(archive, pack_runs(found.runs))
     for picture in found.pictures:
         write_whole(paper / FOLDER / found.picture_file(picture), picture.for_record.png)
     write_json(paper / FOLDER / found.file, record(found, command))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import zipfile
+import lzma
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from rich.console import Console
 from headwise.errors import DataError
 from headwise.repulsion.repel import Repel
 from headwise_lab.experiment.run_folder import as_record
-from headwise_lab.papers.data import ARCHIVE, pack_runs, unpack_runs
+from headwise_lab.papers.data import find_archive, pack_files, pack_runs, unpack_runs
 from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.pages import render
-from headwise_lab.papers.recomputed import find_record, recompute
+from headwise_lab.papers.recomputed import find_record, has_runs, recompute
 from headwise_lab.papers.records import record, write_records
 from headwise_lab.papers.run import make_plans, report
 from headwise_lab.tasks.logic.scales import LOGIC_SCALES
@@ -26,7 +27,8 @@ from lab.results.synthetic_comparison import PAPER, write_comparison
 FIGURE = REPRODUCTIONS["diversify/figure-4"]
 NUMBERS = {"numbers": {"different_words": 7.5}}
 PAPERS = Path(__file__).parents[4] / "laboratory" / "papers"
-ARCHIVES = sorted(PAPERS.glob(f"*/results/*{ARCHIVE}"), key=lambda path: path.stat().st_size)
+KEPT = [path for path in PAPERS.glob("*/results/*.json") if has_runs(path)]
+RECORDS = sorted(KEPT, key=lambda path: find_archive(path).stat().st_size)
 # Whose records are computed again in a second.
 QUICK = 4
 
@@ -65,8 +67,8 @@ def test_a_record_is_made_again_from_the_runs_kept_with_it_to_the_byte(paper: Pa
     assert kept["claims"][0]["contrasts"][0]["by_seed"]
     write_records(found, tmp_path / "paper", kept["command"])
     again = tmp_path / "paper" / "results" / path.name
-    for suffix in (ARCHIVE, ".json", ".md"):
-        assert again.with_suffix(suffix).read_bytes() == path.with_suffix(suffix).read_bytes()
+    for at in (find_archive, lambda of: of, lambda of: of.with_suffix(".md")):
+        assert at(again).read_bytes() == at(path).read_bytes()
     # runs that were asked for of a part without any stay named
     asked = [*kept["missing"], *(f"em seed {seed} in another" for seed in range(5))]
     again.write_text(json.dumps(kept | {"missing": asked}))
@@ -86,34 +88,52 @@ def test_the_command_shows_it_without_training_and_refuses_options_that_would_do
 
 
 def test_words_of_texts_and_weights_are_left_out_and_a_changed_answer_is_noticed(paper: Path, tmp_path: Path):
-    path = find_record(paper, FIGURE.id, "demo").with_suffix(ARCHIVE)
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        kept = json.loads(archive.read("0/svgd/seed-0/analysis-attention.json"))
+    path = find_archive(find_record(paper, FIGURE.id, "demo"))
+    (place,) = unpack_runs(path, tmp_path / "runs")
+    names = [one.relative_to(place.parent).as_posix() for one in place.rglob("*.*")]
+    kept = json.loads((place / "svgd" / "seed-0" / "analysis-attention.json").read_text())
     assert kept == {**NUMBERS, "maps": [{"words": ["1", "2"], "weights": [[0.2, 0.8]]}]}
     assert {Path(name).suffix for name in names} <= {".json", ".jsonl", ".npz"}
-    (place,) = unpack_runs(path, tmp_path / "runs")
     result = place / "svgd" / "seed-0" / "result.json"
     result.write_text(result.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(DataError, match=r"result\.json was changed since it was written"):
         pack_runs([(place, [result.parent])])
 
 
-def test_what_is_no_archive_of_runs_is_refused_and_writes_nothing(paper: Path, tmp_path: Path):
-    path = tmp_path / "x.zip"
-    for name in ("0/../../a.json", "0/plain/seed-0/a.py", f"{tmp_path}/a.json", "0/../seed-0/result.json"):
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(name, "{}")
-        with pytest.raises(DataError, match="is no archive of runs"):
+def test_what_is_no_archive_of_runs_is_refused_and_writes_nothing(
+    paper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, known = tmp_path / "x.tar.xz", "0/plain/seed-0/result.json"
+    outside = ("0/../../a.json", f"{tmp_path}/a.json", "0/../seed-0/result.json")
+    for name in (*outside, "0/plain/seed-0/a.py", "0/é\0/seed-0/result.json"):
+        path.write_bytes(pack_files({"0/comparison.json": b"{}", name: b"{}"}))
+        with pytest.raises(DataError, match=f"is no archive of runs: it holds {name}"):
             unpack_runs(path, tmp_path / "runs")
-    path.write_bytes(b"PK nothing")
-    with pytest.raises(DataError, match=r"x\.zip cannot be read as an archive of runs"):
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, "sparse"):
+        member = tarfile.TarInfo(known)
+        if kind == "sparse":
+            member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}
+        else:
+            member.type, member.linkname = kind, "/etc/passwd"
+        with tarfile.open(path, "w:xz") as archive:
+            archive.addfile(member)
+        with pytest.raises(DataError, match=f"is no archive of runs: it holds {known}"):
+            unpack_runs(path, tmp_path / "runs")
+    whole = pack_files({known: bytes(range(256))})
+    damaged = whole[:90] + bytes([whole[90] ^ 1]) + whole[91:]
+    for content in (b"", b"PK nothing", whole[:-40], damaged, lzma.compress(b"nothing"), lzma.compress(whole)):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"x\.tar\.xz cannot be read as an archive of runs"):
+            unpack_runs(path, tmp_path / "runs")
+    monkeypatch.setattr("headwise_lab.papers.data._MOST_BYTES", 5000)
+    path.write_bytes(pack_files({known: bytes(5000)}))
+    with pytest.raises(DataError, match="is no archive of runs: it holds more than 1 GiB"):
         unpack_runs(path, tmp_path / "runs")
-    assert [one.name for one in tmp_path.iterdir()] == ["x.zip"]
+    assert [one.name for one in tmp_path.iterdir()] == ["x.tar.xz"]
     there = rf"holds no record of diversify/table-5 at scale demo; expected one of {FIGURE.id} at demo\.$"
     with pytest.raises(DataError, match=there):
         find_record(paper, "diversify/table-5", "demo")
-    with pytest.raises(DataError, match=r"figure-4-cpu\.json of .*; none has its runs beside it"):
+    with pytest.raises(DataError, match=r"figure-4-cpu\.json of .*; none has its runs in "):
         find_record(PAPERS / "diversify", "diversify/figure-4", "cpu")
 
 
@@ -121,9 +141,9 @@ def recompute_all(paths: list[Path], place: Path) -> list[str]:
     """Compute records again; return where they differ from those kept."""
     wrong = []
     for path in paths:
-        kept = json.loads(path.with_suffix(".json").read_text())
+        kept = json.loads(path.read_text())
         folder = place / path.parents[1].name / path.stem
-        again = json.loads(json.dumps(record(recompute(path.with_suffix(".json"), folder), kept["command"])))
+        again = json.loads(json.dumps(record(recompute(path, folder), kept["command"])))
         wrong += [line for name in ("claims", "tables", "grids") for line in _compare(again[name], kept[name], name)]
     return wrong
 
@@ -139,14 +159,14 @@ def _compare(again: Any, kept: Any, where: str) -> list[str]:
 
 
 def test_records_of_the_papers_are_what_their_runs_say(tmp_path: Path):
-    assert len(ARCHIVES) > 40
-    assert not recompute_all(ARCHIVES[:QUICK], tmp_path)
+    assert len(RECORDS) > 40
+    assert not recompute_all(RECORDS[:QUICK], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("quarter", range(4))
 def test_every_record_of_the_papers_is_what_its_runs_say(quarter: int, tmp_path: Path):
-    assert not recompute_all(ARCHIVES[QUICK + quarter :: 4], tmp_path)
+    assert not recompute_all(RECORDS[QUICK + quarter :: 4], tmp_path)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headwise.errors import DataError, SettingError
 from headwise_lab.experiment.scale import ScaleOptions
-from headwise_lab.papers.data import ARCHIVE
+from headwise_lab.papers.data import find_archive
 from headwise_lab.papers.declarations import REPRODUCTIONS
 from headwise_lab.papers.recomputed import extend_seeds, find_record, list_runs, restore_runs
 from headwise_lab.papers.run import Plan, do_plans, make_plans, report, show_plans, write_commands
@@ -137,14 +137,16 @@ def test_a_record_of_another_comparison_is_refused_before_anything_is_copied(rec
 
 
 def test_a_damaged_record_is_named(record: Path, tmp_path: Path):
-    path, whole = tmp_path / record.name, json.loads(record.read_text())
+    path, whole = tmp_path / "results" / record.name, json.loads(record.read_text())
+    path.parent.mkdir()
     for damaged in ({}, whole | {"tables": {"1x": {}}}, whole | {"parts": ["1x"]}, whole | {"tuned": {"plain": {}}}):
         path.write_text(json.dumps(damaged))
         for read in (list_runs, lambda place: restore_runs(place, ())):
             with pytest.raises(DataError, match=r"is not the record of a reproduction \(.*; make it again"):
                 read(path)
     path.write_text(json.dumps(whole))
-    path.with_suffix(ARCHIVE).write_text("nothing")
+    find_archive(path).parent.mkdir()
+    find_archive(path).write_text("nothing")
     with pytest.raises(DataError, match="cannot be read as an archive of runs"):
         restore_runs(path, ())
 
