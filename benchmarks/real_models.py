@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 import headwise as hw
-from headwise.cli.shrink_run import rank_unlike
 from importance import Task, correlate, read_pairs
 from timing import console, interleaved_clocks, new_record, ratio, write
 
@@ -56,6 +55,18 @@ def measure_redundancy(task: Task, heads: hw.Heads) -> dict[str, Tensor]:
     batches = [side for encoded, _ in task.batches for side in encoded]
     layers = hw.measure(heads, batches).layers
     return {layer.site: torch.tensor(rank_unlike(layer.pairs["contribution_cka"])) for layer in layers}
+
+
+def rank_unlike(pairs: Sequence[Sequence[float]]) -> list[float]:
+    """Return the step at which each head goes: of the two most alike, the one more like the others that are left."""
+    left = list(range(len(pairs)))
+    steps = [float(len(pairs) - 1)] * len(pairs)
+    for step in range(len(pairs) - 1):
+        _, first, second = max((pairs[i][j], -i, -j) for i in left for j in left if i < j)
+        next_one = max((-first, -second), key=lambda head: sum(pairs[head][other] for other in left))
+        steps[next_one] = float(step)
+        left.remove(next_one)
+    return steps
 
 
 def recover(task: Task, train: Task, steps: int, seed: int) -> None:
