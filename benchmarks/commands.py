@@ -22,7 +22,7 @@ from rich.progress import track
 from timing import console
 
 ROOT = Path(__file__).parents[1]
-PAGE, MAP = ROOT / "docs" / "commands.md", ROOT / "docs" / "heads.png"
+PAGE = ROOT / "docs" / "commands.md"
 LINES, SENTENCES = 25, 200
 SMALL = "train_examples=2000"
 LOGIC = f"logic --seeds 5 --set {SMALL} --set epochs=2"
@@ -95,7 +95,6 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(f"headwise {words} ended with {done.returncode}:\n{done.stderr[-2000:]}")
             parts.append(show(title, words, done.stdout.replace(str(folder), "."), time.monotonic() - began))
-        shutil.copyfile(folder / "my-heads" / "map.png", MAP)
     PAGE.write_text("\n".join(parts), encoding="utf-8")
 
 
