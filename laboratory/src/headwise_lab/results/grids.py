@@ -189,7 +189,7 @@ def describe_halving(table: Table) -> str:
 
 
 def _change(found: Judgement) -> str:
-    words = omit_p(found.words).replace("no difference shown", "no difference that could be detected")
+    words = found.words.replace("no difference shown", "no difference that could be detected")
     return f"{show_percent(found.estimate, signed=True)} points: {words}"
 
 
