@@ -307,5 +307,5 @@ def _show_mean_cost(score: str, drops: Sequence[Drop]) -> Cell:
 
 
 def _change(found: Judgement) -> str:
-    word = omit_p(found.words).replace("no difference shown", "no difference that could be detected")
+    word = found.words.replace("no difference shown", "no difference that could be detected")
     return f"{show_points(found.estimate)} points: {word}"
