@@ -15,7 +15,7 @@ import headwise as hw
 from cases import cases
 from headwise.errors import DataError, NotFired, SettingError, ShapeError
 from headwise.masks.head_mask import HeadMask
-from headwise.report.tables import make_comparison_rows, make_layer_rows
+from headwise.report.tables import make_comparison_rows, make_layer_rows, make_rich_table
 from report.stack import SMALL, Stack, ids, spread, tensors
 
 
@@ -189,6 +189,16 @@ def test_the_tables_hold_the_numbers(capsys):
     assert "CKA: how alike the contributions of two heads are" in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown.split("95 %")[0]
     assert report.summary.startswith("Stack: 9 heads in 3 attention modules, 27 tokens; spread ")
+
+
+def test_a_long_name_is_broken_between_words():
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(
+            make_rich_table(["way", "score"], [["averaged as they are, neighbors, W_O refitted " * 2, "0.5"]], title="")
+        )
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
+    assert capture.get().count("refitted") == 2
 
 
 def test_progress_is_told_to_the_end():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headwise.texts.frozen import Frozen
 
 GROUP = "headwise.extensions"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class Extension(Protocol):

@@ -200,7 +200,8 @@ def make_rich_table(
     for place, name in enumerate(header):
         table.add_column(Text(name), justify="right" if place else "left")
     for row in rows:
-        table.add_row(*(Text(cell, no_wrap=True) for cell in row))
+        # names may be long, numbers are never cut
+        table.add_row(*(Text(cell, no_wrap=bool(place)) for place, cell in enumerate(row)))
     return table
 
 
