@@ -21,16 +21,17 @@ ROOT = Path(__file__).parents[1]
 PAPERS = ROOT / "laboratory" / "papers"
 RECORDS = Path("benchmarks", "records")
 BLIND_SPOTS = ROOT / "benchmarks" / "blind_spots.py"
-# Records of benchmarks: of costs as they were and as they are, and what benchmarks/demo.py and first_steps.py wrote.
+# Records of benchmarks: of costs as they were and as they are, and what benchmarks/demo.py wrote.
 BEFORE, NOW = "2026-11-25-floors-cpu-before.json", "2026-11-26-floors-cpu.json"
 STEPS_BEFORE, STEPS = "2026-11-21-overhead-cpu.json", "2026-11-26-overhead-cpu.json"
 MEASURE_BEFORE = "2026-11-22-measure-cpu.json"
 MEASURE = ("2026-11-26-measure-cpu.json", "2026-11-26-measure-cpu-12-layers.json")
 LABORATORY = "2026-11-26-laboratory-cpu-2.json"
-DEMO, FIRST_STEPS = RECORDS / "2026-11-25-demo-cpu", "2026-11-25-first-steps-cpu.json"
+DEMO = RECORDS / "2026-11-25-demo-cpu"
+SHRINKING = "2026-11-24-shrinking-cpu.json"
 REAL_MODELS = "2026-11-28-real-models-cpu.json"
 # Lines of `headwise inspect` that the README shows.
-LOOK_LINES = 12
+LOOK_LINES = 11
 # What is wanted at most: of a plain step, of the trunk's time, of separate evaluations.
 STEP_GOALS = {"svgd apply, 54 groups": 0.003, "svgd apply, first encoder layer": 0.0005}
 ROUTING_GOALS = {"em": 1.10, "simple": 1.15}
@@ -231,10 +232,15 @@ def make_look() -> str:
     """Return the first lines that `headwise inspect` prints, and how long it took."""
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     section = page[page.index("$ headwise inspect") :]
-    printed = section[: section.index("\n```")].splitlines()[1:LOOK_LINES]
-    seconds = read(FIRST_STEPS)["seconds"]
-    said = f"On two cores the installation took {seconds['install']:.0f} seconds and this {seconds['inspect']:.0f}"
-    return "```console\n" + "\n".join(printed) + f"\n```\n\n{_wrap(said)} ([more commands](docs/commands.md))."
+    printed, _, rest = section.partition("\n```")
+    lines = ["$ headwise inspect MODEL --text SENTENCES.txt --out my-heads", *printed.splitlines()[1:LOOK_LINES], "..."]
+    seconds = re.search(r"It took (\d+) seconds", rest)
+    assert seconds is not None
+    said = (
+        f"MODEL is a folder of `save_pretrained()` or a name on the Hub (here MiniLM, {seconds[1]} seconds on one core);"
+        " `my-heads/heads.html` begins with the map. [More commands](docs/commands.md)."
+    )
+    return "```console\n" + "\n".join(lines) + f"\n```\n\n{_wrap(said)}"
 
 
 def make_smaller(record: dict[str, Any]) -> str:
@@ -242,10 +248,16 @@ def make_smaller(record: dict[str, Any]) -> str:
     rows = []
     for name, row in record["models"]["MiniLM"].items():
         scores = [_show_seeds(row[key]) for key in ("score", "recovered")]
-        rows.append((name, f"{row['parameters'] / 1e6:.1f} M", f"{row['time']:.2f}", *scores))
-    steps = record["steps"]
-    header = ("MiniLM, STS-B", "parameters", "time", "Spearman, points", f"after {steps} steps of training")
-    return join_rows(header, rows, "--:")
+        rows.append((name, *scores))
+    header = ("MiniLM on STS-B, Spearman in points", "as it is", f"after {record['steps']} steps of training")
+    half = next(row for name, row in record["models"]["MiniLM"].items() if name.startswith("half"))["parameters"]
+    whole = record["models"]["MiniLM"]["whole"]["parameters"]
+    time = read(SHRINKING)["minilm"]["ratio"]["half of the heads removed"]
+    said = (
+        f"With half of its heads it has {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and takes {time:.2f} of "
+        "the time. Heads are chosen on training pairs; the whole model gets the same training."
+    )
+    return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"
 
 
 def _show_seeds(values: Sequence[float]) -> str:
