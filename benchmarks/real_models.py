@@ -32,11 +32,17 @@ ROUNDS = (5 / 6, 2 / 3, KEEP)
 RATE, BATCH = 2e-5, 16
 
 
+def compare(task: Task, encoded: Sequence[dict[str, Tensor]]) -> Tensor:
+    """Return the cosines of the embeddings of pairs."""
+    first, second = map(task.embed, encoded)
+    return F.cosine_similarity(first, second)
+
+
 def score(task: Task) -> float:
     """Return 100 times Spearman's correlation of the cosines with the gold similarities."""
     task.model.eval()
     with torch.no_grad():
-        cosines = torch.cat([F.cosine_similarity(*map(task.embed, encoded)) for encoded, _ in task.batches])
+        cosines = torch.cat([compare(task, encoded) for encoded, _ in task.batches])
     return 100 * correlate(cosines, torch.cat([gold for _, gold in task.batches]))
 
 
@@ -82,7 +88,7 @@ def recover(task: Task, train: Task, steps: int, seed: int) -> None:
             place = next(rows)
         encoded, gold = train.batches[place]
         optimizer.zero_grad()
-        (F.cosine_similarity(*map(train.embed, encoded)) - gold).square().mean().backward()
+        (compare(train, encoded) - gold).square().mean().backward()
         optimizer.step()
 
 

@@ -237,7 +237,7 @@ def make_look() -> str:
     seconds = re.search(r"It took (\d+) seconds", rest)
     assert seconds is not None
     said = (
-        f"MODEL is a folder of `save_pretrained()` or a name on the Hub (here MiniLM, {seconds[1]} seconds on one core);"
+        f"MODEL is a folder of `save_pretrained()` or a name on the Hub (MiniLM: {seconds[1]} seconds on one core);"
         " `my-heads/heads.html` begins with the map. [More commands](docs/commands.md)."
     )
     return "```console\n" + "\n".join(lines) + f"\n```\n\n{_wrap(said)}"
@@ -254,7 +254,7 @@ def make_smaller(record: dict[str, Any]) -> str:
     whole = record["models"]["MiniLM"]["whole"]["parameters"]
     time = read(SHRINKING)["minilm"]["ratio"]["half of the heads removed"]
     said = (
-        f"With half of its heads it has {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and takes {time:.2f} of "
+        f"With half of them it has {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and takes {time:.2f} of "
         "the time. Heads are chosen on training pairs; the whole model gets the same training."
     )
     return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"

@@ -160,7 +160,7 @@ def test_a_budget_is_written_with_its_map_and_a_short_text_refused(folders: Path
     other = tmp_path / "other.json"
     assert "causal language model" in refused(capsys, "budget", *name_places(folders, "bert", other))
     long = ["--window", "100000"]
-    assert "give more text" in refused(capsys, "budget", *name_places(folders, "llama", other), *long)
+    assert "give longer texts" in refused(capsys, "budget", *name_places(folders, "llama", other), *long)
     model = AutoModelForCausalLM.from_pretrained(folders / "llama")
     options: dict[str, Any] = {CACHE: budget.cache(), "max_new_tokens": 3, "min_new_tokens": 3}
     tokens = model.generate(torch.ones(1, 12, dtype=torch.long), **options)
