@@ -48,7 +48,7 @@ def _shrink(given: Shrink, shrink: Callable[[], Shrunk]) -> None:
 @command
 def budget(given: Budget) -> None:
     """Find the key/value heads that need the whole cache, and write a budget that generation keeps."""
-    from headwise.cli.budget_run import find_budget
+    from headwise.cli.shrink_run import find_budget
 
     with stoppable(STOPPED, [given.out]):
         print_file(find_budget(given))

@@ -72,7 +72,9 @@ class KVBudget:
         }
 
     def cache(self) -> BudgetCache:
-        """Return an empty cache: `model.generate(..., past_key_values=budget.cache())`, one for each call.
+        """Return an empty cache: `model.generate(..., cache=budget.cache())`, one for each call.
+
+        Before transformers 5.24 the argument is `past_key_values`.
 
         Raises:
             SettingError: In `crop`, streaming heads have dropped what they would see again; see
@@ -180,7 +182,7 @@ def kv_budget(
         >>> print(str(budget).splitlines()[0])
         1 of 4 key/value heads (#) keep all positions, the others the first 2 and the last 8
         >>> cache = budget.cache()
-        >>> model.generate(texts[0], past_key_values=cache, max_new_tokens=4, do_sample=False).shape
+        >>> model.generate(texts[0], cache=cache, max_new_tokens=4, do_sample=False).shape
         torch.Size([2, 52])
     """
     require_heads(heads)

@@ -153,15 +153,15 @@ def test_a_budget_is_written_with_its_map_and_a_short_text_refused(folders: Path
     budget = hw.shrinking.KVBudget.load(out)
     assert (budget.keep, budget.sink, budget.window, sorted(budget.scores)) == (0.5, 1, 6, [0, 1])
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    model = AutoModelForCausalLM.from_pretrained(folders / "llama")
-    options: dict[str, Any] = {CACHE: budget.cache(), "max_new_tokens": 3, "min_new_tokens": 3}
-    tokens = model.generate(torch.ones(1, 12, dtype=torch.long), **options)
-    assert tokens.shape == (1, 15)
     assert "exists; expected a new file" in refused(capsys, "budget", *name_places(folders, "llama", out))
     other = tmp_path / "other.json"
     assert "causal language model" in refused(capsys, "budget", *name_places(folders, "bert", other))
     long = ["--window", "100000"]
-    assert "give more text" in refused(capsys, "budget", *name_places(folders, "llama", other), *long)
+    assert "give longer texts" in refused(capsys, "budget", *name_places(folders, "llama", other), *long)
+    model = AutoModelForCausalLM.from_pretrained(folders / "llama")
+    options: dict[str, Any] = {CACHE: budget.cache(), "max_new_tokens": 3, "min_new_tokens": 3}
+    tokens = model.generate(torch.ones(1, 12, dtype=torch.long), **options)
+    assert tokens.shape == (1, 15)
 
 
 def save(folders: Path, place: Path, model: Any) -> Path:
