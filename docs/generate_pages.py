@@ -254,8 +254,8 @@ def make_smaller(record: dict[str, Any]) -> str:
     whole = record["models"]["MiniLM"]["whole"]["parameters"]
     time = read(SHRINKING)["minilm"]["ratio"]["half of the heads removed"]
     said = (
-        f"With half of them it has {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and takes {time:.2f} of "
-        "the time. Heads are chosen on training pairs; the whole model gets the same training."
+        f"Half of the heads leave {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and {time:.2f} of the time. "
+        "Heads are chosen on training pairs; the whole model gets the same training."
     )
     return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"
 
