@@ -212,7 +212,7 @@ def paired_grids(table: Table) -> tuple[Grid, ...]:
             f"{metric}\ndifference": [show_signed(tests.difference) for tests in known],
             "ahead,\nbehind": [f"{tests.ahead}, {tests.behind}" for tests in known],
             "p,\nbootstrap": [_show_range(test.bootstrap for test in tests.tests) for tests in known],
-            "p, random-\nisation": [_show_range(test.randomisation for test in tests.tests) for tests in known],
+            "p,\nrandomisation": [_show_range(test.randomisation for test in tests.tests) for tests in known],
         }
         judged = metric == table.results.metric.name
         if judged:
