@@ -530,7 +530,7 @@ def dropping_in_evaluation() -> Iterator[Callable[[], Any]]:
     model(x)
 
 
-@after("num_heads=8 fits no attention: those found tell")
+@after("num_heads=8 fits no attention: the modules found say")
 def heads_that_are_told() -> Iterator[Callable[[], Any]]:
     model = encoder()
     yield lambda: hw.find_heads(model, num_heads=8)

@@ -218,7 +218,7 @@ def test_the_statistics_of_data_are_shown_and_nothing_is_written(capsys, tmp_pat
 def test_a_tuned_arm_is_printed_as_the_compare_command_takes_it(capsys):
     asked = ("tune", "logic", "output", "--draws", "2", "--seed", "5", "--workers", "1")
     assert call(*asked) == 0
-    arm = capsys.readouterr().out.splitlines()[-1]
+    arm = capsys.readouterr().out.splitlines()[-2]
     assert call(*asked, "--json") == 0
     assert json.loads(capsys.readouterr().out)["arm"] == arm
     assert re.fullmatch(r"output(:weight=[\d.]+,learning_rate=[\d.e-]+,dropout=[\d.]+)?", arm)

@@ -167,7 +167,7 @@ def test_guided_heads_are_measured_in_their_roles(run_of, pipeline, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{line}\n" for line in lines_of(False)[:20]))
     out = tmp_path / "out"
     asked = ["inspect", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(out)]
-    assert call(*asked, "--pipeline", str(pipeline)) == 0
+    assert call(*asked, "--pipeline", str(pipeline), "--exact") == 0
     report = hw.report.load_report(out / "report.json")
     assert report.whole is not None
     assert report.whole.value == pytest.approx(1.0)
