@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [path for path in (str(ROOT / "src"), str(ROOT / "tests")) if path not in sys.path]
+sys.path[:0] = [path for path in map(str, (ROOT / "src", ROOT / "tests", ROOT / "docs")) if path not in sys.path]
 
 import torch  # noqa: E402
+from generate_pages import fill  # noqa: E402
 
 import headwise as hw  # noqa: E402
 from heads.families import FAMILIES  # noqa: E402
@@ -21,14 +22,7 @@ PAGE = Path(__file__).parent / "any-model.md"
 
 def render() -> str:
     """Return the page as it is, with its tables made anew."""
-    page = PAGE.read_text(encoding="utf-8")
-    for name, table in (("families", _supported()), ("written", _written()), ("refused", _refused())):
-        start, end = f"<!-- {name}: written by make api -->", "<!-- end -->"
-        before, found, rest = page.partition(start)
-        if not found or end not in rest:
-            raise SystemExit(f"{PAGE.name} has no place for the table of {name}: {start} ... {end}.")
-        page = f"{before}{start}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return page
+    return fill(PAGE.read_text("utf-8"), {"families": _supported(), "written": _written(), "refused": _refused()})
 
 
 def _supported() -> str:

@@ -27,7 +27,7 @@ STEPS_BEFORE, STEPS = "2026-11-21-overhead-cpu.json", "2026-11-26-overhead-cpu.j
 MEASURE_BEFORE = "2026-11-22-measure-cpu.json"
 MEASURE = ("2026-11-26-measure-cpu.json", "2026-11-26-measure-cpu-12-layers.json")
 LABORATORY = "2026-11-26-laboratory-cpu-2.json"
-DEMO = RECORDS / "2026-11-25-demo-cpu"
+DEMO = RECORDS / "2026-11-29-demo-cpu"
 SHRINKING = "2026-11-24-shrinking-cpu.json"
 REAL_MODELS = "2026-11-28-real-models-cpu.json"
 # Lines of `headwise inspect` that the README shows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import headwise as hw
 from cases import cases
 from headwise.errors import DataError, NotFired, SettingError, ShapeError
 from headwise.masks.head_mask import HeadMask
+from headwise.report.layer import LayerReport
+from headwise.report.measure import _read_first
 from headwise.report.tables import make_comparison_rows, make_layer_rows, make_rich_table
 from report.stack import SMALL, Stack, ids, spread, tensors
 
@@ -316,3 +319,25 @@ def test_a_model_that_is_an_attention_itself_is_named_to_prune_as_tables_and_imp
     for name in ("", "(model)"):
         heads = hw.find_heads(nn.MultiheadAttention(8, 4, batch_first=True))
         assert "(model): heads 1 removed, 3 left" in str(hw.prune(heads, {name: [1]}))
+
+
+def test_the_headline_names_the_layer_with_the_smallest_share_and_counts_heads_on_the_first_token():
+    layers = (
+        LayerReport("one", "self", "", 0, 4, effective_heads=3.5, first=(0.4, 0.6, 0.2, 0.51)),
+        LayerReport("two", "self", "", 1, 2, effective_heads=1.2, first=(0.1, 0.9)),
+    )
+    report = hw.report.Report("Model", 1, 2000, layers)
+    assert report.headline == (
+        "Layer 1 is the most redundant: 1.2 of 2 effective heads; 3 of 6 heads mostly read the first token."
+    )
+    assert "with only 999 tokens this may be chance" in replace(report, tokens=999).headline
+
+
+def test_the_first_token_is_the_first_that_is_no_padding():
+    heads = hw.find_heads(nn.MultiheadAttention(8, 2, batch_first=True))
+    keep = torch.tensor([[False, False, True, True, True]])
+    x = torch.randn(1, 5, 8)
+    with hw.Taps(heads, weights=True) as taps:
+        heads.model(x, x, x, key_padding_mask=~keep)
+        capture = replace(taps.read()[0], query_keep=keep, key_keep=keep)
+    assert torch.allclose(_read_first(capture.weights, capture), capture.weights[0, :, 2:, 2].sum(-1).double())

@@ -204,3 +204,10 @@ def test_the_estimate_of_a_cost_is_the_exact_cost_of_a_head_that_adds_little():
         assert estimated.drops[name].shape == drops.shape
         # the mean of the squares of 400 draws is within 4 standard deviations of 7 %
         torch.testing.assert_close(estimated.drops[name].mean(1), drops.mean(1), rtol=0.3, atol=0)
+
+    # an output that only grows along itself keeps its direction
+    way = torch.randn(6, 12, dtype=torch.float64)
+    along = estimate_removal(
+        heads, batches, lambda batch: run(batch).exp().sum((1, 2))[:, None, None] * way, lambda: None
+    )
+    assert max(float(drops.max()) for drops in along.drops.values()) < 1e-20

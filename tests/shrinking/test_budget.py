@@ -13,9 +13,12 @@ import transformers
 
 import headwise as hw
 from cases import cases, find_unrefused
+from heads import shared
 from heads.transformers_versions import CACHE
 from headwise.errors import DataError, LayoutError, SettingError
-from headwise.shrinking import KVBudget
+from headwise.heads.scores.huggingface import InterfaceCall
+from headwise.shrinking import KVBudget, budget_cache
+from headwise.shrinking.budget_cache import require_mask
 
 SINK, WINDOW, PADS = 2, 6, (0, 3, 9)
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
@@ -324,9 +327,44 @@ def test_what_has_no_exact_cache_is_refused(llama):
             (score(find("T5", "T5ForConditionalGeneration")), LayoutError, "is an encoder-decoder"),
             (score(find("Bloom")), LayoutError, "does not call the attention interface"),
             (score(find("DeepseekV3", **latent)), LayoutError, "computes with what the cache .*latent attention"),
+            (
+                score(hw.find_heads(shared.build("Gemma 4"))),
+                LayoutError,
+                "keys and values of its own for each",
+            ),
             (score(find("Qwen3Next", **linear)), LayoutError, "layer 0 .* LinearAttentionLayer .*linear attention"),
             (lambda: model(text[0], **{CACHE: other.cache()}), LayoutError, "computes 2 key/value heads .* has 3"),
             (call(lambda: hw.Taps(heads, weights=True)), LayoutError, "has a bias, taps, or paired or mixed heads"),
         ]
     )
     assert not missed, "\n".join(missed)
+
+
+def test_padding_is_no_text_to_score_by(llama):
+    heads = hw.find_heads(llama[0])
+    text = torch.randint(1, 61, (1, 20))
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), text], 1)
+    keep = torch.ones_like(padded)
+    keep[:, :5] = 0
+    alone, beside = (
+        hw.kv_budget(heads, [batch], sink=SINK, window=WINDOW, copies=0)
+        for batch in (text, {"input_ids": padded, "attention_mask": keep})
+    )
+    for layer, scores in alone.scores.items():
+        assert beside.scores[layer] == pytest.approx(scores, rel=1e-3, abs=1e-5)
+
+
+def test_a_cache_that_is_not_exact_is_refused_before_it_is_used(llama, monkeypatch):
+    heads, values = hw.find_heads(llama[0]), torch.ones(1, 2, 4, 8)
+    call = InterfaceCall(lambda: None, "sdpa", heads.model, values, values, None, {})
+    assert require_mask(call, values, 4) is None
+    for changed, message in (
+        (call._replace(value=values.clone()), "changes the values that its cache returned"),
+        (call._replace(settings={"position_bias": values}), "adds a bias of each head to its scores"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            require_mask(changed, values, 4)
+    attend = budget_cache._BudgetLayer._attend_full
+    monkeypatch.setattr(budget_cache._BudgetLayer, "_attend_full", lambda *given: 1.1 * attend(*given))
+    with pytest.raises(LayoutError, match="computes something else with the cache of a budget"):
+        hw.kv_budget(heads, window=WINDOW)

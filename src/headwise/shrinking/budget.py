@@ -250,7 +250,6 @@ def _find_layers(heads: Heads, window: int) -> tuple[dict[int, Site], tuple[int 
         reasons = {
             "is no self-attention with a place of its own in the cache": not placed,
             "does not call the attention interface of transformers": not calls_interface(site.module),
-            "attends to the keys and values of another layer": site.borrows,
             "has heads that are divided over processes": site.divided,
             "has groups of query heads that are not neighbors": site.tiled,
         }

@@ -18,12 +18,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.errors import LayoutError, SettingError
-from headwise.heads.scores.huggingface import AttendedKeys, attend_explicitly
+from headwise.heads.scores.huggingface import Attend, AttendedKeys, InterfaceCall, attend_explicitly
 
 # Queries of a prompt that streaming heads attend with at a time, at least.
 BLOCK = 64
-# What the interface of transformers calls.
-Attend = Callable[..., tuple[Tensor, Any]]
 
 
 def list_windows(config: Any) -> list[int | None]:
@@ -194,34 +192,22 @@ class _BudgetLayer(CacheLayerMixin):
         ):
             setattr(self, name, change(getattr(self, name)))
 
-    def _attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        found: Attend,
-        named: str,
-        module: Any,
-        query: Tensor,
-        _key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
+    def _attend(self, keys: Tensor, values: Tensor, call: InterfaceCall) -> tuple[Tensor, None]:
         """Attend with full and with streaming heads, and keep the keys."""
-        queries = query.shape[2]
+        queries = call.query.shape[2]
         length, first = self.get_mask_sizes(queries)
-        mask = require_mask(module, value is values, attention_mask, length, settings)
-        attend = attend_explicitly if settings.get("s_aux") is not None else found
+        mask = require_mask(call, values, length)
+        attend = attend_explicitly if call.settings.get("s_aux") is not None else call.attend
         output = None
         for chosen, run in zip(self.chosen, (self._attend_full, self._attend_near), strict=True):
             if not len(chosen):
                 continue
-            asked = query.unflatten(1, (self.heads, -1))[:, chosen].flatten(1, 2)
-            own = dict(settings)
+            asked = call.query.unflatten(1, (self.heads, -1))[:, chosen].flatten(1, 2)
+            own = dict(call.settings)
             if own.get("s_aux") is not None:
                 own["s_aux"] = own["s_aux"].unflatten(0, (self.heads, -1))[chosen].flatten()
-            call = partial(attend, module, **own)
-            part = run(call, named == "eager", asked, keys[:, chosen], values[:, chosen], mask, first)
+            attending = partial(attend, call.module, **own)
+            part = run(attending, call.named == "eager", asked, keys[:, chosen], values[:, chosen], mask, first)
             part = part.unflatten(2, (len(chosen), -1))
             output = part.new_empty(*part.shape[:2], self.heads, *part.shape[3:]) if output is None else output
             output[:, :, chosen] = part
@@ -319,8 +305,6 @@ class _BudgetLayer(CacheLayerMixin):
         if most == self.columns.shape[1] and not crop:
             return
         kept = (self.tokens >= 0) & ((self.tokens < self.sink) | (self.tokens > self.counts[:, None] - self.window))
-        if self.sliding is not None:
-            kept = kept & (self.columns > seen - self.sliding)
         if self.columns.shape[1] > self.sink + self.window - 1:
             self.trimmed = max(self.trimmed, seen)
         if crop and len(kept) == 1:
@@ -344,12 +328,12 @@ def find_allowed(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def require_mask(module: Any, untouched: bool, mask: Any, length: int, settings: Mapping[str, Any]) -> Tensor | None:
+def require_mask(call: InterfaceCall, values: Tensor, length: int) -> Tensor | None:
     """Return the mask of a call; `LayoutError` where heads are told apart by what is added to scores."""
-    name = type(module).__name__
-    if not untouched:
+    name, mask = type(call.module).__name__, call.mask
+    if call.value is not values:
         raise LayoutError(f"{name} changes the values that its cache returned; generate without the budget.")
-    if settings.get("position_bias") is not None:
+    if call.settings.get("position_bias") is not None:
         raise LayoutError(f"{name} adds a bias of each head to its scores; generate without the budget.")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1):
         raise LayoutError(f"{name} was given a mask that differs between heads; expected one of [B, 1, Q, K].")
@@ -370,29 +354,17 @@ class _MixingLayer(DynamicLayer):
         """Return keys that attend themselves."""
         return AttendedKeys.of(key_states, partial(self._attend, key_states, value_states)), value_states
 
-    def _attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        found: Attend,
-        named: str,
-        module: Any,
-        query: Tensor,
-        _key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
-        mask = require_mask(module, value is values, attention_mask, keys.shape[2], settings)
+    def _attend(self, keys: Tensor, values: Tensor, call: InterfaceCall) -> tuple[Tensor, None]:
+        mask = require_mask(call, values, keys.shape[2])
         places = torch.arange(keys.shape[2], device=keys.device)[None]
         real = torch.ones_like(places) if mask is None else find_allowed(mask[:, 0]).diagonal(dim1=1, dim2=2).long()
         tokens = (real.cumsum(1) - 1).masked_fill(real == 0, -1)
         near = see_near(tokens, tokens, self.sink, self.window)
         if mask is None:
             near = near & (places[:, :, None] >= places[:, None])
-        whole, _ = found(module, query, keys, values, mask, **settings)
-        part, _ = found(module, query, keys, values, narrow(mask, near, additive=named == "eager"), **settings)
-        gates = self.gates.to(whole).repeat_interleave(query.shape[1] // keys.shape[1])[:, None]
+        masks = (mask, narrow(mask, near, additive=call.named == "eager"))
+        whole, part = (call.attend(call.module, call.query, keys, values, one, **call.settings)[0] for one in masks)
+        gates = self.gates.to(whole).repeat_interleave(call.query.shape[1] // keys.shape[1])[:, None]
         return part + gates * (whole - part), None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import time
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from headwise_lab.papers.claims import show_step_times
 from headwise_lab.results.evidence import read_evidence
 from headwise_lab.results.runs import STEP_RATIO, STEP_TIME
 from headwise_lab.results.table import read_table
+from headwise_lab.training.callback import choose_clock
 from lab.results.synthetic_comparison import Drawn, write_comparison
 from lab.tasks.logic.logic_toy import TOY
 
@@ -127,3 +129,8 @@ def test_compare_times_each_arm_once(tmp_path):
     numbers = read_json(tmp_path / timed[1] / "analysis-step-time.json")["numbers"]
     assert 0.05 < numbers[STEP_RATIO] < 20
     assert "--step-time" in (tmp_path / "report.html").read_text()
+
+
+def test_steps_on_a_cpu_are_timed_in_seconds_that_other_programs_do_not_lengthen():
+    assert choose_clock(torch.device("cpu")) is time.process_time
+    assert choose_clock(torch.device("cuda")) is time.monotonic

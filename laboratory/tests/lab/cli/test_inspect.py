@@ -96,6 +96,11 @@ def test_a_name_on_the_hub_is_read_from_its_cache_and_a_folder_is_advised_where_
     # a path is no name
     assert inspect("some/other/place", "--text", folders / "text.txt", "--out", tmp_path / "new") == 2
     assert "some/other/place does not exist; expected a folder" in capsys.readouterr().err
+    # nor is a place of another kind
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "encoder").write_text("a file")
+    assert inspect("some/encoder", "--text", folders / "text.txt", "--out", tmp_path / "new") == 2
+    assert "some/encoder is a file; expected a folder" in capsys.readouterr().err
 
 
 def test_each_head_is_removed_and_every_column_shown_where_that_is_asked_for(folders, tmp_path, capsys):

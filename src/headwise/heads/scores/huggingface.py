@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +81,28 @@ class InterfaceScores:
         return _reach(self.module)[1], partial(require_reached, self.module)
 
 
+class InterfaceCall(NamedTuple):
+    """A call of the interface: its function and name, the module, and what that gave but for the keys."""
+
+    attend: Attend
+    named: str
+    module: Any
+    query: Tensor
+    value: Tensor
+    mask: Any
+    settings: dict[str, Any]
+
+
 class AttendedKeys(Tensor):
     """Keys that a cache gives and attends to itself: `attend` takes the place of the function of the interface.
 
-    It is called with the function and its name first. Nothing is computed with them before that.
+    Nothing is computed with them before that.
     """
 
-    attend: Callable[..., tuple[Tensor, Any]]
+    attend: Callable[[InterfaceCall], tuple[Tensor, Any]]
 
     @classmethod
-    def of(cls, keys: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> AttendedKeys:
+    def of(cls, keys: Tensor, attend: Callable[[InterfaceCall], tuple[Tensor, Any]]) -> AttendedKeys:
         """Return keys that are attended to by a function."""
         own = keys.as_subclass(cls)
         own.attend = attend
@@ -185,6 +197,19 @@ def _require_attended(module: nn.Module, _args: tuple, _output: object) -> None:
         )
 
 
+def _attend_itself(
+    found: Attend,
+    named: str,
+    module: nn.Module,
+    query: Tensor,
+    key: AttendedKeys,
+    value: Tensor,
+    attention_mask: Any = None,
+    **settings: Any,
+) -> tuple[Tensor, Any]:
+    return key.attend(InterfaceCall(found, named, module, query, value, attention_mask, settings))
+
+
 def _attend(found: Attend, named: str, module: nn.Module, *args: Any, **settings: Any) -> Any:
     """Attend with a function of the interface, and with what is listened to, paired or mixed."""
     listeners = _find_listeners(module)
@@ -197,7 +222,7 @@ def _attend(found: Attend, named: str, module: nn.Module, *args: Any, **settings
                 f"{type(module).__name__} has a bias, taps, or paired or mixed heads, and the cache of a budget "
                 "attends without them; remove() them, or generate without the budget."
             )
-        return key.attend(found, named, module, *args, **settings)
+        return _attend_itself(found, named, module, *args, **settings)
     if listeners is None and not paired_or_mixed and not is_recomputing():
         return found(module, *args, **settings)
     _require_reached(module, named)
