@@ -1,20 +1,23 @@
-"""Compare the time of methods in this version with an earlier one, interleaved in one process.
+"""Compare the time of methods and tasks in this version with an earlier one, interleaved in one process.
 
-Each version brings its own `src` and its own `floors.py` and `overhead.py`, which know its calls; its modules stand in
-`sys.modules` only while it runs. The earlier version comes from git. This version runs twice, so that the two ratios
-show the noise of the machine. Times are of the CPU. Run by `make bench NAME=versions ARGS="--before COMMIT"`.
+Each version brings its own sources and its own benchmarks, which know its calls; its modules stand in `sys.modules`
+only while it runs. The earlier version comes from git. This version runs twice, so that the two ratios show the noise
+of the machine. Times are of the CPU. A task with its data, as `--task translation=FOLDER`, is timed for some steps of
+a run of plain, and the peak memory of such a run is read in processes of its own. Run by
+`make bench NAME=versions ARGS="--before COMMIT"`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from io import BytesIO
@@ -29,10 +32,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from timing import console, interleaved_clocks, new_record, ratio, write
 
 ROOT = Path(__file__).parents[1]
-OWN = ("headwise", "headwise_lab", "floors", "overhead", "timing")
+OWN = ("headwise", "headwise_lab", "floors", "overhead", "laboratory", "timing")
+SOURCES = ("src", "laboratory/src", "benchmarks")
 CPU = torch.device("cpu")
 SHAPE = (8, 64)
 TOKENS = 512
+# Of a run of a task: its scale, and the steps after which it stops.
+SCALE, STEPS = "demo", 30
 # The ratio to the earlier version that is wanted at most.
 WANTED = 1.03
 
@@ -42,7 +48,7 @@ class Version:
 
     def __init__(self, root: Path) -> None:
         self._finders = list(sys.meta_path)
-        self._paths = [str(root / "src"), str(root / "benchmarks"), *sys.path]
+        self._paths = [*(str(root / name) for name in SOURCES), *sys.path]
         self._modules: dict[str, ModuleType] = {}
 
     def __enter__(self) -> Self:
@@ -67,8 +73,8 @@ def _exchange_modules(modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
 
 
 def extract(commit: str, folder: Path) -> None:
-    """Write `src` and `benchmarks` of a commit into a folder."""
-    tar = subprocess.run(["git", "archive", commit, "src", "benchmarks"], cwd=ROOT, check=True, capture_output=True)
+    """Write the sources and benchmarks of a commit into a folder."""
+    tar = subprocess.run(["git", "archive", commit, *SOURCES], cwd=ROOT, check=True, capture_output=True)
     with tarfile.open(fileobj=BytesIO(tar.stdout)) as archive:
         archive.extractall(folder, filter="data")
 
@@ -106,6 +112,30 @@ def collect() -> dict[str, Callable[[], object]]:
     return works
 
 
+def make_run(task: str, data: Path | None, cache: Path) -> Callable[[], object]:
+    """Return the first steps of a run of plain on a task, by the version whose modules can be imported now."""
+    laboratory: Any = import_module("laboratory")
+    settings = laboratory.RunSettings(
+        task, laboratory.named_task(task).scales[SCALE], laboratory.named_arms()["plain"], 0, data, cache
+    )
+    return lambda: laboratory.train_ours(settings, laboratory.Clock(1, STEPS - 1))
+
+
+def read_peak(root: Path, task: str, data: Path | None, cache: Path) -> float:
+    """Return the peak memory, in MiB, of a process of a version that does the first steps of a run."""
+    program = (
+        "import resource, sys; from pathlib import Path; from laboratory import *; task, data, cache = sys.argv[1:]; "
+        f"scale = named_task(task).scales[{SCALE!r}]; data = Path(data) if data else None; "
+        "settings = RunSettings(task, scale, named_arms()['plain'], 0, data, Path(cache)); "
+        f"train_ours(settings, Clock(1, {STEPS - 1})); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+    )
+    paths = os.pathsep.join(str(root / name) for name in SOURCES)
+    command = [sys.executable, "-P", "-W", "ignore", "-c", program, task, str(data or ""), str(cache)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
 def make_adapted(hw: Any, attach: Callable[..., object]) -> Callable[[], object]:
     """Return a training step of LoRA adapters of rank 8 under a method."""
     config = LlamaConfig(
@@ -129,17 +159,21 @@ def route(module: torch.nn.Module, heads: torch.Tensor) -> None:
     module(heads).sum().backward()
 
 
-def compare(commit: str, rounds: int, only: str) -> list[dict[str, object]]:
+def compare(commit: str, rounds: int, only: str, tasks: Mapping[str, Path | None]) -> list[dict[str, object]]:
     """Return the milliseconds of each work in both versions, and the median over rounds of their ratio."""
     with tempfile.TemporaryDirectory() as folder:
         extract(commit, Path(folder))
-        before, now = Version(Path(folder)), Version(ROOT)
+        roots = {"before": Path(folder), "now": ROOT}
+        before, now = map(Version, roots.values())
         runs: dict[str, dict[str, Callable[[], object]]] = {}
         for label, version in {"before": before, "now": now, "now again": now}.items():
             with version:
                 for name, work in collect().items():
                     runs.setdefault(name, {})[label] = partial(version.run, work)
-        rows = []
+                for task, data in tasks.items():
+                    work = make_run(task, data, Path(folder) / label / task)
+                    runs.setdefault(f"{task}, {STEPS} steps", {})[label] = partial(version.run, work)
+        rows: list[dict[str, object]] = []
         for name, own in runs.items():
             if only not in name:
                 continue
@@ -151,6 +185,19 @@ def compare(commit: str, rounds: int, only: str) -> list[dict[str, object]]:
                 f"  {name:<36} before {milliseconds['before']:8.2f} ms   now {ratios['now']:6.3f} times"
                 f"   (again {ratios['now again']:6.3f})"
             )
+        for task, data in tasks.items():
+            caches = {label: Path(folder) / label / task for label in roots}
+            peaks = {
+                label: statistics.median(read_peak(root, task, data, caches[label]) for _ in range(3))
+                for label, root in roots.items()
+            }
+            rows.append(
+                {"work": f"{task}, peak memory", "MiB": peaks, "ratio to before": peaks["now"] / peaks["before"]}
+            )
+            console.print(
+                f"  {f'{task}, peak memory':<36} before {peaks['before']:8.1f} MiB  now "
+                f"{peaks['now'] / peaks['before']:6.3f} times"
+            )
         return rows
 
 
@@ -159,11 +206,16 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--before", required=True, help="the commit of the earlier version")
     parser.add_argument("--rounds", type=int, default=45)
     parser.add_argument("--only", default="", help="time only works whose name holds this text")
+    parser.add_argument(
+        "--task", action="append", default=[], metavar="TASK=FOLDER", help="a task and its data, or TASK alone"
+    )
     parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
     arguments = parser.parse_args(given)
     warnings.simplefilter("ignore", DeprecationWarning)
     record = new_record("versions", CPU) | {"before": arguments.before, "wanted at most": WANTED}
-    write(record | {"rows": compare(arguments.before, arguments.rounds, arguments.only)}, CPU, arguments.out)
+    named = [one.partition("=") for one in arguments.task]
+    tasks = {task: Path(folder).resolve() if folder else None for task, _, folder in named}
+    write(record | {"rows": compare(arguments.before, arguments.rounds, arguments.only, tasks)}, CPU, arguments.out)
 
 
 if __name__ == "__main__":

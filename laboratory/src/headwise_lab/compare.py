@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from headwise.atomic import FILES, OWN, seal
 from headwise.errors import DataError, HeadwiseError, SettingError, require_choice, require_integer
+from headwise.report.html import Page
 from headwise.repulsion.repel import Repel
 from headwise_lab.experiment import run_folder as runs
 from headwise_lab.experiment.arm import Arm, Orthogonalize
@@ -29,7 +30,7 @@ from headwise_lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise_lab.jobs.pool import do_analyses, do_jobs
 from headwise_lab.results.figures import write_figures
 from headwise_lab.results.grids import render_terminal
-from headwise_lab.results.pages import make_page
+from headwise_lab.results.pages import fill_page, write_title
 from headwise_lab.results.runs import (
     COMPARISON,
     HALVE,
@@ -150,7 +151,8 @@ def compare(
     for name in analyses:
         failures += do_analyses(name, jobs, comparison.workers, console)
     if any(runs.is_finished(find_run(job)) for job in jobs):
-        publish(out, console, " ".join([write_command(comparison), *(f"--{name}" for name in analyses)]))
+        command = " ".join([write_command(comparison), *(f"--{name}" for name in analyses)])
+        publish(out, comparison.seeds, console, command)
     return failures
 
 
@@ -211,20 +213,20 @@ def is_divided(job: Job) -> bool:
     return job.settings.whole is not None or len(list_scales(named_task(job.settings.task), job.settings)) > 1
 
 
-def publish(out: Path, console: Console, command: str) -> None:
-    """Show the table of the finished runs in a folder, and write its JSON form, figures and page with the command."""
+def publish(out: Path, seeds: Sequence[int], console: Console, command: str) -> None:
+    """Show the table of the finished runs of some seeds, and write its JSON form, figures and page with the command."""
     test_in_pairs(out, console)
-    publish_table(read_table(out), out, console, command)
+    table = read_table(out, seeds)
+    write_table(table, out, Page(write_title(table)), command)
+    console.print(render_terminal(table))
+    console.print(f"page: {out / REPORT}", highlight=False, markup=False, soft_wrap=True)
 
 
-def publish_table(table: Table, folder: Path, console: Console, command: str, title: str = "") -> None:
-    """Show a table, and write its JSON form, figures and page into a folder."""
+def write_table(table: Table, folder: Path, page: Page, command: str) -> None:
+    """Write the JSON form and the figures of a table into a folder, and a page that it ends."""
     runs.prepare_folder(folder / FIGURES)
     runs.write_json(folder / RESULTS, make_record(table))
-    drawn = write_figures(table, folder / FIGURES)
-    make_page(table, drawn, title=title, command=command).write(folder / REPORT)
-    console.print(render_terminal(table))
-    console.print(f"page: {folder / REPORT}", highlight=False, markup=False, soft_wrap=True)
+    fill_page(page, table, write_figures(table, folder / FIGURES), command).write(folder / REPORT)
 
 
 def test_in_pairs(out: Path, console: Console) -> None:
@@ -240,10 +242,10 @@ def test_in_pairs(out: Path, console: Console) -> None:
 
 
 def write_command(comparison: Comparison) -> str:
-    """Return the command of a comparison, with all arms and seeds recorded in its folder."""
+    """Return the command of a comparison, with all arms recorded in its folder."""
     record = runs.read_json(comparison.out / COMPARISON)
     words = ["headwise", "compare", comparison.task, "--arms", ",".join(record["arms"])]
-    words += ["--seeds", str(max(record["seeds"]) + 1)]
+    words += ["--seeds", str(max(comparison.seeds) + 1)]
     words += (comparison.options or ScaleOptions(comparison.scale.name)).words()
     words += [] if comparison.data is None else ["--data", str(comparison.data)]
     words += [] if comparison.tuned is None else ["--tuned", str(comparison.tuned)]

@@ -212,7 +212,7 @@ def show(
     if as_csv + as_latex + as_markdown + asked_output().as_json > 1:
         raise typer.BadParameter("expected one of --csv, --latex, --markdown and --json.")
     from headwise_lab.results.grids import render_terminal
-    from headwise_lab.results.pages import format_csv, list_rows, make_grid, read_comparisons
+    from headwise_lab.results.pages import SIDE_BY_SIDE_NOTE, format_csv, list_rows, make_grid, read_comparisons
 
     tables = read_comparisons(folders, tell=warn)
     if page is not None:
@@ -232,7 +232,7 @@ def show(
     elif len(tables) == 1:
         standard_console().print(*map(render_terminal, tables.values()))
     else:
-        standard_console().print(make_grid(tables))
+        standard_console().print(make_grid(tables), SIDE_BY_SIDE_NOTE)
 
 
 def find_missing_controls(arms: tuple[Arm, ...]) -> tuple[Arm, ...]:
@@ -263,15 +263,16 @@ def describe_missing(comparison: Comparison, missing: tuple[Arm, ...]) -> str:
 @printing_record
 def arms() -> None:
     """List the named arms: what each does, and the arm that it is judged against."""
-    from rich.table import Table
-
     from headwise_lab.experiment.arm import describe_arms, named_arms
 
-    about, table = describe_arms(), Table("arm", "what it does", "judged against", box=None, pad_edge=False)
-    for name, arm in named_arms().items():
-        table.add_row(name, about[name], arm.control or "")
-    console = standard_console()
-    console.print(table)
+    about, console = describe_arms(), standard_console()
+    controls = {name: arm.control for name, arm in named_arms().items()}
+    width = max(map(len, controls))
+    for control in dict.fromkeys(controls.values()):
+        if control is not None:
+            console.print(f"\njudged against {control}", style="bold", highlight=False)
+        for name in (name for name, other in controls.items() if other == control):
+            console.print(f"{name:<{width}}  {about[name]}", highlight=False)
     console.print("\n`+` combines arms, `:` changes their settings: svgd:alpha=0.5,layers=0/1+output.", style="dim")
     print_record({name: {"about": about[name], "control": arm.control} for name, arm in named_arms().items()})
 

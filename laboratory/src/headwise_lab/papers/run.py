@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.atomic import write_whole
 from headwise.errors import DataError, SettingError
+from headwise.report.html import Page
 from headwise_lab.analyses.registry import identify_inputs
 from headwise_lab.compare import (
+    REPORT,
     Comparison,
     find_run_folder,
     is_divided,
     plan_runs,
-    publish_table,
     read_train_seconds,
     test_in_pairs,
+    write_table,
 )
 from headwise_lab.experiment import run_folder as runs
 from headwise_lab.experiment.arm import escape_arm_name
@@ -58,14 +60,18 @@ from headwise_lab.papers.records import (
     tabulate_parts,
     write_records,
 )
-from headwise_lab.papers.reproduction import Part, Reproduction, arm_names, resize_scale
-from headwise_lab.results.cells import NONE
+from headwise_lab.papers.reproduction import OWN, Part, Reproduction, arm_names, resize_scale
+from headwise_lab.results.cells import NONE, Grid
 from headwise_lab.results.evidence import read_evidence
+from headwise_lab.results.grids import verdict_grid
+from headwise_lab.results.pages import add_grids, add_pictures
 from headwise_lab.results.runs import COMPARISON, STEP_TIME
 from headwise_lab.tune import BestDraw, read_tuned
 
 # Prepared data, kept once for all comparisons below --out.
 CACHE = "data"
+# Lines of grids that are shown; the page has the rest.
+MOST_LINES = 50
 
 
 @dataclass(frozen=True)
@@ -303,21 +309,60 @@ def _find_part_page(place: Path, part: str) -> Path:
 
 
 def show(reproduced: Reproduced, out: Path, console: Console, command: str) -> None:
-    """Show tables, claims and the paper's numbers of a reproduction, and write its page and pictures below `out`."""
+    """Show the claims of a reproduction, then what fits the screen, and write its page and pictures below `out`."""
     place, reproduction = find_page_folder(reproduced, out), reproduced.reproduction
-    for part, table in reproduced.tables.items():
-        title = " ".join(filter(None, ("headwise reproduce", reproduction.id, part)))
-        publish_table(table, _find_part_page(place, part), console, command, title)
-    for picture in reproduced.pictures:
-        runs.prepare_folder(place)
+    found, *power = build_claims_grids(record_claims(reproduced.judged)) or (None,)
+    # the verdict first: what was found is long
+    claims = found and found.select("claim", "verdict", "here")
+    builders = (build_published_grid, build_summed_grid, build_measures_grid, build_tuned_grid)
+    numbers = [grid for build in builders if (grid := build(reproduced)) is not None]
+    page, pictures = Page(reproduction.title), reproduced.pictures
+    source = "" if reproduction.source == OWN else f", of {reproduction.source}"
+    heading = f"{reproduction.id} at scale {reproduced.scale}{source}."
+    page.paragraph(heading if claims is None else f"{heading} {count_verdicts(claims)}", kind="lead")
+    add_grids(page, *filter(None, (claims,)), *numbers, note=reproduction.lack)
+    add_pictures(page, pictures)
+    add_grids(page, *power)
+    runs.prepare_folder(place)
+    for picture in pictures:
         write_whole(place / f"{picture.name}.png", picture.png)
-        console.print(f"figure: {place / picture.name}.png", highlight=False, markup=False, soft_wrap=True)
-    builders = (build_tuned_grid, build_summed_grid, build_measures_grid, build_published_grid)
-    made = [build(reproduced) for build in builders]
-    for grid in filter(None, (*made, *build_claims_grids(record_claims(reproduced.judged)))):
-        console.print(grid)
+    for part, table in reproduced.tables.items():
+        folder = _find_part_page(place, part)
+        if part:
+            add_grids(page, replace(verdict_grid(table), title=f"{part} (its page: {folder.name}/{REPORT})"))
+        write_table(table, folder, Page(f"{reproduction.title}: {part}") if part else page, command)
+    page.write(place / REPORT)
+    console.print(heading, highlight=False, markup=False, style="bold")
+    _show_what_fits(claims, [*numbers, *map(verdict_grid, reproduced.tables.values())], console)
     if reproduction.lack:
         console.print(reproduction.lack, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"page: {place / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def count_verdicts(claims: Grid) -> str:
+    """Return how many claims have each verdict.
+
+    >>> count_verdicts(Grid("Claims", ("claim", "verdict"), (("a", "borne out"), ("b", "borne out")), "ll"))
+    'Of 2 claims: 2 borne out.'
+    """
+    counted = Counter(row[0] for row in claims.select("verdict").text)
+    total = f"Of {len(claims.rows)} claims" if len(claims.rows) > 1 else "Of 1 claim"
+    return f"{total}: {', '.join(f'{count} {verdict}' for verdict, count in counted.items())}."
+
+
+def _show_what_fits(claims: Grid | None, others: Sequence[Grid], console: Console) -> None:
+    """Show the claims, without what was found where that is long, and each other grid that still fits."""
+    room = MOST_LINES
+    for grid in (*filter(None, (claims,)), *others):
+        shown = grid
+        if grid is claims and len(console.render_lines(grid)) > room:
+            console.print(count_verdicts(grid), highlight=False, markup=False)
+            short = grid.select("verdict", "claim")
+            kept = [n for n in range(len(grid.rows) + 1) if len(console.render_lines(short.first(n))) <= room]
+            shown = short.first(kept[-1])
+        if (lines := len(console.render_lines(shown))) <= room:
+            console.print(shown)
+            room -= lines
 
 
 def show_list(out: Path, scale: str, console: Console) -> None:
@@ -361,8 +406,7 @@ def show_plans(
 
     `recorded` are the runs, by part, that a record has: arm and seed of each. They count as finished.
     """
-    shown = RichTable("part", "arm", "seeds", "finished", title=f"{reproduction.id}: {reproduction.title}")
-    shown.add_column("folder", overflow="fold")
+    rows: list[tuple[str, ...]] = []
     total, seconds = 0, []
     for plan in (*plans[0].before, *plans):
         own, left = plan.comparison, 0
@@ -373,12 +417,12 @@ def show_plans(
             done = sum((arm.name, seed) in kept or runs.is_finished(folder) for seed, folder in folders.items())
             left += len(own.seeds) - done
             seeds = f"0 to {max(own.seeds)}" if len(own.seeds) > 1 else "0"
-            cells = Text(plan.part.name or NONE), Text(arm.name), seeds, str(done)
-            shown.add_row(*cells, Text(str(own.out / arm.folder)))
+            rows.append((plan.part.name or NONE, arm.name, seeds, str(done), own.out.name))
         total += left
         mean = _average_seconds(plan.finished) if left else 0.0
         seconds.append(None if mean is None else left * mean)
-    console.print(shown)
+    header = ("part", "arm", "seeds", "finished", "folder")
+    console.print(Grid(f"{reproduction.id}: {reproduction.title}", header, tuple(rows), "lllrl", keys=2))
     cost = "no run of each size has finished, so what they cost is not known"
     known = [one for one in seconds if one is not None]
     if len(known) == len(seconds):

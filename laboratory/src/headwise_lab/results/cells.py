@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rich import box
@@ -21,6 +22,7 @@ MINUS = "\N{MINUS SIGN}"
 CROWDED = 8
 # Words up to this length are not broken, nor texts up to that one between their words.
 LONGEST_WORD, LONGEST_TEXT = 16, 28
+_WORD, _PIECE = re.compile(rf"\S{{{LONGEST_WORD + 1},}}"), re.compile(r"[^-:=_,+/.]*[-:=_,+/.]|[^-:=_,+/.]+")
 MOST_DIGITS = 6
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", MINUS: "$-$", NONE: "--"}
 LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}"}
@@ -124,7 +126,7 @@ class Grid:
     r"""Cells with a title; printing one to a rich console shows it.
 
     Where the terminal is too narrow for all columns, they are shown in blocks below one another, each with the first
-    columns: rich alone would cut numbers. Numbers are never broken, texts between words where that is possible.
+    columns: rich alone would cut numbers. Numbers are never broken, texts between words, and long names after signs.
 
     Attributes:
         title: What the grid shows.
@@ -166,6 +168,16 @@ class Grid:
         """The header with each name on one line."""
         return tuple(name.replace("\n", " ") for name in self.header)
 
+    def select(self, *names: str) -> Grid:
+        """Return the grid with some of its columns, in this order."""
+        places = [self.header.index(name) for name in names]
+        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
+        return replace(self, header=names, rows=rows, align="".join(self.align[place] for place in places))
+
+    def first(self, count: int) -> Grid:
+        """Return the grid with its first rows alone."""
+        return replace(self, rows=self.rows[:count])
+
     def to_record(self) -> dict[str, Any]:
         """Return the grid as JSON data, in which numbers are numbers."""
         rows = [list(map(_record_cell, row)) for row in self.rows]
@@ -205,11 +217,17 @@ class Grid:
             block = [*block, column]
         yield self._render(block, options.max_width)
 
-    def _lines(self, column: int, *, broken: bool = True) -> list[str]:
-        header = self.header[column]
+    def _cells(self, column: int, *, broken: bool = True) -> list[str]:
+        """Return the header and the cells of a column; those that are broken have lines."""
+        header, *cells = self.header[column], *(row[column] for row in self.text)
         if broken and self.align[column] == "r" and "\n" not in header:
-            header = "\n".join(header.split())
-        return [*header.split("\n"), *(row[column] for row in self.text)]
+            header = textwrap.fill(header, max(map(cell_len, (*header.split(), *cells))), break_long_words=False)
+        if broken and self.align[column] == "l":
+            cells = [_WORD.sub(_break_word, cell) for cell in cells]
+        return [header, *cells]
+
+    def _lines(self, column: int, *, broken: bool = True) -> list[str]:
+        return [line for cell in self._cells(column, broken=broken) for line in cell.split("\n")]
 
     def _measure(self, columns: Sequence[int], measure: Callable[[int], int]) -> int:
         return 2 + (len(columns) - 1) * (1 + _padding(columns)) + sum(map(measure, columns))
@@ -229,15 +247,26 @@ class Grid:
     def _render(self, columns: Sequence[int], room: int) -> RichTable:
         broken = self._measure(columns, lambda column: max(map(cell_len, self._lines(column, broken=False)))) > room
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, _padding(columns)), collapse_padding=True)
-        for column in columns:
-            lines, right = self._lines(column, broken=broken), self.align[column] == "r"
-            header = Text("\n".join(lines[: len(lines) - len(self.rows)]))
-            whole = right or (column < self.keys and max(map(cell_len, lines)) <= LONGEST_WORD)
-            table.add_column(header, justify="right" if right else "left", overflow="fold", no_wrap=whole)
-        for row in self.text:
+        cells = [self._cells(column, broken=broken) for column in columns]
+        for column, (header, *_) in zip(columns, cells, strict=True):
+            right = self.align[column] == "r"
+            widest = max(map(cell_len, self._lines(column, broken=broken)))
+            whole = right or (column < self.keys and widest <= LONGEST_WORD)
+            table.add_column(Text(header), justify="right" if right else "left", overflow="fold", no_wrap=whole)
+        for row in zip(*(rows for _, *rows in cells), strict=True):
             # an arm's name is text, not markup
-            table.add_row(*(Text(row[column]) for column in columns))
+            table.add_row(*map(Text, row))
         return table
+
+
+def _break_word(word: re.Match[str]) -> str:
+    """Return a word in lines that are not too long, broken after signs that join parts of a name."""
+    lines = [""]
+    for piece in _PIECE.findall(word[0]):
+        if lines[-1] and cell_len(lines[-1] + piece) > LONGEST_WORD:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def choose_digits(least: int, *values: float | None, factor: float = 1.0) -> int:

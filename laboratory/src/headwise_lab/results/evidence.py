@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,9 @@ def read_evidence(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> Evide
     finished = any((_find_folder(out, arm, seed) / RESULT).exists() for arm in arms for seed in seeds)
     if not finished or not (out / COMPARISON).exists():
         return None
-    results = read_results(out)
-    runs = tuple(run for run in results.runs if run.baseline or (run.arm in arms and run.seed in seeds))
-    cut = replace(results, arms=tuple(arms), seeds=tuple(seeds), runs=runs)
-    numbers = {(run.arm, run.seed): read_numbers(_find_folder(out, run.arm, run.seed)) for run in runs}
-    return Evidence(cut, numbers)
+    results = read_results(out).only(seeds, arms)
+    numbers = {(run.arm, run.seed): read_numbers(_find_folder(out, run.arm, run.seed)) for run in results.runs}
+    return Evidence(results, numbers)
 
 
 def read_numbers(folder: Path) -> dict[str, float]:

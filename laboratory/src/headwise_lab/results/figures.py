@@ -47,7 +47,6 @@ LONGEST_SCALE = 44
 
 # Place of usual arms in the styles: the same arm looks the same in all comparisons, and near arms differ.
 PLACES = {"svgd": 0, "output": 1, "em": 2, "output+em": 3, "smooth": 4, "scaled": 5, "svgd-relative": 6, "trunk": 7}
-SHORT = {name: name.upper() for name in ("svgd", "spos", "sgld", "em", "cka", "hsic")}
 
 
 def choose_styles(table: Table) -> dict[str, Style]:
@@ -65,20 +64,6 @@ def choose_styles(table: Table) -> dict[str, Style]:
     held = [name or f" {place}" for place, name in enumerate([*ordered, *others])]
     found = assign_styles([PLAIN, *held], reference=PLAIN)
     return {name: found[name] for name in (PLAIN, *names)}
-
-
-def label_arm(name: str) -> str:
-    """Return an arm's name as a figure has it.
-
-    >>> label_arm("svgd:alpha=1.0,layers=0/1"), label_arm("output+em"), label_arm("svgd-relative")
-    ('SVGD, alpha 1, layers 0/1', 'output + EM', 'SVGD-relative')
-    """
-    words, _, settings = name.partition(":")
-    methods = ["-".join(SHORT.get(word, word) for word in method.split("-")) for method in words.split("+")]
-    given = [
-        setting.replace("=", " ").replace("_", " ").removesuffix(".0") for setting in settings.split(",") if setting
-    ]
-    return ", ".join([" + ".join(methods), *given])
 
 
 def name_data(axes: Axes, table: Table) -> None:
@@ -159,7 +144,7 @@ def draw_means(
             edgecolors="white",
             linewidths=1.2,
             zorder=3,
-            label=label_arm(arm),
+            label=arm,
         )
     axes.margins(0.08, 0.1)
     span_a_point(axes)
@@ -279,7 +264,7 @@ def draw_score_by_bin(table: Table) -> Picture | None:
         else:
             upper, lower = figure.subplots(), None
         for row in table.rows:
-            look, label, width = (GRAY_DASHED, "", 1.2) if row.baseline else (style[row.arm], label_arm(row.arm), 1.8)
+            look, label, width = (GRAY_DASHED, "", 1.2) if row.baseline else (style[row.arm], row.arm, 1.8)
             low, middle, high = ([100 * getattr(one, end) for one in kept(row.bins)] for end in ENDS)
             draw_range(upper, bins, low, middle, high, look, label=label, width=width)
         upper.set_ylabel(table.axis)
@@ -325,7 +310,7 @@ def draw_dev_by_epoch(table: Table) -> Picture | None:
             places = range(1, len(epochs) + 1)
             ends = [*map(min, epochs)], [*map(fmean, epochs)], [*map(max, epochs)]
             look = style[arm] if len(epochs) <= MARKED else replace(style[arm], marker="")
-            draw_range(axes, places, *ends, look, label=label_arm(arm))
+            draw_range(axes, places, *ends, look, label=arm)
         span_a_point(axes)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"{table.axis} on dev")
@@ -364,7 +349,7 @@ def draw_effective_heads(table: Table) -> Picture | None:
                 axes.axvline(heads, color=GRAY_DASHED.color, linestyle=GRAY_DASHED.dash, linewidth=1.2)
                 axes.set_xlim(1, 1.03 * heads)
             axes.set_xlabel(title)
-        panels[0].set_yticks(range(len(arms)), map(label_arm, arms))
+        panels[0].set_yticks(range(len(arms)), arms)
         panels[0].invert_yaxis()
         name_data(panels[0], table)
         png = to_png(figure)
@@ -422,7 +407,7 @@ def draw_halving(table: Table) -> Picture | None:
             shift = 0.5 * ((place + 0.5) / len(changes) - 0.5)
             places = [number + shift for number in range(len(stages))]
             draw_differences(axes, places, [found[stage].estimate for stage in stages], style[arm])
-            axes.plot([], [], color=style[arm].color, marker=style[arm].marker, linestyle="none", label=label_arm(arm))
+            axes.plot([], [], color=style[arm].color, marker=style[arm].marker, linestyle="none", label=arm)
         axes.set_xticks(range(len(stages)), [STAGES[stage] for stage in stages])
         axes.set_xlim(-0.5, len(stages) - 0.5)
         axes.set_ylabel("difference to the whole model, points")

@@ -44,6 +44,14 @@ EARLIER_DIVERSITY = {
 }
 # More bins do not fit a terminal with their intervals.
 BINS_WITH_INTERVAL = 3
+# What the columns of a terminal are; the page explains them in full.
+ALIKE = (
+    "Effective heads: different things that heads contribute, from 1 for copies to their number; by variance: small "
+    "contributions count less. CKA: alignment of contributions, 0 for independent heads. Attn. JS: divergence of "
+    "attention, 0 for the same. Dist and output cosine: distance and cosine of outputs. Norm: of a head's parameters. "
+    "Force ratio: repulsion over driving term."
+)
+COSTS = "Step time: median CPU time of a training step over plain's. A dash: does not apply, or not tested."
 KINDS = {"self": "encoder", "decoder": "decoder", "cross": "cross"}
 INTERVALS = "In parentheses 95 % intervals over seeds and test items; differences are in points."
 NOTE = (
@@ -88,8 +96,15 @@ def list_notes(table: Table) -> tuple[str, ...]:
         *([describe_doubt(table.doubt)] if table.doubt else []),
         *([FORCE_NOTE] if strong else []),
         *([f"{', '.join(met)}: the target was met from the start, and nothing pushed the heads."] if met else []),
+        *([_describe_unasked(table)] if table.results.unasked else []),
         *([f"Not shown by {table.bin_words}, with fewer than {FEW} test items: {hidden}."] if hidden else []),
     )
+
+
+def _describe_unasked(table: Table) -> str:
+    there, last = table.results.unasked, 1 + max((*table.results.unasked, *table.results.seeds))
+    named = f"seed{'s' * (len(there) > 1)} {', '.join(map(str, there))}"
+    return f"Also in this folder, and left out here: {named}; --seeds {last} has them too."
 
 
 def describe_doubt(doubt: str) -> str:
@@ -176,7 +191,7 @@ def describe_halving(table: Table) -> str:
     most = max(halved, key=lambda arm: effective.get(arm) or 0.0)
     words = [
         f"With half of its heads {arm} changes by {_change(one.changes[SHRUNK[0]])}; after a recovery of {one.steps} "
-        f"steps, which the whole model did not have, by {_change(one.changes[SHRUNK[1]])}."
+        f"step{'s' * (one.steps != 1)}, which the whole model did not have, by {_change(one.changes[SHRUNK[1]])}."
         for arm in dict.fromkeys((PLAIN, most))
         if (one := halved.get(arm)) is not None
     ]
@@ -251,7 +266,7 @@ def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
     shown = list_grids(table, intervals=len(table.readable_bins) <= BINS_WITH_INTERVAL)
     halves = [describe_halving(table)] if table.halved else []
-    notes = [*list_notes(table), *halves, *(f"not finished: {run}" for run in table.results.missing)]
+    notes = [*list_notes(table), COSTS, ALIKE, *halves, *(f"not finished: {run}" for run in table.results.missing)]
     return Group(*shown, *(Text(note, "dim") for note in notes))
 
 

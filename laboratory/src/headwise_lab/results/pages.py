@@ -30,6 +30,8 @@ from headwise_lab.results.runs import COMPARISON
 from headwise_lab.results.statistics import MINIMUM_SEEDS, omit_p
 from headwise_lab.results.table import Row, Table, read_table
 
+# A title names the arms up to this many.
+MOST_NAMED = 4
 # Explanations of the columns.
 COLUMNS = (
     "Effective heads are how many different things the heads of an attention contribute to its output, from 1 for "
@@ -68,36 +70,41 @@ COST = (
 )
 
 
-def make_page(table: Table, pictures: Sequence[Picture], *, title: str = "", command: str = "") -> Page:
-    """Return the page of a comparison, with its figures, its title unless it is that of `compare`, and the command."""
-    page = Page(title or f"headwise compare {table.results.task}")
+def write_title(table: Table) -> str:
+    """Return the title of a comparison in words."""
+    arms = _join_words([row.arm for row in table.arms]) if len(table.arms) <= MOST_NAMED else f"{len(table.arms)} arms"
+    return f"{arms} compared on the task {table.results.task}"
+
+
+def fill_page(page: Page, table: Table, pictures: Sequence[Picture], command: str = "") -> Page:
+    """Add a comparison to a page, with its figures and the command; return the page."""
     page.paragraph(write_headline(table), kind="lead")
     if table.results.missing:
         page.paragraph(f"Not finished, and not included below: {_join_words(table.results.missing)}.")
     _add_verdicts(page, table)
     page.heading(f"Score by {table.bin_words}")
     caption = f"{table.axis}, with 95 % intervals over seeds and test items"
-    _add_grids(page, bins_grid(table), caption=caption, note=f"Test items: {_describe_items(table)}.")
+    add_grids(page, bins_grid(table), caption=caption, note=f"Test items: {_describe_items(table)}.")
     of_heads = [picture for picture in pictures if picture.name.startswith(HEADS_PREFIX)]
     of_halves = [picture for picture in pictures if picture.name == HALVES_NAME]
-    _add_pictures(page, [picture for picture in pictures if picture not in (*of_heads, *of_halves)])
+    add_pictures(page, [picture for picture in pictures if picture not in (*of_heads, *of_halves)])
     page.heading("How alike the heads are")
-    _add_grids(page, diversity_grid(table), caption="means over seeds", note=COLUMNS)
+    add_grids(page, diversity_grid(table), caption="means over seeds", note=COLUMNS)
     if costs := head_grids(table):
         page.heading("What each head is worth")
-        _add_grids(page, *costs, note=HEADS)
-        _add_pictures(page, of_heads)
+        add_grids(page, *costs, note=HEADS)
+        add_pictures(page, of_heads)
     if table.halved:
         page.heading("With half of the heads")
         page.paragraph(describe_halving(table))
-        _add_grids(page, halving_grid(table), note=HALVES)
-        _add_pictures(page, of_halves)
+        add_grids(page, halving_grid(table), note=HALVES)
+        add_pictures(page, of_halves)
     page.heading("Settings of the arms")
     page.table(["arm", "settings"], [(row.arm, _describe_settings(row)) for row in table.rows], align="ll")
     page.heading("How it was judged")
     page.paragraph(_describe_protocol(table))
     if table.signatures:
-        _add_grids(page, signature_grid(table))
+        add_grids(page, signature_grid(table))
     page.heading("Made with")
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     seeds = _join_words(list(map(str, table.results.seeds)))
@@ -109,24 +116,26 @@ def make_page(table: Table, pictures: Sequence[Picture], *, title: str = "", com
 
 def _add_verdicts(page: Page, table: Table) -> None:
     page.heading("Verdicts")
-    _add_grids(page, *(grid for grid in (verdict_grid(table), plain_grid(table)) if grid.rows))
+    add_grids(page, *(grid for grid in (verdict_grid(table), plain_grid(table)) if grid.rows))
     for note in list_notes(table):
         page.paragraph(note, kind="note")
     for row in table.arms:
         if row.to_control is not None and row.to_control.note:
             page.paragraph(f"{row.arm} against {row.control}: {row.to_control.note}.", kind="note")
-    _add_grids(page, *paired_grids(table), note=PAIRED if table.paired else "")
-    _add_grids(page, cost_grid(table), note=COST)
+    add_grids(page, *paired_grids(table), note=PAIRED if table.paired else "")
+    add_grids(page, cost_grid(table), note=COST)
 
 
-def _add_grids(page: Page, *grids: Grid, caption: str = "", note: str = "") -> None:
+def add_grids(page: Page, *grids: Grid, caption: str = "", note: str = "") -> None:
+    """Add grids to a page, with the caption of each unless one is given, and a note below them."""
     for grid in grids:
         page.table(grid.words, grid.text, align=grid.align, caption=caption or grid.title)
     if note:
         page.paragraph(note, kind="note")
 
 
-def _add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
+def add_pictures(page: Page, pictures: Sequence[Picture]) -> None:
+    """Add figures to a page."""
     for picture in pictures:
         page.figure(picture.png, caption=picture.caption, alt=picture.alt)
 
@@ -323,6 +332,12 @@ main { max-width: 78rem; }
 """
 
 
+SIDE_BY_SIDE_NOTE = (
+    "In parentheses 95 % intervals over seeds and test items. p is Holm's, over the arms of one comparison; scores of "
+    "different tasks and scales are not comparable."
+)
+
+
 def make_side_by_side_page(tables: Mapping[str, Table]) -> Page:
     """Return a page with one row per arm of each comparison by name; a click sorts, words in a field filter.
 
@@ -343,9 +358,5 @@ def make_side_by_side_page(tables: Mapping[str, Table]) -> Page:
     )
     script = files("headwise_lab.results").joinpath("side_by_side_view.js").read_text(encoding="utf-8")
     page.view("runs", {"columns": columns, "rows": rows}, script=script, style=STYLE)
-    page.paragraph(
-        "In parentheses 95 % intervals over seeds and test items. p is Holm's, over the arms of one comparison; scores "
-        "of different tasks and scales are not comparable.",
-        kind="note",
-    )
+    page.paragraph(SIDE_BY_SIDE_NOTE, kind="note")
     return page

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,7 @@ class Results:
         paired_signatures: Their signatures.
         described: Description of the data, or "".
         named: Name of the data's folder or file; "" for data that was generated, and where it is not known.
+        unasked: Seeds of these arms that have finished runs, which were not asked for.
     """
 
     task: str
@@ -292,6 +293,18 @@ class Results:
     paired_signatures: Mapping[str, str] = field(default_factory=dict)
     described: str = ""
     named: str = ""
+    unasked: tuple[int, ...] = ()
+
+    def only(self, seeds: Sequence[int], arms: Sequence[str] | None = None) -> Results:
+        """Return the comparison with some of its seeds, and with some of its arms unless None."""
+        known = [run for run in self.runs if run.baseline or arms is None or run.arm in arms]
+        return replace(
+            self,
+            arms=self.arms if arms is None else tuple(arms),
+            seeds=tuple(seeds),
+            runs=tuple(run for run in known if run.baseline or run.seed in seeds),
+            unasked=tuple(sorted({run.seed for run in known if not run.baseline} - {*seeds})),
+        )
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -175,14 +175,15 @@ class Table:
         return f"{self.results.metric.name}, {self.results.metric.unit}".removesuffix(", ")
 
 
-def read_table(out: Path) -> Table:
-    """Return the table of the comparison in folder `out`, from its finished runs.
+def read_table(out: Path, seeds: Sequence[int] | None = None) -> Table:
+    """Return the table of the comparison in folder `out`, from its finished runs, of some seeds unless None.
 
     Raises:
         DataError: A file is missing or damaged; see `read_results`.
         NotFired: An arm did the same as plain; see `make_table`.
     """
-    return make_table(read_results(out))
+    results = read_results(out)
+    return make_table(results if seeds is None else results.only(seeds))
 
 
 def make_table(results: Results, judged: Mapping[tuple[str, str], Judgement] | None = None) -> Table:

@@ -118,7 +118,7 @@ def test_the_loss_added_is_shown_by_the_share_of_heads(shrunk):
     grid = tabulate_shrinking({"": shrunk}, {"": table})
     assert grid is not None
     assert grid.header == ("arm", "loss, whole", "75% of heads", "50% of heads", "25% of heads")
-    value: Any = next(row for row in grid.rows if row[0] == "CKA")[3]
+    value: Any = next(row for row in grid.rows if row[0] == "cka")[3]
     assert (value.value, value.low, value.high) == pytest.approx((2.02, 2.00037, 2.03963), abs=1e-4)
     (picture,) = draw_shrinking("", Path(), shrunk, table)
     assert picture.name == "shrinking"

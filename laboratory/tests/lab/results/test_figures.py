@@ -24,7 +24,6 @@ from headwise_lab.results.figures import (
     draw_score_by_bin,
     draw_score_by_force,
     draw_score_by_similarity,
-    label_arm,
     name_data,
     span_a_point,
     write_figures,
@@ -141,7 +140,7 @@ def test_the_legend_of_means_names_each_arm_outside_the_axes_and_plain_is_named_
         draw_means(axes, dots, assign_styles(list(dots), reference="plain"), plain)
         figure.draw_without_rendering()
         (legend,) = figure.legends
-        assert [text.get_text() for text in legend.get_texts()] == [label_arm(arm) for arm in dots]
+        assert [text.get_text() for text in legend.get_texts()] == list(dots)
         assert legend.get_window_extent().x0 > axes.get_window_extent().x1
         assert [text.get_text() for text in axes.texts] == ["plain"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from headwise.report.html import Page
 from headwise_lab.experiment.run_folder import write_json
 from headwise_lab.results.cells import NONE, Grid, show_percent
 from headwise_lab.results.figures import Picture
@@ -26,7 +27,7 @@ from headwise_lab.results.grids import (
     signature_grid,
     verdict_grid,
 )
-from headwise_lab.results.pages import format_setting, make_page, write_headline
+from headwise_lab.results.pages import fill_page, format_setting, write_headline, write_title
 from headwise_lab.results.statistics import Estimate, Judgement, PairedTests, SystemTest
 from headwise_lab.results.table import Table, make_record, make_table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, change, write_comparison, write_head_costs
@@ -125,7 +126,7 @@ def test_paired_tests_of_the_arms_and_seeds_shown_stand_in_order_and_the_verdict
     rows = [(arm, "2", "\N{MINUS SIGN}0.5", "1, 1", "0.020 to 0.040", "0.200") for arm in ("output", "trunk")]
     assert [tuple(row) for row in chrf.text] == rows
     assert [tuple(row) for row in accuracy.text] == [(*row, found.row(row[0]).verdict) for row in rows]
-    assert "would another sample of sentences reverse" in make_page(found, ()).render()
+    assert "would another sample of sentences reverse" in fill_page(Page("t"), found, ()).render()
 
 
 def test_a_narrow_interval_has_as_many_decimals_as_tell_its_ends_apart():
@@ -141,7 +142,7 @@ def test_bins_of_few_test_items_are_hidden_and_named(table):
     assert bins_grid(few).text[0][2] == bins_grid(table).text[0][3]
     said = " ".join(printed(few, 80).split())
     assert "Not shown by number of operators, with fewer than 20 test items: 2 (7)." in said
-    assert "Test items: by number of operators: 40 of 1, 7 of 2, 40 of 3." in make_page(few, ()).render()
+    assert "Test items: by number of operators: 40 of 1, 7 of 2, 40 of 3." in fill_page(Page("t"), few, ()).render()
     # where nothing could be read, nothing is hidden
     assert bins_grid(replace(table, items=(4, 7, 4))).header == ("arm", "1", "2", "3")
 
@@ -252,8 +253,25 @@ def test_the_record_is_strict_json_with_a_stable_order(table, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "other.json"]
 
 
+def test_names_are_broken_after_signs_and_never_inside_a_word():
+    arm, verdict = "cka-target:effective_heads=5.5", "no verdict (plain is not shown to beat counts)"
+    grid = Grid.of("t", {"arm": [arm], "verdict": [verdict], "points": ["+2.76 (+0.11 to +4.59)"]}, "llr")
+    lines = shown_at(60, grid).splitlines()
+    cells = [line.split()[0] for line in lines[-5:] if line.strip()]
+    assert cells[:3] == ["cka-target:", "effective_heads=", "5.5"]
+    assert "arm" in lines[2]
+
+
+def test_seeds_that_were_not_asked_for_are_left_out_and_named(tmp_path):
+    out = write_comparison(tmp_path, PAPER[:5], items=10, seeds=(0, 1, 2))
+    few = read_table(out, (0,))
+    assert {row.seeds for row in few.arms} == {(0,)}
+    assert "left out here: seeds 1, 2; --seeds 3 has them too." in " ".join(printed(few, 80).split())
+    assert "left out" not in printed(read_table(out), 80)
+
+
 def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
-    html = make_page(table, [PICTURE], command="headwise compare logic --seeds 5").render()
+    html = fill_page(Page("t"), table, [PICTURE], command="headwise compare logic --seeds 5").render()
     parts = [
         write_headline(table),
         ">Verdicts<",
@@ -274,10 +292,11 @@ def test_the_page_leads_with_what_was_found_then_verdicts_then_the_rest(table):
     assert "What each head is worth" not in html
     assert html.count(">no heads<") == 2
     apart = Judgement(Estimate((0.01, 0.02, 0.015, 0.012, -0.3)), 1, 0.9)
-    noted = make_page(replace(table, rows=(replace(table.row("svgd"), to_control=apart),)), ()).render()
+    noted = fill_page(Page("t"), replace(table, rows=(replace(table.row("svgd"), to_control=apart),)), ()).render()
     assert "svgd against smooth: one seed stands apart: p of flipped signs 1.000." in noted
     title = "headwise reproduce diversity/dose-logic 1x"
-    assert f"<title>{title}" in make_page(table, (), title=title).render()
+    assert write_title(table) == f"{len(table.arms)} arms compared on the task logic"
+    assert f"<title>{title}" in fill_page(Page(title), table, ()).render()
 
 
 def test_the_headline_says_who_was_better_worse_and_undecided(table):
@@ -305,11 +324,11 @@ def test_few_seeds_one_arm_plain_alone_baselines_alone_and_unfinished_runs_are_p
     said = "Nothing was compared with plain on the task logic at scale demo (2 seeds, 30"
     assert write_headline(alone).startswith(said)
     for found in (alone, read("baselines", PAPER[:2])):
-        assert "Nothing was compared" in make_page(found, ()).render()
+        assert "Nothing was compared" in fill_page(Page("t"), found, ()).render()
     (tmp_path / "few" / "svgd" / "seed-1" / "result.json").unlink()
     unfinished = read_table(tmp_path / "few")
     assert "not finished: svgd seed 1" in printed(unfinished, 80)
-    assert "svgd seed 1" in make_page(unfinished, []).render()
+    assert "svgd seed 1" in fill_page(Page("t"), unfinished, []).render()
 
 
 def test_hostile_names_settings_and_commands_stay_text_everywhere(hostile, tmp_path):
@@ -323,7 +342,7 @@ def test_hostile_names_settings_and_commands_stay_text_everywhere(hostile, tmp_p
         assert line.replace(r"\|", "").count("|") in (4, 5, 7, 9)
     path = tmp_path / "report.html"
     picture = replace(PICTURE, caption=HOSTILE, alt=HOSTILE)
-    make_page(hostile, [picture], command=f"headwise compare logic --arms '{HOSTILE}'").write(path)
+    fill_page(Page("t"), hostile, [picture], command=f"headwise compare logic --arms '{HOSTILE}'").write(path)
     html = path.read_text(encoding="utf-8")
     assert "<script" not in html
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt; *c* `d` &#34;&#39;&amp;") >= 6
@@ -367,7 +386,7 @@ def test_the_costs_of_heads_are_pooled_over_seeds_split_by_kind_and_a_part_of_th
         {"seeds": 1, "heads": 2, "redundant_share": 0.0, "raising_share": 0.0, "unshown_share": 0.5, "mean_cost": 0.015}
     )
     of_heads = replace(PICTURE, name="heads-by-loss", caption="Number of heads by rise in loss.")
-    html = make_page(table, [of_heads, PICTURE]).render()
+    html = fill_page(Page("t"), table, [of_heads, PICTURE]).render()
     parts = (
         "A caption.",
         ">How alike the heads are<",

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from headwise.plots.style import GRAY, MARKERS, assign_styles, drawing, to_png
 from headwise_lab.results.evidence import Evidence
-from headwise_lab.results.figures import Picture, draw_effective_heads, label_arm, name_data
+from headwise_lab.results.figures import Picture, draw_effective_heads, name_data
 from headwise_lab.results.statistics import Estimate, estimate
 from headwise_lab.results.table import Row, Table
 
@@ -78,7 +78,7 @@ def _draw_panel(axes: Axes, lines: Mapping[str, list[Point]], found: Mapping[str
     styles = assign_styles(METHODS)
     for method, points in lines.items():
         color, places = styles[method].color, [(heads.value, score.value) for heads, score in points]
-        axes.plot(*zip(*places, strict=True), color=color, marker="o", markersize=3, label=label_arm(method))
+        axes.plot(*zip(*places, strict=True), color=color, marker="o", markersize=3, label=method)
         axes.plot(*places[-1], color=color, marker="o", markersize=8)
         _draw_intervals(axes, points, color)
     for place, (arm, mark) in enumerate(zip(CONTROLS, MARKERS, strict=False)):
@@ -86,7 +86,7 @@ def _draw_panel(axes: Axes, lines: Mapping[str, list[Point]], found: Mapping[str
             heads, score = (one.value for one in point)
             # plain in front of what hardly differs from it
             look: dict[str, Any] = {"s": 95, "color": GRAY, "edgecolors": "white", "zorder": 4 - 0.1 * place}
-            axes.scatter(heads, score, marker=mark, label=label_arm(arm), **look)
+            axes.scatter(heads, score, marker=mark, label=arm, **look)
             _draw_intervals(axes, [point], GRAY)
 
 

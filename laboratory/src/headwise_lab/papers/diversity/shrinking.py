@@ -11,7 +11,7 @@ from headwise.plots.style import drawing, to_png
 from headwise_lab.analyses.shrinking import ADDED, HEADS, KEY_VALUE_HEADS, LOSS, SHARES, name_number
 from headwise_lab.results.cells import NONE, Cell, Grid, Number
 from headwise_lab.results.evidence import Evidence
-from headwise_lab.results.figures import Picture, choose_styles, label_arm, name_data
+from headwise_lab.results.figures import Picture, choose_styles, name_data
 from headwise_lab.results.statistics import Estimate, estimate
 from headwise_lab.results.table import Table
 
@@ -37,7 +37,7 @@ def tabulate_shrinking(evidence: Mapping[str, Evidence], tables: Mapping[str, Ta
         if any(found.of(row.arm, number) for part, found in evidence.items() for row in tables[part].arms)
     ]
     rows = tuple(
-        (label_arm(row.arm), *(_show(measure_number(found, row.arm, number)) for _, number in known))
+        (row.arm, *(_show(measure_number(found, row.arm, number)) for _, number in known))
         for part, found in evidence.items()
         for row in tables[part].arms
     )
@@ -73,7 +73,7 @@ def draw_shrinking(part: str, folder: Path, evidence: Evidence, table: Table) ->
                     markersize=5,
                     linewidth=1.4,
                     elinewidth=1.0,
-                    label=label_arm(arm) if left == HEADS else "",
+                    label=arm if left == HEADS else "",
                 )
             axes.set_xticks([100 * share for share in (1.0, *SHARES[left])])
             axes.invert_xaxis()
