@@ -13,7 +13,7 @@ from transformers import BartConfig, BartModel
 import headwise as hw
 from cases import cases
 from headwise.shrinking.alignment import KeyFreedom
-from headwise.shrinking.merge_heads import record_wanted
+from headwise.shrinking.layerwise import Passes, Resumable, Steps
 from shrinking.cutting import apart, compute_in_float64
 from shrinking.planted import GROUPS, HEADS, KINDS, SIZE, build, draw, plant, tokens
 
@@ -221,6 +221,10 @@ def test_what_cross_attention_gives_is_read_without_the_padding_of_its_queries_a
     source[0, 3:], target[1, 4:] = 0, 0
     ids = torch.randint(4, 20, (2, 5))
     batch = {"input_ids": ids, "attention_mask": source, "decoder_input_ids": ids, "decoder_attention_mask": target}
-    wanted = record_wanted(hw.find_heads(model), [batch])
+    heads = hw.find_heads(model)
+    with Resumable(model) as forwards:
+        wanted = dict(Steps(heads, [batch], forwards))
+    assert [site.kind for site in wanted] == ["self", "decoder", "cross"]
+    assert [*wanted] == [*Passes(heads, [batch]).wanted]
     counts = {site.kind: [len(rows) for rows in own.calls] for site, own in wanted.items()}
     assert counts == {"self": [8], "decoder": [9], "cross": [9]}

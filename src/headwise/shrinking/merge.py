@@ -39,12 +39,12 @@ from headwise.shrinking.cuts import (
     list_lines,
     require_optimizer,
 )
+from headwise.shrinking.layerwise import OutOfStep, Passes, Resumable, Steps
 from headwise.shrinking.merge_heads import (
     GROUPINGS,
     Batch,
     Freedom,
     Grouping,
-    Wanted,
     Way,
     assume_inputs,
     find_freedoms,
@@ -54,7 +54,6 @@ from headwise.shrinking.merge_heads import (
     make_alike,
     measure_inputs,
     measure_outputs,
-    record_wanted,
     remember,
     write_output,
 )
@@ -330,7 +329,9 @@ def merge(
     alignment "low_rank" F and G are those of least squared error over all choices (for keys within what is free: one
     complex number per pair), weighted by what reads each head; "orthogonal" averages heads after rotations (generalized
     Procrustes analysis); "none" averages as they are. Then W_O is fitted to what the attention gave before, by ridge
-    regression toward the given W_O, layer by layer, each with the layers below it merged.
+    regression toward the given W_O, layer by layer, each with the layers below it merged. That takes as many forward
+    passes in a deep model as in a shallow one: each layer goes on from where those below it ended. Where a pass calls
+    an attention several times, or cannot be gone on with, the whole model runs twice for each attention.
 
     Where the configuration of a transformers model can say it (Llama, Mistral, Qwen, Gemma, Phi-3 and others, all
     layers merged), `save_pretrained` and `from_pretrained` work without headwise; otherwise the folder is for
@@ -410,7 +411,6 @@ def _merge(
             "known for its class; pass batches=[...], inputs of the model."
         )
     freedoms = find_freedoms(sites, shown)
-    wanted = {} if batches is None else record_wanted(heads, batches)
     require_unread(heads, shown)
     lost = {site: keep_first(site, groups) for site in sites}
     cuts = collect_cuts(heads, lost, proved=True)
@@ -420,7 +420,7 @@ def _merge(
     chosen: dict[Site, Groups] = {}
     for one in ([] if score is None else _list_ways(way)) + [way]:
         restore()
-        chosen, error = _write(heads, groups, one, freedoms, wanted, batches)
+        chosen, error = _write(heads, groups, one, freedoms, batches, restore)
         steps.append(MergeStep(str(one), None if score is None else float(score()), error))
     expected = expect(heads.model, shown)
     counts = {site: count_left(site, lost.get(site, KEEPS_ALL))[:2] for site in heads.found}
@@ -446,24 +446,35 @@ def _write(
     groups: int,
     way: Way,
     freedoms: Mapping[Site, Freedom],
-    wanted: Mapping[Site, Wanted],
     batches: list[Batch] | None,
+    restore: Callable[[], None],
 ) -> tuple[dict[Site, Groups], float | None]:
     """Make the heads of each group alike, site by site, and return the groups and the mean error of outputs."""
+    if batches is None:
+        return {site: make_alike(site, groups, way, freedoms[site], assume_inputs(site)) for site in heads}, None
+    try:
+        with Resumable(heads.model) as forwards:
+            return _calibrate(Steps(heads, batches, forwards), groups, way, freedoms)
+    except (OutOfStep, HeadwiseError):
+        # what is wrong with the model or the batches themselves is raised here
+        restore()
+        return _calibrate(Passes(heads, batches), groups, way, freedoms)
+
+
+def _calibrate(
+    course: Steps | Passes, groups: int, way: Way, freedoms: Mapping[Site, Freedom]
+) -> tuple[dict[Site, Groups], float]:
     chosen: dict[Site, Groups] = {}
     errors = []
-    for site in heads:
-        moments = assume_inputs(site) if batches is None else measure_inputs(site, batches)
-        chosen[site] = make_alike(site, groups, way, freedoms[site], moments)
-        if batches is None:
-            continue
-        fit = measure_outputs(replace(heads, sites=(site,)), wanted[site], batches)
+    for site, wanted in course:
+        chosen[site] = make_alike(site, groups, way, freedoms[site], measure_inputs(site, course.walk))
+        fit = measure_outputs(replace(course.heads, sites=(site,)), wanted, course.walk)
         weight = join_output(site)
         if way.refit:
             weight = refit_output(fit.moments, fit.products, weight)
             write_output(site, weight.unflatten(1, (site.num_heads, -1)).movedim(0, 1))
         errors.append(fit.measure_error(weight))
-    return chosen, sum(errors) / len(errors) if errors else None
+    return {site: chosen[site] for site in course.heads}, sum(errors) / len(errors)
 
 
 def _list_ways(way: Way) -> list[Way]:

@@ -51,7 +51,11 @@ def _list_projections(site: Site) -> dict[int, nn.Module]:
     return {id(part.module): part.module for part in site.parts if part.module is not None}
 
 
-def measure_inputs(site: Site, batches: Sequence[Batch]) -> dict[int, Tensor]:
+# Has batches run through a site up to its output projection, and calls a function after each.
+Walk = Callable[[Site, Callable[[], None]], None]
+
+
+def measure_inputs(site: Site, walk: Walk) -> dict[int, Tensor]:
     """Return [x, 1]^T [x, 1] of the inputs of each projecting module, by its id, [d + 1, d + 1] in float64.
 
     Raises:
@@ -60,20 +64,25 @@ def measure_inputs(site: Site, batches: Sequence[Batch]) -> dict[int, Tensor]:
     """
     moments: dict[int, Tensor] = {}
     newest = [Padding()]
+    last: list[Tensor] = []
 
     def begin(padding: Padding) -> None:
         newest[0] = padding
+        last.clear()
 
     def add(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        rows = _select_real(read_first_argument(module, args, kwargs).detach(), newest[0].keep).double()
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        moments[id(module)] = moments.get(id(module), 0.0) + rows.mT @ rows
+        given = read_first_argument(module, args, kwargs).detach()
+        if not last or last[0] is not given:
+            rows = _select_real(given, newest[0].keep).double()
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+            # queries, keys and values are mostly projected from one input
+            last[:] = given, rows.mT @ rows
+        moments[id(module)] = moments.get(id(module), 0.0) + last[1]
 
     guard_hooks()
     modules = _list_projections(site)
     with watching([(site.module, note_padding(site.module, begin)), *((module, add) for module in modules.values())]):
-        for batch in batches:
-            run(site.model, batch)
+        walk(site, last.clear)
     for key, module in modules.items():
         _require(site, moments.get(key), type(module).__name__)
     return moments
@@ -93,24 +102,25 @@ class Wanted(NamedTuple):
     calls: list[Tensor]
 
 
-def _read_outputs(heads: Heads, batches: Sequence[Batch]) -> Iterator[tuple[Site, Tensor]]:
-    """Run a model, and yield the input of W_O in each call of a site, [T, H * e], of real tokens only."""
+def read_outputs(heads: Heads, walk: Walk, take: Callable[[Site, Tensor], None]) -> None:
+    """Walk through a model, and hand over the input of W_O in each call of a site, [T, H * e], of real tokens only."""
     taps = Taps(heads, outputs=True)
+
+    def read() -> None:
+        for capture in taps.read_called():
+            assert capture.outputs is not None  # asked for
+            take(capture.site, _select_real(capture.outputs.flatten(-2), capture.query_keep))
+
     try:
-        for batch in batches:
-            run(heads.model, batch)
-            for capture in taps.read_called():
-                assert capture.outputs is not None  # asked for
-                yield capture.site, _select_real(capture.outputs.flatten(-2), capture.query_keep)
+        walk(heads.sites[-1], read)
     finally:
         taps.remove()
 
 
-def record_wanted(heads: Heads, batches: Sequence[Batch]) -> dict[Site, Wanted]:
-    """Run the model once, and keep W_O of every site and its inputs."""
+def record_wanted(heads: Heads, walk: Walk) -> dict[Site, Wanted]:
+    """Walk through the model, and keep W_O of each site and its inputs."""
     wanted = {site: Wanted(join_output(site), []) for site in heads}
-    for site, rows in _read_outputs(heads, batches):
-        wanted[site].calls.append(rows)
+    read_outputs(heads, walk, lambda site, rows: wanted[site].calls.append(rows))
     return wanted
 
 
@@ -133,19 +143,23 @@ class Fit(NamedTuple):
         return max(float(lost) + self.energy, 0.0) / self.energy if self.energy > 0 else 0.0
 
 
-def measure_outputs(heads: Heads, wanted: Wanted, batches: Sequence[Batch]) -> Fit:
-    """Run the model, and return moments of the input of one site's W_O now with its output before."""
+def measure_outputs(heads: Heads, wanted: Wanted, walk: Walk) -> Fit:
+    """Walk through the model, and return moments of the input of one site's W_O now with its output before."""
     (site,) = heads
     calls = iter(wanted.calls)
     moments: Any = None
     products: Any = 0.0
     energy = 0.0
-    for _, given in _read_outputs(heads, batches):
+
+    def add(_: Site, given: Tensor) -> None:
+        nonlocal moments, products, energy
         rows = given.double()
         outputs = next(calls).double() @ wanted.weight.mT
         moments = (0.0 if moments is None else moments) + rows.mT @ rows
         products = products + rows.mT @ outputs
         energy += float(outputs.square().sum())
+
+    read_outputs(heads, walk, add)
     _require(site, moments, "output projection")
     return Fit(moments, products, energy)
 
