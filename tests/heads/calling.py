@@ -41,6 +41,11 @@ class CallingAttention(nn.Module):
         )
         return q, k, v
 
+    def allow(self, _keep: None) -> Tensor:
+        """True where a query of the tests may attend, [Q, K]."""
+        allowed = torch.ones(X.shape[1], X.shape[1], dtype=torch.bool)
+        return allowed.tril() if self.causal else allowed
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x)
         if self.grouped == "repeated":
@@ -56,42 +61,6 @@ class CallingAttention(nn.Module):
             enable_gqa=self.grouped == "enable_gqa",
         )
         return self.o_proj(heads.transpose(-2, -3).flatten(-2))
-
-
-def written_out(
-    module: CallingAttention, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
-) -> dict[str, Tensor]:
-    """What the module computes, a softmax at a time.
-
-    Weights [B, H, Q, K], values [B, K, G, e], outputs [B, Q, H, e], and what the module returns.
-    """
-    q, k, v = module.project(x)
-    added = torch.zeros(len(x), module.num_heads, x.shape[1], x.shape[1], dtype=x.dtype)
-    allowed = torch.ones_like(added, dtype=torch.bool)
-    if mask is not None:
-        allowed = allowed & (mask if mask.dtype == torch.bool else mask > -math.inf)
-        added = added if mask.dtype == torch.bool else added + mask.nan_to_num(neginf=0.0)
-    if bias is not None:
-        allowed, added = allowed & (bias > -math.inf), added + bias.nan_to_num(neginf=0.0)
-    if module.causal:
-        allowed = allowed & torch.ones(x.shape[1], x.shape[1]).tril().bool()
-    scale = module.head_dim**-0.5 if module.scale is None else module.scale
-    members = module.num_heads // module.key_value_heads
-    rows = []
-    for b in range(len(x)):
-        for h in range(module.num_heads):
-            for i in range(x.shape[1]):
-                keys = allowed[b, h, i].nonzero().flatten()
-                scores = scale * (k[b, h // members, keys] @ q[b, h, i]) + added[b, h, i, keys]
-                row = torch.zeros(x.shape[1], dtype=x.dtype)
-                if len(keys):
-                    shares = (scores - scores.detach().amax()).exp()
-                    row = row.index_put((keys,), shares / shares.sum())
-                rows.append(row)
-    weights = torch.stack(rows).view(added.shape)
-    outputs = torch.einsum("bhqk,bhke->bqhe", weights, v.repeat_interleave(members, 1))
-    returned = module.o_proj(outputs.flatten(2))
-    return {"weights": weights, "values": v.transpose(1, 2), "outputs": outputs, "returned": returned}
 
 
 class CausalSelfAttention(nn.Module):

@@ -196,28 +196,19 @@ def test_the_penalty_on_values_reaches_a_and_b_through_the_effective_weight():
         torch.testing.assert_close(factor.grad, expected)
 
 
-def test_a_report_measures_the_effective_weight():
+def test_a_report_measures_the_effective_weights():
     entry = BY_NAME["BERT"]
-    model = adapted(entry.build(), target_modules=["query", "key", "value"]).float()
-    merged = copy.deepcopy(model).merge_and_unload()
-    found, expected = (hw.measure(hw.find_heads(own), [entry.inputs()]).layers[0].pairs for own in (model, merged))
-    assert {"query_distance", "key_cosine", "value_parameter_distance"} <= set(found)
-    for name in found:
-        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
-    base = entry.build()
-    plain = hw.measure(hw.find_heads(base), [entry.inputs()]).layers[0].pairs
-    assert not torch.allclose(torch.tensor(found["query_distance"]), torch.tensor(plain["query_distance"]), rtol=0.01)
-
-
-def test_what_heads_add_under_an_adapter_of_w_o_is_measured_by_the_effective_weight():
-    entry = BY_NAME["BERT"]
-    model = adapted(entry.build(), target_modules=["query", "attention.output.dense"]).float()
-    merged = copy.deepcopy(model).merge_and_unload()
-    found, expected = (hw.measure(hw.find_heads(own), [entry.inputs()]).layers[1] for own in (model, merged))
-    assert {"contribution_cka", "output_span"} <= set(found.pairs) == set(expected.pairs)
-    for name, pairs in found.pairs.items():
-        torch.testing.assert_close(torch.tensor(pairs), torch.tensor(expected.pairs[name]), rtol=1e-4, atol=1e-5)
-    assert found.effective_heads == pytest.approx(expected.effective_heads, rel=1e-4)
+    model = adapted(entry.build(), target_modules=["query", "key", "value", "attention.output.dense"]).float()
+    merged, base = copy.deepcopy(model).merge_and_unload(), entry.build()
+    reports = [hw.measure(hw.find_heads(own), [entry.inputs()]) for own in (model, merged, base)]
+    names = {"query_distance", "key_cosine", "value_parameter_distance", "contribution_cka", "output_span"}
+    for found, expected in zip(reports[0].layers, reports[1].layers, strict=True):
+        assert names <= set(found.pairs) == set(expected.pairs)
+        for name, pairs in found.pairs.items():
+            torch.testing.assert_close(torch.tensor(pairs), torch.tensor(expected.pairs[name]), rtol=1e-4, atol=1e-5)
+        assert found.effective_heads == pytest.approx(expected.effective_heads, rel=1e-4)
+    adapted_to, plain = (torch.tensor(one.layers[0].pairs["query_distance"]) for one in (reports[0], reports[2]))
+    assert not torch.allclose(adapted_to, plain, rtol=0.01)
     site = hw.find_heads(model).sites[1]
     torch.testing.assert_close(site.find_output_weights(), hw.find_heads(merged).sites[1].find_output_weights())
     model.merge_adapter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 import headwise as hw
 from cases import cases
-from heads import attentions
 from heads.attentions import (
     BlendedAttention,
     FusedAttention,
@@ -20,10 +20,8 @@ from heads.attentions import (
     StridedAttention,
     SwappedAttention,
 )
-from heads.calling import CallingAttention, NanoGPT
-from heads.own import ListAttention
-from heads.vision import SwinTransformer, VisionTransformer
-from heads.wrappers import wrap
+from heads.calling import NanoGPT
+from heads.test_verify import TRUE
 from headwise.heads.experiments import arrangement
 
 
@@ -62,14 +60,6 @@ class Crossed(StridedAttention):
         return super().forward(query)
 
 
-@cases("attention", [StridedAttention, Fused, lambda: Fused("(h d)"), Queries, Crossed, ShuffledAttention])
-def test_heads_that_are_not_one_after_another_are_refused_before_anything_is_attached(attention):
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"misreads .*: changing feature [01] of its first query head changed"
-    ):
-        hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
-
-
 class ChannelAttention(Fused):
     """Weights between features of a head instead of tokens, as in XCiT, DaViT and EdgeNeXt."""
 
@@ -79,52 +69,28 @@ class ChannelAttention(Fused):
         return self.proj((weights @ v).permute(0, 3, 1, 2).flatten(2))
 
 
-@cases("attention", [SwappedAttention, BlendedAttention, ChannelAttention])
-def test_queries_that_act_on_other_tokens_are_refused_before_anything_is_attached(attention):
-    with pytest.raises(hw.errors.LayoutError, match=r"changing the query of one token changed what [24] tokens get"):
-        hw.find_heads(nn.Sequential(nn.LayerNorm(12), attention()))
+FEATURE = r"misreads .*: changing feature [01] of its first query head changed"
+TOKEN = r"changing the query of one token changed what [24] tokens get"
+BY_HEAD = r"feature 0 of its last query head changed features .* not those from 15"
+ALTERNATE = r"features 0, 4, 8, 12, 16 of what W_O gets.*'b n \(d h\)'.*'\(h d\)'"
+BLOCKS = hw.layouts.FusedLinear("mine", fused=("qkv",), output=("proj",))
+OTHER: list[tuple[str, Callable[[], nn.Module]]] = [
+    *(
+        (FEATURE, kind)
+        for kind in (StridedAttention, Fused, lambda: Fused("(h d)"), Queries, Crossed, ShuffledAttention)
+    ),
+    *((TOKEN, kind) for kind in (SwappedAttention, BlendedAttention, ChannelAttention)),
+    (BY_HEAD, lambda: FusedAttention(interleaved=True)),
+    (ALTERNATE, lambda: StridedAttention(num_heads=4, head_dim=5, key_value_heads=4)),
+]
 
 
-def test_query_key_and_value_of_each_head_side_by_side_are_no_blocks():
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"feature 0 of its last query head changed features .* not those from 15"
-    ):
-        hw.find_heads(
-            FusedAttention(interleaved=True), hw.layouts.FusedLinear("mine", fused=("qkv",), output=("proj",))
-        )
-
-
-def test_heads_that_alternate_are_called_so():
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"features 0, 4, 8, 12, 16 of what W_O gets.*'b n \(d h\)'.*'\(h d\)'"
-    ):
-        hw.find_heads(StridedAttention(num_heads=4, head_dim=5, key_value_heads=4))
-    with pytest.raises(hw.errors.LayoutError) as refusal:
-        hw.find_heads(ShuffledAttention(num_heads=4, head_dim=5, key_value_heads=4))
-    assert "(d h)" not in str(refusal.value)
-
-
-WRONG = (nn.Module, StridedAttention, ShuffledAttention, SwappedAttention, BlendedAttention)
-TRUE = {
-    name: kind
-    for name, kind in vars(attentions).items()
-    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in WRONG
-} | {
-    "grouped": lambda: SeparateAttention(key_value_heads=2),
-    "one head of one feature": lambda: SeparateAttention(num_heads=1, key_value_heads=1, head_dim=1),
-    "calling": lambda: CallingAttention(key_value_heads=2, dropout=0.3),
-    "nanoGPT": NanoGPT,
-    "list": ListAttention,
-    "ViT": lambda: VisionTransformer(24, 3, 2),
-    "Swin": lambda: SwinTransformer(16, (2, 4), 1),
-    "LoRA": lambda: wrap(SeparateAttention(), "q_proj", "v_proj"),
-}
-
-
-@cases("dtype", [torch.float32, torch.bfloat16])
-@cases("name", TRUE)
-def test_no_true_reading_is_refused(name: str, dtype: torch.dtype):
-    assert len(hw.find_heads(TRUE[name]().to(dtype))) > 0
+@cases(("said", "build"), OTHER)
+def test_heads_that_are_not_one_after_another_are_refused_before_anything_is_attached(said: str, build):
+    row = BLOCKS if said == BY_HEAD else hw.layouts.LAYOUTS
+    with pytest.raises(hw.errors.LayoutError, match=said) as refusal:
+        hw.find_heads(nn.Sequential(nn.LayerNorm(12), build()), row)
+    assert build is not ShuffledAttention or "(d h)" not in str(refusal.value)
 
 
 def test_the_bed_is_called_and_not_passed_over(monkeypatch: pytest.MonkeyPatch):
@@ -136,7 +102,7 @@ def test_the_bed_is_called_and_not_passed_over(monkeypatch: pytest.MonkeyPatch):
         return seen(replay, before, head, feature)
 
     monkeypatch.setattr(arrangement, "_list_changed", counted)
-    for build in TRUE.values():
+    for build, _ in TRUE.values():
         hw.find_heads(build())
     expected = ("SeparateAttention", "FusedAttention", "KeyValueAttention", "CausalSelfAttention", "ListAttention")
     assert {*expected, "Attention", "WindowAttention", "GatedAttention", "CallingAttention"} <= {*called}

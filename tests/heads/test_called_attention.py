@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,93 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from cases import cases, tiers
-from heads.calling import CallingAttention, EinsumAttention, NanoGPT, X, written_out
+from cases import cases
+from heads.calling import CallingAttention, EinsumAttention, NanoGPT, X
 from heads.forwards import copies
+from heads.writing import written_out
 from headwise.heads import find
 
-SETTINGS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "grouped": {"key_value_heads": 2, "causal": True},
-    "repeated": {"key_value_heads": 2, "grouped": "repeated"},
-    "one key-value head": {"key_value_heads": 1, "scale": 0.7},
-}
 
-
-def build(settings: str) -> CallingAttention:
+def build(**settings: Any) -> CallingAttention:
     torch.manual_seed(0)
-    return CallingAttention(**SETTINGS[settings]).double()
-
-
-def masks() -> dict[str, Tensor | None]:
-    allowed = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4
-    allowed[0, 0, 2] = False
-    heads = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return {
-        "no mask": None,
-        "boolean": allowed,
-        "of queries and keys": torch.ones(6, 6).tril().bool(),
-        "additive": torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(~allowed, -math.inf),
-        "a bias of its own": heads,
-    }
-
-
-CASES = [
-    (settings, mask)
-    for settings in SETTINGS
-    for mask in masks()
-    if mask == "no mask" or "causal" not in SETTINGS[settings]
-]
-
-
-@cases(("settings", "mask"), CASES)
-def test_weights_values_and_outputs_are_those_of_a_softmax_written_out(settings: str, mask: str):
-    model, given = build(settings), masks()[mask]
-    expected = written_out(model, X, given)
-    plain = model(X, given)
-    torch.testing.assert_close(plain, expected["returned"], rtol=1e-12, atol=1e-12)
-    heads = hw.find_heads(model)
-    for beside in (False, True):
-        with hw.Taps(heads, weights=True, values=True, outputs=True, mean_weights=True, beside=beside) as taps:
-            returned = model(X, given)
-            (capture,) = taps.read()
-        for name in ("weights", "values", "outputs"):
-            torch.testing.assert_close(getattr(capture, name), expected[name], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(capture.mean_weights, expected["weights"].mean(1), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(returned, plain, rtol=1e-12, atol=1e-12)
-        assert torch.equal(returned, plain) or not beside
-    with hw.Taps(heads, mean_weights=True) as taps:
-        assert torch.equal(model(X, given), plain)
-        torch.testing.assert_close(taps.read()[0].mean_weights, expected["weights"].mean(1), rtol=1e-12, atol=1e-12)
-    assert "forward" not in vars(model)
-
-
-@cases(("settings", "mask"), CASES)
-@tiers("read", [True], [False])
-def test_a_bias_is_added_to_the_scores_of_the_call(settings: str, mask: str, read: bool):
-    model, given = build(settings), masks()[mask]
-    bias = torch.randn(2, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    bias[0, 1, 3, :3] = bias[1, 2, :, 4] = -math.inf
-    bias.requires_grad_()
-    expected = written_out(model, X, given, bias)
-    with hw.bias_heads(hw.find_heads(model), lambda _site, _call: bias) as handle:
-        taps = hw.Taps(hw.find_heads(model), weights=True) if read else None
-        returned = model(X, given)
-        if taps is not None:
-            torch.testing.assert_close(taps.read()[0].weights, expected["weights"], rtol=1e-12, atol=1e-12)
-            taps.remove()
-    assert list(handle.calls.values()) == [1]
-    torch.testing.assert_close(returned, expected["returned"], rtol=1e-12, atol=1e-12)
-    own, others = (
-        torch.autograd.grad(one.square().sum(), [bias, model.q_proj.weight]) for one in (returned, expected["returned"])
-    )
-    for found, wanted in zip(own, others, strict=True):
-        torch.testing.assert_close(found.nan_to_num(), wanted.nan_to_num(), rtol=1e-10, atol=1e-12)
+    return CallingAttention(**settings).double()
 
 
 def test_dropout_acts_on_the_weights_that_are_read_before_it():
-    model = CallingAttention(dropout=0.5).double()
+    model = build(dropout=0.5)
     expected = written_out(model, X)
     with hw.Taps(hw.find_heads(model), weights=True, outputs=True) as taps:
         torch.manual_seed(7)
@@ -117,7 +45,7 @@ def test_dropout_acts_on_the_weights_that_are_read_before_it():
 
 
 def test_one_sequence_without_a_batch_is_read_as_a_batch_of_one():
-    model = build("causal")
+    model = build(causal=True)
     plain = model(X[0])
     with hw.Taps(hw.find_heads(model), weights=True) as taps:
         torch.testing.assert_close(model(X[0]), plain)
@@ -126,7 +54,7 @@ def test_one_sequence_without_a_batch_is_read_as_a_batch_of_one():
 
 @cases("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_is_read_as_it_is_computed(dtype: torch.dtype):
-    model = build("grouped")
+    model = build(key_value_heads=2, causal=True)
     expected = written_out(model, X)["weights"]
     model.to(dtype)
     with hw.Taps(hw.find_heads(model), weights=True) as taps:
@@ -136,25 +64,8 @@ def test_low_precision_is_read_as_it_is_computed(dtype: torch.dtype):
     torch.testing.assert_close(capture.weights.double(), expected, rtol=0.0, atol=4 * torch.finfo(dtype).eps)
 
 
-@cases("size", [1, 3])
-def test_roles_guide_the_heads_of_nanogpt(size: int):
-    torch.manual_seed(0)
-    model = NanoGPT(layers=1, dropout=0.0).double().eval()
-    mask = hw.roles.Roles(hw.roles.Window(size))(hw.roles.WordTable.split("one two three four five six"), num_heads=3)
-    attention = model.h[0]["attn"]
-    x = model.h[0]["ln_1"](X[:1])
-    with hw.guide(hw.find_heads(model), mask), hw.Taps(hw.find_heads(model), weights=True) as taps:
-        model(X[:1])
-        (capture,) = taps.read()
-    q, k, _ = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in attention.c_attn(x).chunk(3, -1))
-    scores = q @ k.mT / 2.0 + mask.additive(torch.float64, causal=True)
-    expected = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf).softmax(-1)
-    torch.testing.assert_close(capture.weights, expected)
-    assert capture.weights[0, :, 5, 0].gt(0.0).tolist() == [False, True, True]
-
-
 def test_copies_and_pickles_run_their_own_forward_and_what_wraps_it_goes_on():
-    model = build("causal")
+    model = build(causal=True)
     plain, signature = model(X), inspect.signature(model.forward)
     bias = torch.zeros(1, 4, 1, 6, dtype=torch.float64)
     bias[..., 0] = 5.0

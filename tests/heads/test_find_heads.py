@@ -18,36 +18,6 @@ from heads.families import BY_NAME
 from headwise.heads.view import COLUMNS, ROWS, HeadView, check_head_views
 
 
-def test_every_attention_of_a_torch_transformer_is_found_with_its_kind_and_layer():
-    heads = hw.find_heads(nn.Transformer(8, 2, 2, 3, 16, batch_first=True))
-    found = [(site.kind, site.stack, site.layer) for site in heads]
-    assert found[:2] == [("self", "encoder.layers", 0), ("self", "encoder.layers", 1)]
-    assert sorted(found[2:]) == sorted(
-        (kind, "decoder.layers", layer) for kind in ("decoder", "cross") for layer in range(3)
-    )
-    assert all(site.num_heads == 2 and site.head_size == 4 for site in heads)
-
-
-def test_packed_and_separate_weights_give_the_rows_of_each_projection():
-    packed = nn.MultiheadAttention(6, 3)
-    views = [head_slice.of(head_slice.parameter) for head_slice in hw.find_heads(packed).slices()]
-    weight = packed.in_proj_weight
-    for index, view in enumerate(views):
-        for head in range(3):
-            start = 6 * index + 2 * head
-            assert torch.equal(view[head], weight[start : start + 2])
-    separate = nn.MultiheadAttention(6, 3, kdim=5, vdim=4)
-    shapes = [tuple(head_slice.of(head_slice.parameter).shape) for head_slice in hw.find_heads(separate).slices()]
-    assert shapes == [(3, 2, 6), (3, 2, 5), (3, 2, 4)]
-
-
-def test_grouped_queries_and_narrow_heads_are_counted_from_the_weights():
-    site = hw.find_heads(SeparateAttention(key_value_heads=2)).sites[0]
-    assert (site.num_heads, site.key_value_heads, site.head_size) == (4, 2, 5)
-    assert [head_slice.heads for head_slice in site.slices] == [4, 2, 2]
-    assert site.width == 12
-
-
 @settings(max_examples=30)
 @given(
     heads=st.integers(1, 4),
@@ -245,21 +215,6 @@ def test_one_layout_row_needs_no_tuple():
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
 
 
-class Projected(nn.Module):
-    """Aria's projector: Linears for queries, keys and values in front of torch's attention, and one behind it."""
-
-    def __init__(self, width: int = 12, num_heads: int = 3) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=False) for _ in range(3))
-        self.inner = nn.MultiheadAttention(width, num_heads, batch_first=True)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, _ = self.inner(self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        return self.linear(output)
-
-
 class TwoAttentions(SeparateAttention):
     """Attends, and has another attention attend to what comes out."""
 
@@ -271,12 +226,6 @@ class TwoAttentions(SeparateAttention):
         q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         x = self.o_proj(self.join(F.scaled_dot_product_attention(q, k, v)))
         return self.inner(x, x, x)[0]
-
-
-def test_of_projections_in_front_of_an_attention_the_inner_one_is_read():
-    heads = hw.find_heads(Projected())
-    assert [(site.name, site.layout, site.num_heads) for site in heads] == [("inner", "torch packed", 3)]
-    assert hw.verify(heads, (X,)).sites == ("inner",)
 
 
 def test_the_projector_of_aria_is_its_inner_attention():

@@ -13,7 +13,6 @@ from torch.overrides import _get_current_function_mode_stack
 
 import headwise as hw
 from cases import cases
-from heads.families import BY_NAME
 from heads.wrappers import LoraLinear
 
 WIDTH, HEADS = 16, 4
@@ -315,15 +314,6 @@ def test_what_is_attached_reads_batches_and_changes_no_bit(dtype: torch.dtype):
         torch.testing.assert_close(parameter.grad, gradient, **tolerance)
 
 
-def test_a_head_is_removed_where_its_outputs_reach_w_o():
-    model = FunctionalAttention().eval()
-    with hw.ablate(hw.find_heads(model), 1):
-        without = model(ROWS)
-    with torch.no_grad():
-        model.out_proj.weight[:, 4:8] = 0.0
-    torch.testing.assert_close(model(ROWS), without)
-
-
 def test_copies_pickles_and_failed_forwards_leave_no_trace():
     model = FunctionalAttention()
     [site.expose() for site in hw.find_heads(model)]
@@ -348,11 +338,3 @@ def test_a_wrapped_projection_whose_adapter_the_function_never_saw_stays_unseen(
         assert torch.equal(model(ROWS), plain)
         with pytest.raises(hw.errors.NotFired, match="its values were not computed in the call"):
             taps.read()
-
-
-def test_nothing_takes_the_place_of_a_w_o_that_is_not_called():
-    model = BY_NAME["WavLM"].build()
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"encoder\.layers\.0\.attention \(WavLMAttention\) hands the weight of"
-    ):
-        hw.aggregate(hw.find_heads(model), hw.routing.Residual(hw.routing.Trunk()))

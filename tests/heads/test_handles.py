@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import ln_structured
 
 import headwise as hw
 from cases import cases
@@ -220,14 +219,3 @@ def test_heads_pruned_after_they_were_found_are_refused_until_they_are_found_aga
     with hw.Taps(again, outputs=True, values=True, weights=True) as taps:
         model(**inputs)
         assert all(capture.outputs.shape[2:] == (3, 8) for capture in taps.read())
-
-
-def test_weights_masked_by_torchs_pruning_are_read_as_they_act():
-    family = BY_NAME["BERT"]
-    model, inputs = family.build(), family.inputs()
-    ln_structured(model.encoder.layer[0].attention.self.value, "weight", 0.25, n=2, dim=0)
-    with hw.Taps(hw.find_heads(model).layer(0), outputs=True, values=True, weights=True) as taps:
-        model(**inputs)
-        (capture,) = taps.read()
-    expected = torch.einsum("bhqk,bkhe->bqhe", capture.weights, capture.values)
-    torch.testing.assert_close(capture.outputs, expected)

@@ -16,7 +16,17 @@ import headwise as hw
 from cases import cases
 from heads.families import BY_NAME, REACHED, bed, sweep
 from heads.family import Family
-from heads.forwards import checkpoint_activations, first_key_only, no_bias, results, weighed, without_dropout
+from heads.forwards import (
+    checkpoint_activations,
+    first_key_only,
+    generator,
+    no_bias,
+    prompt,
+    results,
+    same,
+    weighed,
+    without_dropout,
+)
 
 
 @sweep(REACHED)
@@ -47,28 +57,38 @@ def test_a_bias_on_a_head_changes_that_head_and_no_other(family: Family):
             assert not torch.allclose(new.outputs[:, :, 1], old.outputs[:, :, 1])
 
 
+def drawn(site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
+    generator = torch.Generator().manual_seed(site.layer)
+    return torch.randn(call.batch, call.heads, call.queries, call.keys, generator=generator)
+
+
 @sweep(REACHED)
-def test_a_bias_of_zero_changes_nothing_and_weights_with_a_bias_sum_values_to_the_outputs(family: Family):
+def test_outputs_are_weighted_sums_of_values_under_any_bias_and_a_bias_of_zero_changes_nothing(family: Family):
     model = family.build()
     heads = hw.find_heads(model)
-
-    def bias(site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
-        drawn = torch.Generator().manual_seed(site.layer)
-        return torch.randn(call.batch, call.heads, call.queries, call.keys, generator=drawn)
-
     for padded in {False, family.maskable}:
         inputs = family.inputs(padded=padded)
-        expected = results(model, inputs)
-        with hw.bias_heads(heads, no_bias):
-            require_close(results(model, inputs), expected)
-    with hw.bias_heads(heads, bias):
-        expected = results(model, inputs)
-        with hw.Taps(heads, outputs=True, values=True, weights=True) as taps:
-            require_close(results(model, inputs), expected)
-            captures = taps.read()
-    for capture in captures if family.name != "NeoMME" else ():
-        values = capture.values.repeat_interleave(capture.site.num_heads // capture.site.key_value_heads, dim=2)
-        torch.testing.assert_close(torch.einsum("bhqk,bkhe->bqhe", capture.weights, values), capture.outputs)
+        plain = expected = results(model, inputs)
+        for bias in (None, no_bias, drawn):
+            with contextlib.nullcontext() if bias is None else hw.bias_heads(heads, bias):
+                expected = results(model, inputs) if bias is drawn else expected
+                require_close(results(model, inputs), expected)
+                with hw.Taps(heads, outputs=True, values=True, weights=True) as taps:
+                    require_close(results(model, inputs), expected)
+                    captures = taps.read()
+            for capture in captures:
+                sums = capture.weights.sum(-1)
+                if family.name == "GPT-OSS":
+                    assert bool((sums < 1.0).all())
+                else:
+                    torch.testing.assert_close(sums, torch.ones_like(sums))
+                # NeoMME takes the own value out of what its heads compute, and gates it
+                if family.name != "NeoMME":
+                    groups = capture.site.num_heads // capture.site.key_value_heads
+                    values = capture.values.repeat_interleave(groups, dim=2)
+                    summed = torch.einsum("bhqk,bkhe->bqhe", capture.weights, values)
+                    torch.testing.assert_close(summed, capture.outputs)
+        assert same(plain, results(model, inputs)) or isinstance(model, nn.Transformer)
 
 
 def require_close(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -315,3 +335,64 @@ def test_a_bias_in_another_dtype_is_added_in_the_models(dtype: torch.dtype):
         for capture in taps.read():
             assert capture.weights.dtype == dtype
             assert bool((capture.weights.sum(-1) > 0.9).all())
+
+
+GENERATORS = ["GPT-2", "Llama", "T5", "BART", "Marian"]
+
+
+@cases("name", ["Llama", "BART"])
+def test_a_bias_for_each_example_serves_all_its_beams_and_a_tensor_the_whole_length(name: str):
+    model, inputs = generator(name), prompt(name)
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 3, "do_sample": False}
+    heads = hw.find_heads(model)
+    heads = heads if {site.kind for site in heads.sites} == {"self"} else heads.kind("cross")
+    length = inputs["input_ids"].shape[1] + (5 if name == "Llama" else 0)
+    bias = torch.zeros(2, 4, 1, length)
+    # in the second example all heads see the first two keys alone
+    bias[1, :, :, 2:] = -math.inf
+    with hw.bias_heads(heads, bias):
+        both = model.generate(**inputs, **settings)
+    alone = [{key: value[i : i + 1] for key, value in inputs.items()} for i in range(2)]
+    plain = model.generate(**alone[0], **settings)
+    with hw.bias_heads(heads, bias[1:]):
+        bound = model.generate(**alone[1], **settings)
+    free = model.generate(**alone[1], **settings)
+    assert torch.equal(both[0], plain[0])
+    assert torch.equal(both[1], bound[0])
+    assert not torch.equal(bound[0], free[0])
+
+
+def test_rows_of_a_tensor_are_those_of_the_queries_of_the_call():
+    model, inputs = generator("Llama"), prompt("Llama")
+    heads = hw.find_heads(model).layer(0)
+    total = inputs["input_ids"].shape[1] + 4
+    # every query sees itself alone
+    bias = torch.full((1, 1, total, total), -math.inf)
+    bias[0, 0].fill_diagonal_(0.0)
+    (site,) = heads.sites
+    projected: list[Tensor] = []
+    site.value_module.register_forward_hook(lambda _module, _args, output: projected.append(output))
+    with hw.Taps(heads, outputs=True) as taps, hw.bias_heads(heads, bias):
+        model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        (capture,) = taps.read()
+    values = site.slices[2].features(projected[-1]).repeat_interleave(2, dim=2)
+    torch.testing.assert_close(capture.outputs, values)
+
+
+def test_a_window_of_cached_keys_has_the_bias_of_their_positions():
+    family = BY_NAME["Mistral"]
+    import transformers
+
+    model = transformers.MistralForCausalLM(family.build().config).eval()
+    seen = []
+
+    def bias(_site: hw.heads.Site, call: hw.nn.ScoreCall) -> Tensor:
+        seen.append((call.first, call.queries, call.first_key, call.keys))
+        return torch.zeros(1, 1, 1, call.keys)
+
+    inputs = family.inputs()
+    with hw.bias_heads(hw.find_heads(model).layer(0), bias):
+        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert seen[0] == (0, 7, 0, 7)
+    assert all(first_key + keys == first + queries for first, queries, first_key, keys in seen)
+    assert seen[-1][2] > 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from cases import cases, tiers
+from heads.calling import CallingAttention, X
 from heads.families import BY_NAME
 from heads.forwards import generator, no_bias, prompt, require_same_gradients, results, without_dropout
 from heads.transformers_versions import given_cache
@@ -52,17 +53,6 @@ def test_values_from_a_cache_are_refused_and_without_one_match_their_keys(name: 
         model.generate(**inputs, **TOKENS, use_cache=False)
         for capture in taps.read():
             assert capture.values.shape[1] == capture.weights.shape[3] > 1
-            assert capture.key_keep is None or capture.key_keep.shape == capture.values.shape[:2]
-
-
-@cases("name", ["GPT-2", "Llama", "T5"])
-def test_values_of_a_call_that_only_fills_a_cache_are_read(name: str):
-    family = BY_NAME[name]
-    model, inputs = family.build().train(), family.inputs(padded=True)
-    with hw.Taps(hw.find_heads(model), values=True) as taps:
-        returned = model(**inputs, use_cache=True)
-        assert returned.past_key_values.get_seq_length() > 0
-        for capture in taps.read():
             assert capture.key_keep is None or capture.key_keep.shape == capture.values.shape[:2]
 
 
@@ -140,19 +130,6 @@ def swayed(name: str, noise: float = 0.0) -> nn.Module:
             parameter.mul_(4.0 if name == "GPT-2" else 1.0)
             parameter.add_(noise * torch.randn(parameter.shape, generator=drawn))
     return model
-
-
-@tiers("name", ["T5"], ["GPT-2", "Llama"])
-@cases("beams", [1, 3])
-def test_generating_with_aggregators_and_a_cache_gives_the_tokens_of_generating_without(name: str, beams: int):
-    model, inputs = swayed(name), prompt(name)
-    unrouted = model.generate(**inputs, **TOKENS, num_beams=beams)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        hw.aggregate(hw.find_heads(model), hw.routing.EMRouting(capsules=8))
-    expected = model.generate(**inputs, **TOKENS, num_beams=beams, use_cache=False)
-    assert torch.equal(model.generate(**inputs, **TOKENS, num_beams=beams), expected)
-    assert not torch.equal(unrouted, expected)
 
 
 @cases("reentrant", [False, True])
@@ -273,46 +250,6 @@ def test_an_encoder_run_without_gradients_in_a_training_step_is_refused_and_read
     assert penalize("decoder", "cross").requires_grad
 
 
-def test_two_readers_read_the_same_without_disturbing_each_other():
-    family = BY_NAME["GPT-2"]
-    model, inputs = family.build().train(), family.inputs(padded=True)
-    heads = hw.find_heads(model)
-    with (
-        hw.Taps(heads, outputs=True, weights=True) as first,
-        hw.Disagreement(heads.layer(1), hw.similarity.Position()) as penalty,
-        hw.Taps(heads.layer(1), outputs=True, values=True) as second,
-    ):
-        results(model, inputs)
-        (one,) = (capture for capture in first.read() if capture.site.layer == 1)
-        (two,) = second.read()
-        assert torch.equal(one.outputs, two.outputs)
-        assert two.weights is None
-        first.remove()
-        results(model, inputs)
-        assert len(second.read()) == 1
-        # read late: both forwards are in it, and they were equal but for dropout
-        assert penalty().requires_grad
-        with pytest.raises(hw.errors.NotFired, match="attached to no model"):
-            first.read()
-
-
-@cases("name", ["BERT", "Llama", "T5"])
-def test_a_penalty_over_accumulated_and_checkpointed_steps_has_the_gradients_of_plain_ones(name: str):
-    def step(model: nn.Module) -> None:
-        heads, losses = hw.find_heads(model), []
-        penalty = hw.Disagreement(heads, THREE)
-        for padded in (True, False):
-            with hw.bias_heads(heads, by_position):
-                output = results(model, BY_NAME[name].inputs(padded=padded))[0]
-            losses.append(output.square().mean() + penalty())
-        penalty.remove()
-        # backward when nothing is attached any more, and in another order
-        for loss in reversed(losses):
-            loss.backward()
-
-    require_same_gradients(name, step)
-
-
 @cases(
     ("kind", "sizes"),
     [
@@ -328,3 +265,117 @@ def test_the_place_in_a_cache_is_read_whatever_the_module_calls_it(kind: str, si
     with hw.Taps(hw.find_heads(model), values=True) as taps, torch.no_grad():
         model(torch.arange(1, 13).view(2, 6), use_cache=True)
         assert [capture.values.shape for capture in taps.read()] == [(2, 6, 4, 4)] * 2
+
+
+class PlacedCache:
+    """Keys and values of some layers; asked about any other place it raises, as a place of a state space does."""
+
+    def __init__(self, *places: int) -> None:
+        self.held: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(places)
+
+    def get_seq_length(self, layer: int) -> int:
+        held = self.held[layer]
+        return 0 if held is None else held[0].shape[-2]
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        held = self.held[layer]
+        self.held[layer] = (
+            (key, value) if held is None else (torch.cat([held[0], key], -2), torch.cat([held[1], value], -2))
+        )
+        return self.held[layer]
+
+
+class PlacedAttention(CallingAttention):
+    """Holds no place of its own, or a wrong one."""
+
+    def __init__(self, held: int | None) -> None:
+        super().__init__()
+        self.layer_idx = held
+
+    def forward(self, x: Tensor, layer_idx: int, cache: PlacedCache | None = None) -> Tensor:
+        q, k, v = self.project(x)
+        first = 0
+        if cache is not None:
+            first = cache.get_seq_length(layer_idx)
+            k, v = cache.update(k, v, layer_idx)
+        mask = torch.ones(q.shape[-2], k.shape[-2]).tril(first).bool()
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return self.o_proj(heads.transpose(-2, -3).flatten(-2))
+
+
+class Sharing(nn.Module):
+    """One attention called at places 1, 3 and 4, its place given by position or by name."""
+
+    def __init__(self, held: int | None, named: bool) -> None:
+        super().__init__()
+        self.attention, self.named = PlacedAttention(held), named
+
+    def forward(self, x: Tensor, cache: PlacedCache | None = None) -> Tensor:
+        for place in (1, 3, 4):
+            given = ((), {"layer_idx": place, "cache": cache}) if self.named else ((place, cache), {})
+            x = x + self.attention(x, *given[0], **given[1])
+        return x
+
+
+@cases("held", [None, -1, 0, 3])
+@cases("named", [True, False])
+def test_every_call_counts_the_tokens_of_its_own_place(held: int | None, named: bool):
+    torch.manual_seed(0)
+    model = Sharing(held, named).double().eval()
+    heads, expected = hw.find_heads(model), model(X)
+    bias = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    with hw.bias_heads(heads, bias):
+        biased = model(X)
+    assert not torch.allclose(biased, expected)
+    cache = PlacedCache(1, 3, 4)
+    with hw.Taps(heads, outputs=True, weights=True) as taps, hw.bias_heads(heads, lambda _site, call: part(bias, call)):
+        torch.testing.assert_close(model(X[:, :4], cache), biased[:, :4])
+        assert [tuple(capture.weights.shape) for capture in taps.read()] == [(2, 4, 4, 4)] * 3
+        torch.testing.assert_close(model(X[:, 4:], cache), biased[:, 4:])
+        captures = taps.read()
+    assert [tuple(capture.weights.shape) for capture in captures] == [(2, 4, 2, 6)] * 3
+    assert [tuple(capture.outputs.shape) for capture in captures] == [(2, 2, 4, 5)] * 3
+    with hw.Taps(heads, values=True) as taps:
+        model(X, PlacedCache(1, 3, 4))
+        assert len(taps.read()) == 3
+    assert hw.verify(heads, (X, PlacedCache(1, 3, 4))).sites == ("attention",)
+
+
+def part(bias: Tensor, call: hw.nn.ScoreCall) -> Tensor:
+    """The rows of a bias that belong to the queries of a call."""
+    return bias[:, :, call.first : call.first + call.queries, : call.keys]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hybrid_whose_layers_share_an_attention_is_read_and_biased_with_its_cache():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Zamba2Config(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=48,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        mamba_d_state=4,
+        n_mamba_heads=4,
+        mamba_headdim=16,
+        mamba_ngroups=1,
+        adapter_rank=4,
+        num_mem_blocks=1,
+        use_mem_rope=True,
+        pad_token_id=0,
+    )
+    model = transformers.Zamba2ForCausalLM(config).eval()
+    heads, tokens = hw.find_heads(model), torch.randint(3, 50, (2, 7))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for what in ("outputs", "values", "weights", "mean_weights"):
+            with hw.Taps(heads, **{what: True}) as taps:
+                torch.testing.assert_close(model(tokens, use_cache=True).logits, expected, rtol=1e-4, atol=1e-4)
+                assert len(taps.read()) == 2
+        with hw.bias_heads(heads, lambda _site, call: torch.zeros(1, 4, 1, call.keys)):
+            torch.testing.assert_close(model(tokens, use_cache=True).logits, expected, rtol=1e-4, atol=1e-4)
+            generated = model.generate(tokens, max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(tokens, max_new_tokens=3, do_sample=False), generated)

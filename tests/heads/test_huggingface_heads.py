@@ -12,7 +12,7 @@ import headwise as hw
 from cases import cases
 from heads.families import BY_NAME, FAMILIES, bed, sweep
 from heads.family import Family
-from heads.forwards import checkpoint_activations, results, same, weighed
+from heads.forwards import checkpoint_activations, results, same
 
 REPLACEABLE = [family for family in FAMILIES if family.replaceable]
 PROJECTED = [family for family in FAMILIES if all(attention.output for attention in family.attentions)]
@@ -49,18 +49,6 @@ def test_an_aggregator_takes_the_place_of_every_output_projection_forward_and_ba
     assert same(routed, results(twin, inputs))
 
 
-@sweep([f for f in FAMILIES if f.name != "WavLM"])
-def test_a_residual_aggregator_changes_nothing_at_first_and_learns(family: Family):
-    model, inputs, heads = bed(family, padded=family.maskable)
-    [site.expose() for site in heads.sites]
-    plain = results(model, inputs)
-    hw.aggregate(heads, hw.routing.Residual(hw.routing.Trunk()))
-    found = results(model, inputs)
-    assert same(plain, found)
-    sum(tensor.square().sum() for tensor in found if tensor.is_floating_point()).backward()
-    assert all(bool(site.output_projection.module.gamma.grad != 0) for site in heads.sites)
-
-
 @sweep(PROJECTED)
 def test_an_ablated_head_equals_zeroed_rows_of_the_output_projection(family: Family):
     model, inputs, heads = bed(family, padded=family.maskable)
@@ -91,20 +79,6 @@ def test_a_norm_before_w_o_is_gated_and_not_replaced(name: str):
         assert all(bool((own.grad != 0).any()) for own in place.new.parameters() if own is not place.old.weight)
 
 
-@cases("name", ["BERT", "GPT-2", "Llama", "T5"])
-def test_importance_has_a_drop_for_every_head_and_leaves_the_model_as_it_was(name: str):
-    model, inputs, heads = bed(BY_NAME[name], padded=True)
-    with torch.no_grad():
-        output_weight(heads.sites[0]).unflatten(0, (4, -1))[2] = 0.0
-    plain = results(model, inputs)
-    result = hw.importance(heads, lambda: float(weighed(results(model, inputs)[0])))
-    assert set(result.drops) == {site.name for site in heads.sites}
-    drops = result.drops[heads.sites[0].name]
-    assert drops.shape == (4,)
-    assert abs(float(drops[2])) < 1e-3 * float(drops.abs().max())
-    assert same(plain, results(model, inputs))
-
-
 @cases("reentrant", [False, True])
 def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reentrant: bool):
     family = BY_NAME["BERT"]
@@ -118,19 +92,6 @@ def test_heads_are_not_removed_where_the_backward_would_compute_them_again(reent
     results(model, inputs)
     ablation.check()
     ablation.remove()
-
-
-def test_penalty_and_ablation_read_the_heads_before_an_aggregator():
-    model, inputs, heads = bed(BY_NAME["GPT-2"])
-    with hw.Taps(heads.layer(0), outputs=True) as taps:
-        results(model, inputs)
-        (before,) = taps.read()
-    hw.aggregate(heads, hw.routing.Trunk())
-    with hw.Taps(heads.layer(0), outputs=True) as taps, hw.ablate(heads.layer(0), 3):
-        results(model, inputs)
-        (after,) = taps.read()
-    torch.testing.assert_close(after.outputs[:, :, :3], before.outputs[:, :, :3])
-    assert bool((after.outputs[:, :, 3] == 0).all())
 
 
 @cases("shape", [(8,), (0, 5, 8), (3, 0, 8), (2, 3, 4, 8)])

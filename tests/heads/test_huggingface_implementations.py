@@ -18,17 +18,6 @@ from heads.families import BY_NAME, bed
 from heads.family import BERT
 from heads.forwards import copies, no_bias, results, same, slanted
 
-
-def test_weights_are_refused_where_no_softmax_is_reached_and_nothing_is_left_attached():
-    model = BY_NAME["Perceiver"].build()
-    before = sum(map(hooks, model.modules()))
-    with pytest.raises(
-        hw.errors.LayoutError, match=r"attention weights and biases of heads are reached in .* interface"
-    ):
-        hw.Taps(hw.find_heads(model), outputs=True, weights=True)
-    assert sum(map(hooks, model.modules())) == before
-
-
 # families whose attentions ask for the name of the implementation, and do something else for another one
 ASKING = ("DeepseekV32", "GlmMoeDsa")
 LATENT = BERT | {
@@ -124,19 +113,6 @@ def test_weights_are_computed_for_the_sites_that_are_read_and_only_while_they_ar
 
 def hooks(module: torch.nn.Module) -> int:
     return len(module._forward_pre_hooks) + len(module._forward_hooks)
-
-
-def test_two_readers_of_weights_share_the_interface_until_the_last_is_gone():
-    model = BY_NAME["BERT"].build()
-    heads = hw.find_heads(model)
-    first, second = hw.Taps(heads, weights=True), hw.Taps(heads.layer(0), weights=True)
-    first.remove()
-    model(**BY_NAME["BERT"].inputs())
-    assert len(second.read()) == 1
-    second.remove()
-    second.remove()
-    assert not any(hooks(site.module) for site in heads)
-    assert not any(name.startswith("_headwise") for site in heads for name in vars(site.module))
 
 
 @cases("name", ["BERT", "GPT-2", "T5"])

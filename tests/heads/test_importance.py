@@ -155,42 +155,6 @@ def test_the_default_device_is_of_no_concern():
         require_close(first_order(heads, lambda: model(x)[..., 0].square().sum(1)), expected)
 
 
-def test_items_do_not_cancel():
-    torch.manual_seed(0)
-    model = SeparateAttention().double()
-    x = torch.randn(1, 6, 12, dtype=torch.float64)
-    heads = hw.find_heads(model)
-    alone = first_order(heads, lambda: model(x).sum((1, 2)))["(model)"]
-    both = first_order(heads, lambda: model(x.expand(2, -1, -1)).sum((1, 2)) * torch.tensor([1.0, -1.0]))["(model)"]
-    torch.testing.assert_close(both, alone)
-    assert bool((alone > 1e-3).all())
-
-
-def test_batches_and_their_padding_make_no_difference():
-    torch.manual_seed(0)
-    family = BY_NAME["BERT"]
-    model = family.build().double().eval()
-    ids, lengths = torch.randint(1, 61, (3, 9)), (9, 4, 6)
-    keep = torch.arange(9) < torch.tensor(lengths)[:, None]
-
-    def some(items: slice, tokens: int) -> Tensor:
-        own = keep[items, :tokens]
-        return losses_of(model, {"input_ids": ids[items, :tokens], "attention_mask": own.long()}, own)()
-
-    heads = hw.find_heads(model)
-    whole = first_order(heads, lambda: some(slice(0, 3), 9))
-
-    def batches() -> Iterator[Tensor]:
-        signs = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-        yield some(slice(0, 1), 9)
-        for item in (1, 2):  # the helper gives the sign of the first item to each
-            yield some(slice(item, item + 1), lengths[item]) * signs[item]
-
-    require_close(first_order(heads, batches), whole, atol=1e-14)
-    result = hw.importance(heads, batches, method="first_order")
-    assert result.baseline == pytest.approx(float(some(slice(0, 3), 9).detach().mean()))
-
-
 def test_all_rows_of_a_call_are_those_of_a_single_item():
     torch.manual_seed(0)
     model = SeparateAttention().double()

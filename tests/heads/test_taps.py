@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import headwise as hw
 from cases import cases
-from heads.attentions import LinearAttention, SeparateAttention
+from heads.attentions import SeparateAttention
 from headwise.heads.scores import huggingface
 from headwise.heads.taps import UNREAD_CALLS
 from headwise.nn import additive as additive_module
@@ -23,19 +23,6 @@ def encoder(layers: int = 2) -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
-def test_outputs_values_and_weights_are_those_of_each_head():
-    model = encoder(1)
-    attention, x = model.layers[0].self_attn, torch.randn(3, 5, 8)
-    expected_weights = attention(x, x, x, average_attn_weights=False)[1]
-    values = (x @ attention.in_proj_weight[16:].T + attention.in_proj_bias[16:]).unflatten(-1, (2, 4))
-    with hw.Taps(hw.find_heads(model), outputs=True, values=True, weights=True) as taps:
-        model(x)
-        (capture,) = taps.read()
-    torch.testing.assert_close(capture.weights, expected_weights)
-    torch.testing.assert_close(capture.values, values)
-    torch.testing.assert_close(capture.outputs, torch.einsum("bhqk,bkhe->bqhe", expected_weights, values))
 
 
 @cases("training", [False, True])
@@ -199,20 +186,6 @@ def test_reading_without_a_forward_is_refused_and_names_the_silent_sites():
             taps.read()
 
 
-def test_paused_and_removed_taps_capture_nothing():
-    model, x = encoder(1), torch.randn(3, 5, 8)
-    taps = hw.Taps(hw.find_heads(model), outputs=True, values=True)
-    with taps.paused():
-        model(x)
-    with pytest.raises(hw.errors.NotFired):
-        taps.read()
-    taps.remove()
-    model(x)
-    with pytest.raises(hw.errors.NotFired):
-        taps.read()
-    assert not hasattr(model.layers[0].self_attn, "observers")
-
-
 def bert() -> BertModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
@@ -266,26 +239,6 @@ def test_recomputation_by_checkpointing_is_not_captured_again():
         (loss + capture.outputs.square().mean()).backward()
         with pytest.raises(hw.errors.NotFired):
             taps.read()
-
-
-def test_a_users_module_gives_outputs_and_values_and_weights_where_it_calls_the_fused_kernel():
-    model = SeparateAttention(key_value_heads=2)
-    heads = hw.find_heads(model)
-    x, padding = torch.randn(3, 6, 12), torch.zeros(3, 6, dtype=torch.bool)
-    padding[2, 4:] = True
-    with hw.Taps(heads, outputs=True, values=True) as taps:
-        model(x, key_padding_mask=padding)
-        (capture,) = taps.read()
-    assert capture.outputs.shape == (3, 6, 4, 5)
-    torch.testing.assert_close(capture.values, model.v_proj(x).unflatten(-1, (2, 5)))
-    assert torch.equal(capture.key_keep, ~padding)
-    with hw.Taps(heads, weights=True) as taps:
-        model(x, key_padding_mask=padding)
-        assert bool((taps.read()[0].weights[2, :, :, 4:] == 0.0).all())
-    model = LinearAttention(key_value_heads=2)
-    with pytest.raises(hw.errors.LayoutError, match="attention weights and biases of heads are reached in"):
-        hw.Taps(hw.find_heads(model), weights=True)
-    assert not model._forward_pre_hooks
 
 
 def test_values_that_do_not_match_the_mask_of_their_call_and_taps_of_nothing_are_refused():

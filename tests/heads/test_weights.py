@@ -10,7 +10,7 @@ import headwise as hw
 from cases import cases
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
-from heads.wrappers import Linear8bit, LoraLinear, wrap
+from heads.wrappers import Linear8bit, wrap
 from headwise.heads.taps import Taps
 
 X = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(3))
@@ -60,29 +60,6 @@ def test_a_parametrized_packed_weight_of_torch_is_found_and_not_repelled():
         hw.repel(heads, hw.SVGD(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@cases("names", [("q_proj", "v_proj"), PROJECTIONS])
-def test_lora_layers_are_found_with_the_features_they_really_return(names):
-    model = wrap(SeparateAttention().eval(), *names)
-    heads = hw.find_heads(model)
-    (site,) = heads.sites
-    assert site.value_module is model.v_proj
-    assert [head_slice.name for head_slice in site.slices] == [
-        f"{name}.base_layer.weight" if name in names else f"{name}.weight" for name in PROJECTIONS[:3]
-    ]
-    assert (site.num_heads, site.head_size, site.width) == (4, 5, 12)
-    with hw.Taps(heads, values=True) as taps, torch.no_grad():
-        model(X)
-        (capture,) = taps.read()
-    torch.testing.assert_close(capture.values.flatten(-2), model.v_proj(X))
-    assert hw.verify(heads, (X,)).sites == ("",)
-    for head_slice, name in zip(site.slices, PROJECTIONS[:3], strict=True):
-        layer = getattr(model, name)
-        # what the layer multiplies its input by, whatever it is made of
-        weight = (layer(torch.eye(12)) - layer(torch.zeros(1, 12))).T
-        torch.testing.assert_close(head_slice.read(), weight.view(4, 5, 12))
-        assert (head_slice.lora is layer) == (name in names)
-
-
 def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
     model = wrap(SeparateAttention().eval(), *PROJECTIONS)
     before = model(X)
@@ -90,26 +67,6 @@ def test_an_aggregator_takes_the_place_of_a_lora_output_projection():
     assert model(X).shape == before.shape
     handle.remove()
     torch.testing.assert_close(model(X), before)
-
-
-@cases(
-    ("family", "place", "names"),
-    [
-        ("GPT-2", "transformer.h.0.attn", ("c_attn",)),
-        ("BERT", "encoder.layer.0.attention.self", ("query", "value")),
-        ("GPT-NeoX", "layers.0.attention", ("query_key_value", "dense")),
-        ("T5", "encoder.block.0.layer.0.SelfAttention", ("q", "k", "v", "o")),
-    ],
-)
-def test_lora_layers_in_families_are_found_and_proved(family, place, names):
-    entry = BY_NAME[family]
-    model = entry.build()
-    wrap(model.get_submodule(place), *names)
-    heads = hw.find_heads(model)
-    assert len(heads) == sum(len(a.names) for a in entry.attentions)
-    found = heads.where(place)
-    assert isinstance(found.sites[0].value_module, LoraLinear)
-    assert hw.verify(found, entry.inputs()).sites == (place,)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -18,6 +18,7 @@ from heads.forwards import slanted
 from heads.vision import SwinTransformer, VisionTransformer
 from heads.writing import (
     ALIKE,
+    CALLED,
     FORMS,
     KEEP,
     TOKENS,
@@ -36,7 +37,7 @@ from heads.writing import (
     written_out,
 )
 
-PADDED = [(form, keep) for form in FORMS for keep in (None, KEEP)]
+PADDED = [(form, keep) for form in (*WRITTEN, *CALLED) for keep in (None, KEEP)]
 
 
 def close(found: Tensor, wanted: Tensor, model: Written) -> None:
@@ -53,24 +54,30 @@ def random_bias(seed: int = 4) -> Tensor:
     return torch.randn(len(X), 4, TOKENS, TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@cases(("form", "keep"), [case for case in PADDED if case[0] in WRITTEN])
-def test_weights_of_every_form_are_those_of_the_definition_and_reading_changes_nothing(form, keep: Tensor | None):
+@cases(("form", "keep"), PADDED)
+def test_what_every_form_computes_is_that_of_the_definition_and_reading_it_changes_nothing(form, keep: Tensor | None):
     model = build(form)
+    called = isinstance(model, Called)
+    asked = {"weights": True, "values": True, "mean_weights": True, "outputs": called}
     expected, plain = written_out(model, X, keep), first(model(X, keep))
     close(plain, expected["returned"], model)
     heads = hw.find_heads(model)
     for beside in (False, True):
-        with hw.Taps(heads, weights=True, values=True, mean_weights=True, beside=beside) as taps:
+        with hw.Taps(heads, **asked, beside=beside) as taps:
             for x, real in ((X, keep), (X[:1], None if keep is None else keep[:1]), (X, keep)):
                 returned = first(model(x, real))
                 (capture,) = taps.read()
-                close(
-                    capture.weights,
-                    expected["weights"] if len(x) > 1 else written_out(model, x, real)["weights"],
-                    model,
-                )
+                found = expected if len(x) > 1 else written_out(model, x, real)
+                close(capture.weights, found["weights"], model)
         close(capture.mean_weights, expected["weights"].mean(1), model)
-        assert torch.equal(returned, plain)
+        close(returned, plain, model)
+        assert torch.equal(returned, plain) or (called and not beside)
+        if called:
+            close(capture.outputs, expected["outputs"], model)
+            close(capture.values, model.v_proj(X).unflatten(-1, (-1, 5)), model)
+    with hw.Taps(heads, mean_weights=True) as taps:
+        assert torch.equal(first(model(X, keep)), plain)
+        close(taps.read()[0].mean_weights, expected["weights"].mean(1), model)
     assert "forward" not in vars(model)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 

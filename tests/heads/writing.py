@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,31 +199,56 @@ WRITTEN = (
 
 
 class Called(Written):
-    """The fused kernel attends, under grouped queries."""
+    """The fused kernel attends: under grouped queries, with a mask of any form and a scale."""
 
-    causal = True
-
-    def __init__(self) -> None:
-        super().__init__(key_value_heads=2)
+    def __init__(
+        self,
+        key_value_heads: int = 2,
+        grouped: str = "enable_gqa",
+        mask: str = "boolean",
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(key_value_heads=key_value_heads)
+        self.grouped, self.mask, self.causal, self.scale = grouped, mask, causal, scale
+        own = torch.randn(1, 4, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        self.added = own if mask == "with a bias of its own" else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-        dropout = 0.3 if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], allowed, dropout, enable_gqa=True)
+        members = self.num_heads // self.key_value_heads
+        k, v = (k, v) if self.grouped == "repeated" else (k[:, ::members], v[:, ::members])
+        is_causal = self.mask == "is_causal" and allowed.dim() == 2
+        mask = None if is_causal or allowed.all() else allowed
+        if self.mask in ("additive", "with a bias of its own"):
+            mask = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf)
+            mask = mask if self.added is None else mask + self.added
+        settings = {"is_causal": is_causal, "scale": self.scale, "enable_gqa": self.grouped == "enable_gqa"}
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.3 if self.training else 0.0, **settings)
 
 
 FORMS = (*WRITTEN, Called)
+CALLED = (
+    Called,
+    partial(Called, key_value_heads=4, causal=False),
+    partial(Called, mask="is_causal"),
+    partial(Called, grouped="repeated", mask="additive"),
+    partial(Called, key_value_heads=1, mask="with a bias of its own", scale=0.7),
+)
 
 
-def build(form: type[Written]) -> Written:
+def build(form: Callable[[], Written]) -> Written:
     torch.manual_seed(0)
     return form().double().eval()
 
 
-def written_out(model: Written, x: Tensor, keep: Tensor | None = None, bias: Tensor | None = None) -> dict[str, Tensor]:
+def written_out(model: Any, x: Tensor, keep: Tensor | None = None, bias: Tensor | None = None) -> dict[str, Tensor]:
     """What an attention computes, from its queries, keys and values alone."""
     q, k, v = model.project(x)
-    scores = torch.einsum("bhqe,bhke->bhqk", q, k) / math.sqrt(q.shape[-1])
-    scores = scores if bias is None else scores + bias
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    scale = getattr(model, "scale", None) or q.shape[-1] ** -0.5
+    scores = scale * torch.einsum("bhqe,bhke->bhqk", q, k)
+    for added in (bias, getattr(model, "added", None)):
+        scores = scores if added is None else scores + added
     weights = scores.masked_fill(~model.allow(keep), -math.inf).softmax(-1).nan_to_num(0.0)
     outputs = torch.einsum("bhqk,bhke->bqhe", weights, v)
     returned = outputs.flatten(2) if isinstance(model, WithoutOutput) else model.o_proj(outputs.flatten(2))

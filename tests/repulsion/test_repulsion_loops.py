@@ -552,67 +552,63 @@ def fails(step) -> None:
         step()
 
 
-@cases("kind", [Flaky, Thin])
-@cases("set_to_none", [True, False])
-def test_new_gradients_after_a_step_that_raised_are_acted_on(kind, set_to_none):
+def new_gradients(model, repel, edit, *, kind, set_to_none):
     SGD([nn.Parameter(torch.zeros(1))])
     Flaky([nn.Parameter(torch.zeros(1))])
-
-    def loop(model, repel, edit):
-        optimizer = kind(model.parameters(), lr=0.5)
-        repel(optimizer)
-        loss_of(model, 0).backward()
-        fails(optimizer.step)
-        run(model, optimizer, edit, steps=2, set_to_none=set_to_none)
-
-    assert_as_by_hand(loop)
+    optimizer = kind(model.parameters(), lr=0.5)
+    repel(optimizer)
+    loss_of(model, 0).backward()
+    fails(optimizer.step)
+    run(model, optimizer, edit, steps=2, set_to_none=set_to_none)
 
 
-def test_gradients_assigned_by_hand_after_a_step_that_raised_are_acted_on():
-    def loop(model, repel, edit):
-        optimizer = Flaky(model.parameters(), lr=0.5)
-        repel(optimizer)
-        for step in (0, 1):
-            gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
-            if step == 0:
-                fails(optimizer.step)
-            else:
-                edit()
-                optimizer.step()
-
-    assert_as_by_hand(loop)
-
-
-def test_a_closure_after_a_step_that_raised_is_wrapped_again():
-    def loop(model, repel, edit):
-        optimizer = Flaky(model.parameters(), lr=0.5)
-        repel(optimizer)
-        fails(lambda: run(model, optimizer, edit, steps=1, closure="given"))
-        run(model, optimizer, edit, steps=1, closure="given")
-
-    assert_as_by_hand(loop)
-
-
-def test_a_scaler_and_a_patched_step_stand_between_and_change_nothing():
-    def loop(model, repel, edit):
-        optimizer = Flaky(model.parameters(), lr=0.5)
-        repel(optimizer)
-        # what accelerate does to know whether a step was skipped
-        optimizer.step = MethodType(type(optimizer).step, optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-        scaler.scale(loss_of(model, 0)).backward()
-        fails(lambda: scaler.step(optimizer))
-        scaler.update()
-        for index in (1, 2):
-            optimizer.zero_grad(set_to_none=index == 1)
-            scaler.scale(loss_of(model, index)).backward()
-            scaler.unscale_(optimizer)
+def gradients_assigned_by_hand(model, repel, edit):
+    optimizer = Flaky(model.parameters(), lr=0.5)
+    repel(optimizer)
+    for step in (0, 1):
+        gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        if step == 0:
+            fails(optimizer.step)
+        else:
             edit()
-            scaler.step(optimizer)
-            scaler.update()
+            optimizer.step()
 
+
+def a_closure(model, repel, edit):
+    optimizer = Flaky(model.parameters(), lr=0.5)
+    repel(optimizer)
+    fails(lambda: run(model, optimizer, edit, steps=1, closure="given"))
+    run(model, optimizer, edit, steps=1, closure="given")
+
+
+def a_scaler_and_a_patched_step(model, repel, edit):
+    optimizer = Flaky(model.parameters(), lr=0.5)
+    repel(optimizer)
+    # what accelerate does to know whether a step was skipped
+    optimizer.step = MethodType(type(optimizer).step, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    scaler.scale(loss_of(model, 0)).backward()
+    fails(lambda: scaler.step(optimizer))
+    scaler.update()
+    for index in (1, 2):
+        optimizer.zero_grad(set_to_none=index == 1)
+        scaler.scale(loss_of(model, index)).backward()
+        scaler.unscale_(optimizer)
+        edit()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+AFTER_A_FAILURE = [
+    *(partial(new_gradients, kind=kind, set_to_none=none) for kind in (Flaky, Thin) for none in (True, False)),
+    *(gradients_assigned_by_hand, a_closure, a_scaler_and_a_patched_step),
+]
+
+
+@cases("loop", AFTER_A_FAILURE)
+def test_what_comes_after_a_step_that_raised_is_acted_on(loop):
     assert_as_by_hand(loop)
 
 

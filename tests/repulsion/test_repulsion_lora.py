@@ -18,6 +18,7 @@ import headwise as hw
 from cases import cases, tiers
 from heads.attentions import SeparateAttention
 from heads.families import BY_NAME
+from heads.own import ListAttention
 from heads.wrappers import wrap
 from headwise.kernels import Geometry
 from headwise.repulsion.rules import Mixing
@@ -521,29 +522,8 @@ def test_jitter_in_a_base_that_no_adapter_saves_is_refused():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-class ListOfHeads(nn.Module):
-    """Heads as layers of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([OneHead() for _ in range(4)])
-        self.proj = nn.Linear(12, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
-
-
-class OneHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(12, 3, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
-
-
 def test_heads_that_are_layers_of_their_own_are_read_under_lora_and_not_repelled():
-    model = adapted(ListOfHeads(), ("query", "key", "value"))
+    model = adapted(ListAttention(12), ("query", "key", "value"))
     heads = hw.find_heads(model)
     (site,) = heads.sites
     layer = model.base_model.model.heads[2].key
