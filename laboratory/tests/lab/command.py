@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from headwise.cli import main
@@ -23,3 +28,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert error.count("\n") == 1
     assert "Traceback" not in error
     return error
+
+
+def run_elsewhere(code: str, place: Path) -> str:
+    """What code prints in a process that does not find this repository, in a folder."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=place, env=kept)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

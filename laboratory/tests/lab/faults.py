@@ -143,7 +143,6 @@ class Fault:
         self.seen += 1
         if self.seen != self.number:
             return
-        assert self.met is not None
         self.met.touch()
         if self.kills:
             if path is not None:

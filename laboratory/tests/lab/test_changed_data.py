@@ -14,24 +14,17 @@ from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.logic.data import load_logic
-from headwise_lab.tasks.logic.generator import generate
 from headwise_lab.training.baseline import BaselineSettings, run_baseline
 from headwise_lab.training.train import train_run
 from lab.stopping import same_bits, stop_after
-from lab.tasks.logic.logic_toy import TOY
+from lab.tasks.logic.logic_toy import TOY, write_pairs
 
 SCALE = dataclasses.replace(TOY, train_operators=1, test_bins=(1,), train_examples=96, batch_size=8)
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for pair in generate(3000, seed=1, max_operators=1):
-        split = "test" if pair.operators == 1 and len(pair.premise) % 3 == 0 else "train"
-        with (folder / f"{split}{pair.operators}").open("a", encoding="utf-8") as stream:
-            stream.write(f"{pair.relation}\t{pair.premise}\t{pair.hypothesis}\n")
-    return folder
+    return write_pairs(tmp_path / "data", 3000)
 
 
 def change(data: Path) -> bytes:

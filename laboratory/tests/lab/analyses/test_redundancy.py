@@ -23,11 +23,11 @@ from headwise_lab.experiment.evaluation import METRICS
 from headwise_lab.experiment.run_folder import analysis_file, read_json
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.results.runs import Drop, HeadDrops, read_head_drops, summarize_drops, summarize_run
-from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from headwise_lab.tasks.translation.decoding import negative_log_likelihood
 from headwise_lab.tasks.translation.task import translate_split
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
+from lab.tasks.logic import logic_toy
 from lab.tasks.translation.translation_toy import SMALLEST, write_toy_corpus
 
 SITES = 6
@@ -164,17 +164,7 @@ def test_heads_under_routing_are_removed_too(tmp_path):
 @pytest.mark.full
 @pytest.mark.usefixtures("inline")
 def test_a_comparison_of_logic_ends_with_the_worth_of_heads_and_does_not_measure_them_again(tmp_path):
-    scale = dataclasses.replace(
-        LOGIC_SCALES["demo"],
-        width=8,
-        heads=2,
-        classifier_width=16,
-        epochs=1,
-        warmup_steps=3,
-        generated_draws=1500,
-        train_examples=96,
-        dev_examples=40,
-    )
+    scale = dataclasses.replace(logic_toy.TOY, train_examples=96)
     comparison = Comparison("logic", tuple(parse_arms("plain,output")), (0,), scale, tmp_path)
     console = Console(record=True, width=100)
     assert compare(comparison, console, redundancy=True) == []

@@ -85,10 +85,8 @@ def test_a_step_is_a_training_step_of_the_arm(settings):
         moved = [not torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True)]
         assert any(moved)
     repulsion = made[1][1].repulsion
-    assert repulsion is not None
     assert (repulsion.last.force_ratio > 0).all()
     penalty = made[2][1].penalty
-    assert penalty is not None
     assert penalty.last is not None
 
 

@@ -10,26 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5Model
+from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, T5Config, T5Model
 
 import headwise as hw
 from headwise.cli.inspection import _encode, _read_weights
 from headwise.cli.settings import Inspect
 from lab.command import call
+from lab.tasks.classification.probing_toy import make_tokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "old", "man", "bought", "a", "red", "car", ".", "<b>"]
 PIPELINE = Path(os.environ.get("HEADWISE_DATA", "none")).parent / "models" / "en_ewt_parser"
 TEXT = "the old man bought a red car .\n\n<b> the car\na man bought the old car .\n"
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +31,7 @@ def folders(tmp_path_factory) -> Path:
         sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "vocab_size": len(WORDS)}
         model = BertModel(BertConfig(num_hidden_layers=2, **sizes))
         model.save_pretrained(root / f"bert-{seed}")
-        tokenizer().save_pretrained(root / f"bert-{seed}")
+        make_tokenizer(WORDS).save_pretrained(root / f"bert-{seed}")
     (root / "text.txt").write_text(TEXT)
     return root
 
@@ -149,7 +140,7 @@ def test_the_heads_of_a_sentence_are_those_of_the_model(folders):
 def test_layers_that_share_a_module_are_said_to_and_their_tokens_count_once(folders, tmp_path):
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "embedding_size": 8}
     AlbertModel(AlbertConfig(num_hidden_layers=3, vocab_size=len(WORDS), **sizes)).save_pretrained(tmp_path / "albert")
-    tokenizer().save_pretrained(tmp_path / "albert")
+    make_tokenizer(WORDS).save_pretrained(tmp_path / "albert")
     out = tmp_path / "out"
     assert inspect(tmp_path / "albert", "--text", folders / "text.txt", "--out", out) == 0
     report = hw.report.load_report(out / "report.json")
@@ -196,7 +187,7 @@ def test_a_column_of_a_table_is_inspected_as_its_texts_are_in_lines(folders, tmp
 def test_a_model_of_another_shape_is_refused_before_anything_is_measured(folders, tmp_path, capsys):
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 16, "vocab_size": len(WORDS)}
     BertModel(BertConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "other")
-    tokenizer().save_pretrained(tmp_path / "other")
+    make_tokenizer(WORDS).save_pretrained(tmp_path / "other")
     out = tmp_path / "out"
     asked = [folders / "bert-0", "--text", folders / "text.txt", "--against", tmp_path / "other", "--out", out]
     assert inspect(*asked) == 2
@@ -220,7 +211,7 @@ def test_of_an_encoder_decoder_the_encoder_is_looked_at(folders, tmp_path):
         d_model=12, d_kv=4, d_ff=16, num_layers=2, num_heads=3, vocab_size=len(WORDS), decoder_start_token_id=0
     )
     T5Model(config).save_pretrained(tmp_path / "t5")
-    tokenizer().save_pretrained(tmp_path / "t5")
+    make_tokenizer(WORDS).save_pretrained(tmp_path / "t5")
     assert inspect(tmp_path / "t5", "--text", folders / "text.txt", "--out", tmp_path / "out") == 0
     report = hw.report.load_report(tmp_path / "out" / "report.json")
     assert len(report.layers) == 2

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from lab.tasks.classification.probing_toy import make_tokenizer
 
 WORDS = ["[PAD]", "[UNK]", *"abcdefghijklmnop"]
 SIZES: dict[str, Any] = {
@@ -22,10 +23,7 @@ SIZES: dict[str, Any] = {
 
 def write_models(root: Path) -> Path:
     """Write a decoder, an encoder and a text into a folder."""
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
-    tokenizer.model_max_length = 64
+    tokenizer = make_tokenizer(WORDS, 64, marked=False)
     torch.manual_seed(0)
     llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=1))
     bert: Any = BertModel(BertConfig(**SIZES))

@@ -1,4 +1,4 @@
-"""Subwords: the text comes back, no text is special, the same text gives the same file, other tokenizers serve."""
+"""Subwords and word vectors: what is learned or read, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from headwise_lab.data.subwords import (
     learn_subwords,
     read_subwords,
 )
+from headwise_lab.data.word_vectors import read_word_vectors
 from headwise_lab.tasks.pretraining.wordpieces import learn_word_pieces
+from lab.published import DATA, needs
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines
 
 TEXT = [*lines(200, 1, SOURCE_WORDS), *lines(200, 1, TARGET_WORDS)]
@@ -157,3 +159,41 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         read_subwords(tmp_path / "empty.json")
     with pytest.raises(SettingError, match="vocabulary_size is 258"):
         learn_subwords(TEXT, 258)
+
+
+PUBLISHED = DATA / "glove"
+
+
+@needs("glove")
+def test_the_first_lines_of_glove_are_read():
+    found = read_word_vectors(PUBLISHED / "glove.6B.100d.first100.txt.gz", {"the", "of", "xyzzy"}, 100)
+    assert found.keys() == {"the", "of"}
+    np.testing.assert_allclose(found["the"][:2], [-0.038194, -0.24487], rtol=1e-6)
+    assert found["of"].dtype == np.float32
+
+
+def test_words_may_hold_blanks_the_first_of_two_counts_and_a_line_of_sizes_is_passed_over(tmp_path):
+    path = tmp_path / "v.txt"
+    path.write_text("3 2\nnew york 0.5 -1e-1\na 1 2\na 3 4\nb 5 6\n")
+    found = read_word_vectors(path, {"new york", "a"}, 2)
+    assert {word: vector.tolist() for word, vector in found.items()} == {
+        "new york": pytest.approx([0.5, -0.1]),
+        "a": [1.0, 2.0],
+    }
+
+
+def test_what_is_no_vector_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "v.txt"
+    for content, message in (
+        ("a 1 2\nb 1\n", r"v\.txt, line 2: a word and 1 numbers; expected 2, the model's width"),
+        ("a 1 2 3\n", r"line 1: a word and more than 2 numbers; expected 2"),
+        ("a 1 2\nb 1 x\n", r"line 2: not all of the last 2 fields are numbers"),
+        ("b 1 nan\n", r"line 1: the vector of 'b' holds a number that is not finite"),
+        ("a 1 2\nb 1 1e999\n", r"line 2: the vector of 'b' holds a number that is not finite; drop the line"),
+        ("a 1 2\nb 1 1e40\n", r"line 2: the vector of 'b' holds a number that is not finite; drop the line"),
+        (f"a {'1 ' * 100_000}", r"line 1: a word and more than 2 numbers"),
+        ("", r"is empty; expected a word and 2 numbers in each line"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            read_word_vectors(path, {"a", "b"}, 2)

@@ -1,4 +1,4 @@
-"""Runs of the laboratory that two processes train together: the numbers of one process, and a checkpoint for either."""
+"""Runs of every task that two processes train together: the numbers of one, and a checkpoint for either."""
 
 from __future__ import annotations
 
@@ -21,28 +21,19 @@ from headwise.heads.ablation import HeadDropping
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.logic.model import PairClassifier
-from headwise_lab.tasks.logic.scales import LOGIC_SCALES
 from headwise_lab.training import processes
 from headwise_lab.training.attach import Methods
 from headwise_lab.training.train import train_run
+from lab.tasks.glue.glue_toy import write_model
+from lab.tasks.logic import logic_toy
+from lab.tasks.toys import toy_run
 
 # two processes import torch for seconds
 pytestmark = pytest.mark.full
 # Batches divide unevenly, and the last has one example, less than there are processes; without dropout nothing is drawn
 # apart.
 TOY = dataclasses.replace(
-    LOGIC_SCALES["demo"],
-    name="toy",
-    width=8,
-    heads=2,
-    classifier_width=16,
-    dropout=0.0,
-    epochs=2,
-    batch_size=15,
-    warmup_steps=3,
-    generated_draws=2000,
-    train_examples=76,
-    dev_examples=30,
+    logic_toy.TOY, epochs=2, batch_size=15, dropout=0.0, generated_draws=2000, train_examples=76, dev_examples=30
 )
 STEPS = 6  # an epoch
 
@@ -131,7 +122,6 @@ def draw_dropped() -> list[float]:
         return methods
 
     def draw(methods: Methods) -> list[float]:
-        assert methods.run is not None
         (dropping,) = methods.run.of(HeadDropping)
         return torch.rand(4, generator=dropping.generator).tolist()
 
@@ -250,3 +240,34 @@ def test_a_command_that_is_refused_ends_all_processes_and_says_so_once(tmp_path:
     assert refused.returncode != 0
     assert refused.stderr.count("headwise: ") == 1
     assert "nonsense" in refused.stderr
+
+
+# Batches divide unevenly, and by tokens or at the end are of unequal size; without dropout nothing is drawn apart.
+TEXTS = {"batch_size": 15, "train_examples": 76, "dropout": 0.0}
+TRANSLATION = {"train_examples": 75, "dropout": 0.0, "vocabulary_size": 300, "heads": 4, "beams": 1}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("translation", "spos:kinds=self+output:weight=0.7", TRANSLATION),
+    ("translation", "svgd-relative+em:layers=0,kinds=self,capsules=4", TRANSLATION),
+    ("classification", "svgd+guided:roles=window/separator", TEXTS),
+    ("sentence", "spos+output:weight=0.7", TEXTS),
+    ("probing", "svgd+output:weight=0.7", TEXTS),
+    # five texts of 16 words a batch
+    ("graph2text", "spos+output:weight=0.7", {"epochs": 2, "tokens": 80, "beams": 1, "dropout": 0.0}),
+    ("glue", "svgd:layers=0+output:weight=0.7", {"batch_size": 15, "train_examples": 52}),
+    # what replaces a masked token is drawn apart in each process, as dropout is: the generator alone has one curve
+    ("pretraining", "svgd:layers=0", {"dropout": 0.0, "discriminator_weight": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("task", "arm", "sizes"), CASES)
+def test_two_processes_train_as_one_does(two: Processes, task: str, arm: str, sizes: dict[str, Any], tmp_path: Path):
+    given = toy_run(task, tmp_path / "data", arm, **sizes)
+    if task == "glue":
+        model = write_model(tmp_path / "model", dropout=0.0)
+        given = dataclasses.replace(given, scale=dataclasses.replace(given.scale, pretrained=model))
+    train(given, tmp_path / "one")
+    two.run(train, given, tmp_path / "two")
+    if task != "pretraining":
+        assert_same_run(tmp_path / "two", tmp_path / "one")
+    curves = [[epoch["train_loss"] for epoch in epochs(tmp_path / name)] for name in ("one", "two")]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-7)

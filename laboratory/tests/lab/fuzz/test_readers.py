@@ -7,24 +7,11 @@ from pathlib import Path
 import pytest
 
 from fuzz.mutate import INPUTS, fuzz
-from lab.fuzz import corpus_files, labeled_files, named_files, pair_and_graph_files
+from lab.fuzz.files import MAKERS
 
 # What is done with the texts takes longer than reading them, and so does opening a model.
-LOADERS = ("parallel_text", "classified_texts", "probed_sentences", "sentences_as_words")
+LOADERS = ("parallel text", "classified texts", "probed sentences", "sentences as words")
 SLOWER = {"folder": 4, "language model": 2} | dict.fromkeys(LOADERS, 10)
-GLUE = [("CoLA", "train"), ("CoLA", "test"), ("STS-B", "train"), ("RTE", "dev"), ("MNLI", "train")]
-OF_FOLDERS = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
-MAKERS = {
-    **{
-        name: maker
-        for module in (corpus_files, labeled_files, named_files, pair_and_graph_files)
-        for name, maker in vars(module).items()
-        if getattr(maker, "__module__", "") == module.__name__ and maker.__annotations__.get("return") == "Reader"
-    },
-    **{f"{name} {split}": labeled_files.glue(name, split) for name, split in GLUE},
-    **{f"folder: {file}": named_files.of_hugging_face(file) for file in OF_FOLDERS},
-    **{f"language model: {file}": named_files.language_tokens(file) for file in OF_FOLDERS[1:3]},
-}
 
 pytestmark = pytest.mark.full
 

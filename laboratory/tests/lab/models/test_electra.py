@@ -181,7 +181,6 @@ def test_positions_that_begin_as_sinusoids_know_distances_and_are_trained():
         assert torch.allclose(along, along[0].expand_as(along), rtol=1e-3, atol=1e-3), distance
     assert likeness[0, 0] > likeness[0, 1] > likeness[0, 5]
     model(**batch(), sampling_seed=3)["loss"].backward()
-    assert table.grad is not None
     assert table.grad[:9].any()
 
 

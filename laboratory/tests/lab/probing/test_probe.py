@@ -1,31 +1,39 @@
-"""Probing frozen models: vectors against slow ones, the cache, what chooses a penalty, chance, and the command."""
+"""Probing frozen models: vectors against slow ones, classifiers, chance, and the command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import logsumexp
+from sklearn.linear_model import LogisticRegression
 from transformers import BertModel
 
+from cases import cases
 from headwise.errors import DataError, SettingError
+from headwise_lab.cli.commands import probe
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.settings import RunSettings
+from headwise_lab.frozen import vectors
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.frozen.vectors import encodings, fingerprint
 from headwise_lab.models.text_classifiers import masked_mean
 from headwise_lab.probing import fit as fitting
-from headwise_lab.probing import run
+from headwise_lab.probing import request, run, softmax_regression
 from headwise_lab.probing.figures import make_heads_grid, make_layers_grid
-from headwise_lab.probing.fit import PENALTIES, Classifier, Fitted, Split, fit
+from headwise_lab.probing.fit import FORM, PENALTIES, Classifier, Fitted, Split, fit
 from headwise_lab.probing.probe import ProbedTask, choose_sentences, judge_probes
 from headwise_lab.probing.request import parse_heads, parse_layers
+from headwise_lab.probing.softmax_regression import SoftmaxRegression
 from headwise_lab.tasks.classification.probing import ProbingTask, load_probing
 from headwise_lab.tasks.classification.scales import PROBING_SCALES
+from headwise_lab.tasks.sentence.scales import SENTENCE_SCALES
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
 from lab.command import call, refused
@@ -195,7 +203,6 @@ def test_what_is_at_chance_is_told_from_what_is_not():
     assert (found[1].low, found[1].high) == (pytest.approx(0.5693, abs=1e-4), pytest.approx(0.6299, abs=1e-4))
     task = ProbedTask("t", "d", "T", 2, 9, 9, 1000, 0.5, "", found)
     grid = make_layers_grid([task])
-    assert grid is not None
     assert grid.header == ("task", "classes", "majority", "emb", "0", "1", "±")
     assert grid.rows[0] == ("T", "2", "50.0", "(51.0)", "60.0", "(52.8)", "3.1")
     assert make_heads_grid([task]) is None
@@ -282,3 +289,212 @@ def test_a_small_set_is_fit_with_the_penalty_that_is_named():
         layer = fitting._make_hidden_layer(Classifier("mlp"), 0.3, count)
         assert layer.alpha / layer.batch_size == pytest.approx(0.3)
         assert layer.batch_size == batch
+
+
+def refused_at_last(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence of a call that must end with code 2, behind the progress bar of transformers."""
+    assert call(*arguments) == 2
+    *_, error = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("headwise: ")
+    return error
+
+
+@pytest.fixture
+def words(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command that probes two small tasks, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for number, name in enumerate(("past_present", "tree_depth")):
+        write_probing(tmp_path / "data" / f"{name}.txt", {"tr": 60, "va": 20, "te": 30}, seed=number)
+    return ["probe", str(bert), "--data", "data", "--workers", "1"]
+
+
+def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(words, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "encodings", lambda *_given, **_named: pytest.fail("encoded"))
+        for options, said in (
+            (("--layers", "99"), "--layers has '99'; expected all, none, or some of emb, 0, 1"),
+            (("--heads", "0.7"), "--heads has '0.7'"),
+            (("--layers", "none", "--heads", "none"), "--layers and --heads are both none"),
+            (
+                ("--task", "all,past_present"),
+                "--task is 'all,past_present'; expected all, or names of files without it",
+            ),
+            (("--task", "word_content"), "word_content does not exist"),
+            (("--data", "data/past_present.txt", "--task", "tree_depth"), "and --task is tree_depth; name its folder"),
+            (("--workers", "0"), "--workers is 0; expected an integer of at least 1"),
+            (("--workers", "-3"), "--workers is -3; expected an integer of at least 1"),
+            (("--classifier", "forest"), "classifier is 'forest'"),
+            (("--sentences", "5"), "no dev sentence is left; raise --sentences"),
+            (("--out", "runs/probe/cache"), "is the folder of --cache, which may be removed"),
+        ):
+            assert said in refused_at_last(capsys, *words, "--out", "out", *options)
+    for name in ("settings", "config", "comparison"):
+        write_probing(Path("data") / f"{name}.txt", {"tr": 60, "va": 20, "te": 30})
+        said = refused_at_last(capsys, *words[:3], f"data/{name}.txt")
+        assert f"its results cannot be called {name}.json; rename the file" in said
+    assert [path.name for path in Path("runs/probe").iterdir()] == ["cache"]
+    assert not Path("out").exists()
+
+
+def test_results_of_other_sentences_are_not_shown_for_those_of_this_file(words, capsys):
+    quick = [*words, "--heads", "none", "--layers", "emb", "--out", "out"]
+    assert call(*quick, "--task", "tree_depth") == 0
+    place = Path("out/tree_depth.json")
+    before = place.read_text()
+    write_probing(Path("data/tree_depth.txt"), {"tr": 60, "va": 20, "te": 30}, seed=9)
+    said = refused_at_last(capsys, *quick)
+    record = json.loads(before)
+    assert f"{place} is about other sentences (digest {record['data']}) than those of data/tree_depth.txt" in said
+    assert "choose another --out" in said
+    assert place.read_text() == before
+    assert not Path("out/past_present.json").exists()
+    assert call(*quick, "--task", "past_present") == 0
+    # a result that does not name its data is refused
+    place.write_text(json.dumps({name: value for name, value in record.items() if name != "data"}))
+    assert "tree_depth.json is not the result of a probe" in refused_at_last(capsys, *quick)
+
+
+def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(words, capsys):
+    quick = [*words, "--task", "tree_depth"]
+    assert call(*quick, "--layers", "none", "--heads", "0.1,0.1+1.0", "--sentences", "0", "--seed", "3") == 0
+    # the same layers in other words are the same probe
+    for layers in ("emb, 1", "emb,1"):
+        assert call(*quick, "--layers", layers, "--heads", "none") == 0
+    assert call(*quick, "--data", "data/tree_depth.txt", "--layers", "0", "--heads", "0.0") == 0
+    assert sorted(path.name for path in Path("runs/probe").iterdir()) == [
+        "bert-layers_0-heads_0.0",
+        "bert-layers_emb,1-heads_none",
+        "bert-layers_none-heads_0.1,0.1+1.0-sentences_all-seed_3",
+        "cache",
+    ]
+    assert Path("runs/probe/bert-layers_0-heads_0.0/tree_depth.json").is_file()
+    settings = Path("runs/probe/bert-layers_emb,1-heads_none/settings.json")
+    settings.write_text(settings.read_text().replace(FORM, "fit-1"))
+    said = refused_at_last(capsys, *words, "--heads", "none", "--layers", "emb,1")
+    assert f"settings.json has form 'fit-1' but '{FORM}' is requested; choose another --out" in said
+    assert signature(probe).parameters["sentences"].default == request.SENTENCES
+
+
+def test_classifiers_that_did_not_come_to_their_end_are_counted(words, monkeypatch, capsys):
+    quick = [*words, "--task", "past_present", "--heads", "none"]
+    assert call(*quick, "--out", "whole") == 0
+    assert "limit of iterations" not in Path("whole/probe.md").read_text()
+    monkeypatch.setattr(fitting, "ITERATIONS", 1)
+    assert call(*quick, "--out", "short") == 0
+    said = "Tense: 3 of 3 classifiers ended at their limit of iterations."
+    assert said in Path("short/probe.md").read_text()
+    assert said in capsys.readouterr().out
+
+
+def test_a_folder_of_something_else_is_not_written_to(words, capsys):
+    files = {
+        "config.json": "{}",
+        "model.safetensors": "{}",
+        "comparison.json": "{}",
+        "settings.json": '{"task": "logic"}',
+    }
+    for name, content in files.items():
+        place = Path(f"of-{name}")
+        place.mkdir()
+        (place / name).write_text(content)
+        said = refused_at_last(capsys, *words, "--out", str(place))
+        assert f"{place} holds a model or runs ({name}); choose another --out" in said
+        assert [path.name for path in place.iterdir()] == [name]
+
+
+def test_a_run_of_sentence_has_heads_and_no_layers(words, tmp_path, capsys):
+    rows = Path("data/past_present.txt").read_text().splitlines()
+    Path("own.tsv").write_text("".join("\t".join(row.split("\t")[1::2]) + "\n" for row in rows))
+    toy = dataclasses.replace(SENTENCE_SCALES["demo"], name="toy", width=8, epochs=1)
+    place = tmp_path / "plain" / "seed-0"
+    train_run(RunSettings("sentence", toy, parse_arm("plain"), seed=0, data=Path("own.tsv")), place)
+    command = ["probe", str(place), *words[2:], "--task", "tree_depth"]
+    assert "have no state in each layer; give --layers none to probe its heads" in refused_at_last(capsys, *command)
+    assert call(*command, "--layers", "none") == 0
+    record = json.loads(Path("runs/probe/plain-seed-0-layers_none/tree_depth.json").read_text())
+    frozen = open_frozen(place)
+    (heads,) = vectors.find_shape(frozen).heads
+    assert [one["name"] for one in record["found"]] == [f"0.{head}" for head in range(heads)]
+    # a head that pools has one vector a text, and the run puts out what its heads pooled
+    texts = ["the film walked .", "a town"]
+    found = vectors.encodings(frozen, texts, tmp_path / "cache", model="m")
+    assert found.layers is None
+    assert len(found.heads[0]) == 2
+    alone = vectors.encodings(frozen, texts[1:], tmp_path / "cache", model="m")
+    assert found.heads[0][1] == pytest.approx(alone.heads[0][0], abs=1e-6)
+    assert found.heads[0][1] != pytest.approx(found.heads[0][0], abs=1e-3)
+
+
+def drawn(classes: int, count: int, width: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(4)
+    # far apart, negative and not in a row, as labels may be
+    labels = draw.permutation(np.arange(count) % classes) * 3 - 7
+    middles = draw.normal(size=(classes, width))
+    return middles[(labels + 7) // 3] + 0.7 * draw.normal(size=(count, width)) + 0.3, labels
+
+
+def objective(found: SoftmaxRegression | LogisticRegression, penalty: float, vectors, labels) -> float:
+    """What both minimize, in float64."""
+    weight = found.coef_.astype(np.float64)
+    scores = vectors @ weight.T + found.intercept_
+    own = scores[np.arange(len(labels)), np.searchsorted(found.classes_, labels)]
+    return float(np.mean(logsumexp(scores, axis=1) - own) + penalty / 2 * np.sum(weight**2))
+
+
+def test_it_ends_where_scikit_learn_does_in_float64_from_penalty_to_penalty():
+    vectors, labels = drawn(300, 1500)
+    found = SoftmaxRegression()
+    for penalty, gap in ((1e-2, 1e-6), (1e-3, 5e-6), (1e-4, 1e-4)):
+        found.set_params(penalty=penalty).fit(vectors, labels)
+        assert found.converged_
+        assert 0 < found.n_iter_ < found.max_iter
+        slow = LogisticRegression(C=1 / (penalty * len(labels)), tol=1e-6, max_iter=3000).fit(vectors, labels)
+        least = objective(slow, penalty, vectors, labels)
+        assert objective(found, penalty, vectors, labels) < least * (1 + gap)
+        np.testing.assert_allclose(found.coef_, slow.coef_, atol=5e-2)
+        assert np.mean(found.predict(vectors) == slow.predict(vectors)) > 0.99
+
+
+def test_it_goes_on_from_its_end_and_not_from_another_set_of_classes(monkeypatch):
+    vectors, labels = drawn(110, 700)
+    found = SoftmaxRegression(0.02).fit(vectors, labels)
+    first = found.n_iter_
+    assert found.fit(vectors, labels).n_iter_ <= 1 < first
+    found.set_params(penalty=0.019).fit(vectors, labels)
+    assert 0 < found.n_iter_ < first
+    fresh = SoftmaxRegression(0.01).fit(vectors, labels * 2)
+    assert np.array_equal(found.set_params(penalty=0.01).fit(vectors, labels * 2).coef_, fresh.coef_)
+    short = SoftmaxRegression(0.01, max_iter=2).fit(vectors, labels)
+    assert (short.n_iter_, short.converged_) == (2, False)
+    # a fit that stops before its last iteration need not have come to its end
+    given = dict.fromkeys(("train", "dev", "test"), Split(vectors, labels))
+    assert fit(Classifier(penalties=(1e-3,)), given).converged
+    # the loss is read three times at most
+    monkeypatch.setattr(softmax_regression, "EVALUATIONS", 0.03)
+    assert not fit(Classifier(penalties=(1e-3,)), given).converged
+    with pytest.raises(SettingError, match=r"penalty is 0\.0"):
+        SoftmaxRegression(0.0).fit(vectors, labels)
+    with pytest.raises(SettingError, match="max_iter is 0"):
+        SoftmaxRegression(max_iter=0).fit(vectors, labels)
+
+
+@cases(("classes", "used"), [(100, "LogisticRegression"), (101, "SoftmaxRegression")])
+@cases("kind", ["regression", "mlp"])
+def test_a_probe_takes_it_for_more_than_a_hundred_classes(classes, used, kind, monkeypatch):
+    vectors, labels = drawn(classes, 6 * classes, width=20)
+    if kind == "mlp" and classes == 100:
+        used = "MLPClassifier"
+    for name in {"LogisticRegression", "SoftmaxRegression", "MLPClassifier"} - {used}:
+        monkeypatch.setattr(fitting, name, lambda *_, **__: pytest.fail("another classifier"))
+    monkeypatch.setattr(fitting, "EPOCHS", 3)
+    cut = 5 * classes
+    given = {name: Split(vectors[cut:], labels[cut:]) for name in ("dev", "test")}
+    given["train"] = Split(vectors[:cut], labels[:cut])
+    found = fit(Classifier(kind, penalties=(0.1, 1e-3)), given)
+    if kind == "regression":
+        assert found.penalty == 1e-3
+        assert found.dev > 0.5
+        assert found.correct == round(found.dev * classes)
+        monkeypatch.setattr(fitting, "ITERATIONS", 1)
+        assert (found.converged, fit(Classifier(kind, penalties=(0.1, 1e-3)), given).converged) == (True, False)

@@ -17,7 +17,7 @@ from headwise_lab.results.grids import list_notes
 from headwise_lab.results.pages import write_headline
 from headwise_lab.results.runs import read_results
 from headwise_lab.results.statistics import difference, holm, judge_family, score
-from headwise_lab.results.table import Row, Table, make_record, make_table, read_table
+from headwise_lab.results.table import Table, make_record, make_table, read_table
 from lab.results.synthetic_comparison import PAPER, Drawn, change, read_arrays, write_comparison, write_run
 from lab.sealing import seal_again
 
@@ -37,18 +37,13 @@ def out(tmp_path: Path) -> Path:
     return write_comparison(tmp_path / "out", [PAPER[0], *PAPER[2:5]], items=20, seeds=(0, 1))
 
 
-def known(row: Row | None) -> Row:
-    assert row is not None
-    return row
-
-
 def test_rows_stand_in_order_with_the_numbers_of_the_answers_on_disk(table, folder):
     assert [row.arm for row in table.rows] == ["counts", "majority", *(arm.name for arm in PAPER[2:])]
     assert [row.baseline for row in table.rows] == [True, True, *[False] * 9]
     assert (table.bins, table.items, table.results.seeds) == ((1, 2, 3), (40, 40, 40), (0, 1, 2, 3, 4))
     runs = read_results(folder).runs
     correct = {arm: np.stack([run.statistics for run in runs if run.arm == arm]) for arm in ("plain", "smooth", "svgd")}
-    row = known(table.row("svgd"))
+    row = table.row("svgd")
     assert row.score == score(correct["svgd"])
     assert row.bins[1].value == pytest.approx(correct["svgd"][:, 40:80].mean())
     assert row.to_plain.estimate == difference(correct["svgd"], correct["plain"])
@@ -66,19 +61,19 @@ def test_each_arm_is_judged_once_against_its_control_and_holm_covers_those_tests
     assert len(others) == 6
     assert {(row.to_plain.adjusted, row.to_plain.words) for row in others} == {(None, "")}
     # a difference to a control that is plain is judged as one
-    output = known(table.row("output"))
+    output = table.row("output")
     assert output.to_control == output.to_plain
-    assert known(table.row("smooth")).verdict == "no verdict (scaled not run)"
+    assert table.row("smooth").verdict == "no verdict (scaled not run)"
     # plain gets no verdict, nor a baseline, whose one answer to each item is beside each of plain's five
-    assert known(table.row("plain")).to_plain is None
-    counts = known(table.row("counts"))
+    assert table.row("plain").to_plain is None
+    counts = table.row("counts")
     assert (counts.verdict, counts.to_control, counts.to_plain.adjusted) == ("", None, None)
     assert counts.to_plain.estimate.seeds == 5
     assert counts.to_plain.estimate.value < 0
     # an arm that has no run yet counts among the tests
     results = read_results(folder)
     one, more = (
-        known(found.row("svgd")).to_control
+        found.row("svgd").to_control
         for found in (table, make_table(replace(results, arms=(*results.arms, "drophead"))))
     )
     assert (one.family, more.family) == (7, 8)
@@ -89,7 +84,7 @@ def test_each_arm_is_judged_once_against_its_control_and_holm_covers_those_tests
 def test_where_verdicts_are_given_elsewhere_no_others_are(folder):
     (judgement,) = judge_family([difference(np.eye(5), np.zeros((5, 5)) + 0.01)], planned=3)
     elsewhere = make_table(read_results(folder), {("svgd", "plain"): judgement})
-    found = known(elsewhere.row("svgd"))
+    found = elsewhere.row("svgd")
     assert found.to_plain is judgement
     assert found.to_plain.words != ""
     assert {row.verdict for row in elsewhere.arms if row.control} == {"", "no verdict (scaled not run)"}
@@ -105,9 +100,9 @@ def test_a_task_whose_baseline_plain_does_not_beat_gives_no_verdict_on_scores(tm
         arms = (Drawn("counts", None, effect, baseline=True), Drawn("plain", None), Drawn("svgd", "plain", 1.0))
         table = read_table(write_comparison(tmp_path / str(effect), arms, items=1500))
         assert table.doubt == make_record(table)["doubt"] == doubt
-        lead = known(table.row("counts")).to_plain.estimate
+        lead = table.row("counts").to_plain.estimate
         assert (lead.value < 0.0) is (effect < 0.0), "a lead of plain that may be chance is none"
-        assert known(table.row("svgd")).verdict == (f"no verdict ({doubt})" if doubt else "better (p = 0.001)")
+        assert table.row("svgd").verdict == (f"no verdict ({doubt})" if doubt else "better (p = 0.001)")
         headline = write_headline(table)
         assert ("No verdict is given (plain is not shown to beat counts)" in headline) is bool(doubt)
         assert headline.endswith("of both, and a plain model that beats every baseline.") is bool(doubt)
@@ -133,7 +128,7 @@ def test_measures_are_means_over_seeds_and_step_times_ratios_to_plain(out):
     for seed in (0, 1):
         change(out / "plain" / f"seed-{seed}" / "result.json", step_seconds=0.01, output_cka=None)
     table = read_table(out)
-    row, plain = known(table.row("svgd")), known(table.row("plain"))
+    row, plain = table.row("svgd"), table.row("plain")
     assert row.measures["output_cosine"] == 0.5
     assert row.step_ratio == pytest.approx(2.5)
     assert [run.measures["output_cosine"] for run in row.runs] == [0.25, 0.75]
@@ -144,11 +139,11 @@ def test_measures_are_means_over_seeds_and_step_times_ratios_to_plain(out):
 def test_only_seeds_that_both_have_are_compared_and_without_plain_nothing_is_compared_with_it(out, tmp_path):
     (out / "svgd" / "seed-0" / "result.json").unlink()
     table = read_table(out)
-    row = known(table.row("svgd"))
+    row = table.row("svgd")
     assert row.seeds == (1,)
     assert row.to_plain.estimate.seeds == 1
     assert table.results.missing == ("svgd seed 0",)
-    row = known(read_table(write_comparison(tmp_path / "b", PAPER[3:5], items=20, seeds=(0, 1))).row("svgd"))
+    row = read_table(write_comparison(tmp_path / "b", PAPER[3:5], items=20, seeds=(0, 1))).row("svgd")
     assert (row.to_plain, row.bins_to_plain, row.step_ratio) == (None, (), None)
     assert row.to_control is not None
 

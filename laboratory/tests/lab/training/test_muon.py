@@ -1,17 +1,25 @@
-"""Muon on heads and another optimizer on the rest step as each would alone, at the rates of one schedule."""
+"""Optimizers and the callback of a run, called as the Trainer calls them."""
 
 from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import headwise as hw
 from cases import cases
+from headwise.nn.additive import AdditiveAttention
+from headwise.texts.batching import LengthBatches
 from headwise_lab.experiment.arm import Orthogonalize
+from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.scale import Recipe
+from headwise_lab.training.attach import Methods
+from headwise_lab.training.callback import RunCallback
 from headwise_lab.training.optimizer import build_optimizer
+from headwise_lab.training.train import never
 
 RECIPE = Recipe(0.02, 3, 2, weight_decay=0.1)
 
@@ -109,3 +117,67 @@ def test_a_restored_state_goes_on_to_the_same_bits():
     assert all(p.grad is not None for p in second.parameters())
     other.zero_grad()
     assert all(p.grad is None for p in second.parameters())
+
+
+def attach_to(arm: str, kind: str = "additive") -> tuple[nn.Module, Methods]:
+    model = AdditiveAttention(6, 5, 3) if kind == "additive" else nn.TransformerEncoderLayer(6, 2, 8)
+    return model, Methods(parse_arm(arm), model, model, seed=4)
+
+
+@cases("kind", ["additive", "packed"])
+def test_queries_are_drawn_longer_and_nothing_else_is(kind: str):
+    plain, _ = attach_to("plain", kind)
+    longer, methods = attach_to("queries-longer:drawn=2.5", kind)
+    (query,) = methods.heads.projection("query").slices()
+    with torch.no_grad():
+        query.of(query.parameter).div_(2.5)
+    for one, other in zip(plain.parameters(), longer.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_queries_alone_are_trained_faster():
+    model, methods = attach_to("queries-faster:rate=3.0")
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=0.2)
+    methods.repel(optimizer)
+    rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}
+    assert {name: round(rates[id(one)], 9) for name, one in model.named_parameters()} == {
+        "hidden.weight": 0.2,
+        "score.weight": 0.6,
+    }
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
+
+
+def test_queries_that_share_a_parameter_are_refused():
+    model, methods = attach_to("queries-faster", "packed")
+    with pytest.raises(hw.errors.SettingError, match="holds more than queries"):
+        methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_step_in_which_the_loss_moves_no_head_has_no_force_ratio(tmp_path):
+    run = RunCallback(
+        tmp_path, 3, batches=[], dropout_seed=0, evaluate=lambda: {"dev": {"pooled": 0.5}}, heartbeat=never
+    )
+    for ratio in (0.5, float("nan"), 0.25):
+        run.add(torch.tensor(1.0), torch.tensor(ratio))
+    args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
+    run.on_epoch_end(args, TrainerState(global_step=3, max_steps=6), control)
+    assert run.records[0]["force_ratio"] == 0.375
+    run.add(torch.tensor(1.0), torch.tensor(float("nan")))
+    run.on_epoch_end(args, TrainerState(global_step=6, max_steps=6), control)
+    assert run.records[1]["force_ratio"] is None
+    assert run.force_ratio == 0.375
+
+
+def test_the_callback_seeds_dropout_only_for_a_new_run_and_tells_the_batches_their_epoch(tmp_path):
+    batches = LengthBatches([3] * 20, batch_size=2, seed=0)
+    run = RunCallback(tmp_path, len(batches), batches=batches, dropout_seed=11, evaluate=dict, heartbeat=never)
+    args, control = TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerControl()
+    torch.manual_seed(0)
+    run.on_train_begin(args, TrainerState(global_step=0, max_steps=20), control)
+    fresh = torch.get_rng_state()
+    assert torch.equal(fresh, torch.manual_seed(11).get_state())
+    torch.manual_seed(0)
+    run.on_train_begin(args, TrainerState(global_step=5, max_steps=20), control)
+    assert not torch.equal(torch.get_rng_state(), fresh)
+    run.on_epoch_begin(args, TrainerState(global_step=10, max_steps=20), control)
+    assert batches.epoch == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,8 +34,7 @@ def write_bert(folder: Path) -> Path:
     torch.manual_seed(4)
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 16, "vocab_size": len(WORDS)}
     BertModel(BertConfig(num_hidden_layers=2, initializer_range=0.4, **sizes)).save_pretrained(folder)
-    template = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    _write_tokenizer(folder, template)
+    make_tokenizer(WORDS).save_pretrained(folder)
     return folder
 
 
@@ -44,20 +43,20 @@ def write_gpt2(folder: Path) -> Path:
     torch.manual_seed(5)
     sizes = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 40, "vocab_size": len(WORDS)}
     GPT2Model(GPT2Config(initializer_range=0.4, **sizes)).save_pretrained(folder)
-    _write_tokenizer(folder, None, padding_side="left")
+    tokenizer = make_tokenizer(WORDS, marked=False)
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(folder)
     return folder
 
 
-def _write_tokenizer(folder: Path, template: processors.TemplateProcessing | None, padding_side: str = "right") -> None:
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+def make_tokenizer(words: Sequence[str], longest: int = 32, *, marked: bool = True) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, which puts [CLS] and [SEP], the third and the fourth, around a text."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if template is not None:
-        made.post_processor = template
-    PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        model_max_length=32,
-        padding_side=padding_side,
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
+    if marked:
+        special = [("[CLS]", 2), ("[SEP]", 3)]
+        made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=longest, model_input_names=names
+    )

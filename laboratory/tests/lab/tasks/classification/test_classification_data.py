@@ -1,9 +1,9 @@
-"""The splits and the encoding of classification: what may not be in two places, and what training alone decides."""
+"""The splits and the encoding of classification and probing: what may not be in two places, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +11,21 @@ import pytest
 
 from headwise.errors import DataError, SettingError
 from headwise_lab.data.arrays import stable_key
+from headwise_lab.data.probing_files import PROBES, drop_repeats, find_probing_file, read_probing
 from headwise_lab.data.splits import split_by_hash
 from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.tasks.classification import task as classification
-from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES
+from headwise_lab.tasks.classification.probing import ProbingData, load_probing
+from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES, PROBING_SCALES
 from headwise_lab.tasks.classification.task import ClassificationTask, list_folds, load_data
 from headwise_lab.texts.data import PADDING, UNKNOWN, Encoded, TextData, collate
 from headwise_lab.texts.words import is_tokenized
 from headwise_lab.training.attach import attach_arm
+from lab.published import DATA, needs
 from lab.sentences import parse_without_spacy, parsed, write_sentences
+from lab.tasks.classification.probing_toy import write_probing
 
-DATA = Path(os.environ.get("HEADWISE_DATA", "absent"))
 PUBLISHED, PIPELINE = DATA / "classification", DATA.parent / "models" / "en_ewt_parser"
-needs_published_data = pytest.mark.skipif(
-    "HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files"
-)
 needs_a_parser = pytest.mark.skipif(not PIPELINE.is_dir(), reason="no trained pipeline stands beside HEADWISE_DATA")
 CPU = CLASSIFICATION_SCALES["cpu"]
 SPLITS = ("train", "dev", "test")
@@ -47,7 +47,7 @@ def folder(place: Path, **files: list[str]) -> Path:
     return place
 
 
-@needs_published_data
+@needs("classification")
 @pytest.mark.parametrize(
     "name",
     [
@@ -72,7 +72,7 @@ def test_no_text_of_a_published_set_is_in_two_splits(name):
     assert data.counts()["without_text"] == {"cr": 4, "mpqa": 3}.get(name, 0)
 
 
-@needs_published_data
+@needs("classification")
 @pytest.mark.full
 def test_each_text_of_a_published_set_is_tested_in_one_fold_and_its_copies_with_it(tmp_path):
     parts = [
@@ -232,3 +232,124 @@ def test_a_real_parse_fits_the_words_is_made_once_and_kept(tmp_path, monkeypatch
     path.write_text("".join(f"{line[:-1]} {number}{line[-1]}\n" for number in range(6) for line in raw))
     words = load_data(path, with_parses, None).texts.table(0).words
     assert words == ("I", "do", "n't", "mind", ",", "really", "0", ".")
+
+
+PROBED = DATA / "probing"
+WHOLE = dataclasses.replace(PROBING_SCALES["demo"], train_examples=None)
+
+
+def sentences(data: ProbingData, split: str) -> list[str]:
+    return [" ".join(words) for words in data.words(getattr(data, split), lower=True)]
+
+
+def test_partition_label_and_the_last_field_are_read_and_other_lines_refused(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("te\tPAST\tx\ty\t He  went .\n\ntr\tPRES\tShe goes .\ntr\tPAST\tShe went .\n")
+    found = read_probing(path)
+    assert list(found) == ["tr", "te"]
+    assert [(one.label, one.text, one.line) for one in found["te"]] == [("PAST", "He went .", 1)]
+    assert [one.line for one in found["tr"]] == [3, 4]
+    for line, said in (
+        ("tr\tPAST", r"t\.txt, line 2: 2 fields; expected at least 3"),
+        ("dev\tPAST\tIt went .", r"t\.txt, line 2: the partition is 'dev'; expected tr, va or te"),
+        ("va\t \tIt went .", r"t\.txt, line 2: the label is empty"),
+        ("va\tPRES\tIt goes .", r"t\.txt has 1 labels in its lines; expected at least two"),
+    ):
+        path.write_text(f"tr\tPRES\tIt goes .\n{line}\n")
+        with pytest.raises(DataError, match=said):
+            read_probing(path)
+
+
+def test_a_file_is_found_plain_or_packed_and_a_folder_says_which_there_are(tmp_path):
+    assert len(PROBES) == 10
+    packed = tmp_path / "past_present.txt.gz"
+    packed.write_bytes(gzip.compress(b"tr\tPAST\tIt went .\n"))
+    assert find_probing_file(tmp_path / "past_present") == packed
+    (tmp_path / "past_present.txt").write_text("")
+    for place, said in (
+        (tmp_path, r"name one of its files, as .*past_present"),
+        (tmp_path / "past_present", r"there are .* and .*; take one away"),
+        (tmp_path / "tense", r"tense does not exist"),
+    ):
+        with pytest.raises(DataError, match=said):
+            find_probing_file(place)
+
+
+def test_a_sentence_stays_once_in_the_last_partition_and_one_with_two_labels_nowhere(tmp_path):
+    path = tmp_path / "t.txt"
+    lines = ["tr\tA\tone", "tr\tA\tTwo", "tr\tB\tthree", "va\tA\ttwo", "va\tB\tone", "te\tA\ttwo", "te\tB\tthree"]
+    path.write_text("".join(f"{line}\n" for line in [*lines, "te\tB\tfour", "te\tB\tfour"]))
+    found = drop_repeats(read_probing(path))
+    kept = {name: [one.text for one in part] for name, part in found.lines.items()}
+    assert kept == {"tr": [], "va": [], "te": ["two", "three", "four"]}
+    assert (found.repeated, found.contradicted) == (4, 2)
+
+
+def test_missing_splits_are_cut_by_the_sentences_alone_and_the_files_own_are_kept(tmp_path):
+    path, other = write_probing(tmp_path / "a.txt", {"va": 300, "te": 60}), tmp_path / "b.txt"
+    other.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    one, two = load_probing(path, WHOLE, None), load_probing(other, WHOLE, None)
+    for split in SPLITS:
+        assert sorted(sentences(one, split)) == sorted(sentences(two, split))
+    assert len(one.dev) == pytest.approx(30, abs=2)
+    assert (len(one.train) + len(one.dev), len(one.test)) == (300 - one.repeated, 60)
+    assert "training and dev are nine tenths and one of va" in one.summary()
+    for partitions in ({"va": 200}, {"tr": 150, "va": 50}):
+        data = load_probing(write_probing(path, partitions), WHOLE, None)
+        assert [*data.texts.splits] == ["all"]
+        assert [round(len(getattr(data, split)) / 20) for split in SPLITS] == [8, 1, 1]
+        assert "cut into tenths by a hash of the sentence" in data.summary()
+    data = load_probing(write_probing(path, {"tr": 90, "va": 30, "te": 40}), WHOLE, tmp_path / "cache")
+    assert ([len(getattr(data, split)) for split in SPLITS], data.cut) == ([90, 30, 40], "")
+    assert load_probing(path, WHOLE, tmp_path / "cache").fingerprint == data.fingerprint
+
+
+def test_a_label_without_a_training_sentence_stays_a_class(tmp_path):
+    path = write_probing(tmp_path / "a.txt", {"tr": 30, "va": 20, "te": 20})
+    path.write_text(path.read_text() + "te\tFUT\tit will rain\n")
+    data = load_probing(path, WHOLE, None)
+    assert data.labels == ("FUT", "PAST", "PRES")
+    assert data.counts()["labels_untrained"] == 1
+    assert "1 labels without a training sentence" in data.summary()
+    assert np.bincount(data.test.labels)[0] == 1
+    lines = [f"tr\tPRES\tit goes {word}\n" for word in "abcdefghijklmn"]
+    for text, said in (
+        (
+            "".join([*lines, "va\tPAST\tit went\n", "te\tPRES\tit rains\n", "te\tPAST\tit saw\n"]),
+            r"a\.txt: all 14 training sentences have the label 'PRES'",
+        ),
+        ("va\tPRES\tit goes\nva\tPAST\tit went\n", r"a\.txt: 2 different texts cannot be cut into 10 parts"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            load_probing(path, WHOLE, None)
+
+
+@needs("probing")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("sentence_length", "tree_depth", "word_content")),
+        "odd_man_out",
+    ],
+)
+def test_no_sentence_of_x_probe_is_in_two_splits_or_twice_in_one(name):
+    data = load_probing(PROBED / "xprobe_en" / name, WHOLE, None)
+    every = [text for split in SPLITS for text in sentences(data, split)]
+    assert len(every) == len(set(every))
+    lines = sum(map(len, read_probing(find_probing_file(PROBED / "xprobe_en" / name)).values()))
+    assert lines == len(every) + data.repeated + data.contradicted
+    assert data.contradicted == (12_876 if name == "odd_man_out" else 0)
+
+
+@needs("probing")
+def test_the_sample_of_the_published_files_is_read():
+    for name in PROBES:
+        path = PROBED / "senteval_sample" / f"{name}.txt"
+        if name == "sentence_length":  # the sample shows one class
+            with pytest.raises(DataError, match="has 1 labels"):
+                read_probing(path)
+            continue
+        found = read_probing(path)
+        assert sum(map(len, found.values())) == len(path.read_text().splitlines())
+        assert set(found) == ({"tr", "te"} if name == "bigram_shift" else {"te"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.errors import DataError, SettingError
+from headwise.errors import SettingError
 from headwise_lab import compare as compare_module
 from headwise_lab.compare import Comparison, compare
 from headwise_lab.experiment.arm_text import parse_arm, parse_arms
@@ -24,21 +23,20 @@ from headwise_lab.jobs.workers import do_job
 from headwise_lab.models import bag_of_words
 from headwise_lab.tasks.classification import probing
 from headwise_lab.tasks.classification.probing import ProbingTask
-from headwise_lab.tasks.classification.scales import CLASSIFICATION_SCALES, PROBING_SCALES, ClassificationScale
+from headwise_lab.tasks.classification.scales import ClassificationScale
 from headwise_lab.tasks.classification.task import ClassificationTask
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.cross_validation import gather_parts
 from headwise_lab.training.train import train_run
 from headwise_lab.tune import Tuning, tune
+from lab.published import DATA, needs
 from lab.sentences import parse_without_spacy, write_sentences
-from lab.stopping import assert_goes_on_to_the_same_bits
 from lab.tasks.classification.probing_toy import write_probing
+from lab.tasks.toys import CLASSIFICATION as TOY
+from lab.tasks.toys import PROBING as PROBED
 
 TASK, PROBING = ClassificationTask(), ProbingTask()
-SIZES = {"name": "toy", "width": 12, "hidden": 12, "epochs": 2, "batch_size": 16, "warmup_steps": 3}
-TOY = dataclasses.replace(CLASSIFICATION_SCALES["demo"], **SIZES, heads=6, head_size=3, train_examples=96, dropout=0.1)
-PROBED = dataclasses.replace(PROBING_SCALES["demo"], **SIZES, heads=3, head_size=4, train_examples=96, min_count=1)
-PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "classification"
+PUBLISHED = DATA / "classification"
 full = pytest.mark.full
 
 
@@ -70,64 +68,6 @@ def compared(task: str, arms: str, scale: Scale, place: Path, data: Path, **name
 
 def rows(out: Path) -> dict[str, dict]:
     return {row["arm"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
-
-
-@pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize(
-    "arms",
-    [
-        "plain,guided,bilstm",
-        pytest.param(
-            "random-mask,shuffled-parse,guided:drop=major/rare,guided:roles=window,cnn,svgd+guided,output+guided,"
-            "trunk+guided,drophead+guided",
-            marks=full,
-        ),
-    ],
-)
-def test_every_kind_of_arm_trains_on_a_file_of_ones_own(arms, sentences, tmp_path):
-    said = compared("classification", arms, parsed_toy(sentences.parent, epochs=1), tmp_path, sentences)
-    assert "texts: 96 train, 18 dev, 18 test" in said
-    assert "labels neg, pos" in said
-    found, names = rows(tmp_path), [arm.name for arm in parse_arms(arms)]
-    assert set(found) == {"majority", "counts", *names}
-    assert [found[name]["measures"]["output_cosine"] is None for name in names] == [
-        n in ("bilstm", "cnn") for n in names
-    ]
-    kept = json.loads(next(tmp_path.glob("[!cm]*/seed-0/vocabulary.json")).read_text())
-    assert (kept["labels"], kept["counts"]["test"]) == (["neg", "pos"], 18)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("inline")
-@pytest.mark.parametrize(
-    "arms",
-    [
-        "plain,output",
-        pytest.param(
-            "svgd,em:layers=0,trunk:layers=0,output+em:layers=0,guided:roles=window,drophead,bilstm", marks=full
-        ),
-    ],
-)
-def test_every_kind_of_arm_trains_on_a_probing_file(arms, tense, tmp_path):
-    said = compared("probing", arms, dataclasses.replace(PROBED, epochs=1), tmp_path, tense.with_suffix(""))
-    assert "training and dev are nine tenths and one of va" in said
-    found = rows(tmp_path)
-    assert set(found) == {"majority", "counts", *(arm.name for arm in parse_arms(arms))}
-    assert found["counts"]["score"]["value"] > 0.9
-
-
-@pytest.mark.parametrize(
-    ("task", "arm"),
-    [
-        ("classification", "guided:random=rare/window,shuffled=major"),
-        *(pytest.param("classification", arm, marks=full) for arm in ("guided", "output+guided", "bilstm")),
-        pytest.param("probing", "output+em:layers=0", marks=full),
-    ],
-)
-def test_a_run_stopped_in_the_middle_goes_on_to_the_same_bits(task, arm, sentences, tense, tmp_path):
-    scale, data = (PROBED, tense) if task == "probing" else (parsed_toy(sentences.parent), sentences)
-    settings = RunSettings(task, scale, parse_arm(arm), seed=3, data=data, cache=tmp_path / "cache")
-    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=5)
 
 
 @full
@@ -248,8 +188,6 @@ def test_an_arm_that_the_task_or_the_data_cannot_serve_is_refused_before_any_run
             SettingError,
             "not cross-validated",
         ),
-        (lambda: PROBING.load(None, PROBED, None), DataError, "probing needs --data: the file of one task"),
-        (lambda: TASK.load(None, TOY, None), DataError, "classification needs --data: a set's folder"),
     ):
         with pytest.raises(error, match=message):
             refused()
@@ -291,7 +229,7 @@ def test_the_representation_is_the_mean_of_the_top_layer_and_padding_counts_for_
 
 
 @pytest.mark.usefixtures("inline")
-@pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files")
+@needs("classification")
 @pytest.mark.parametrize(
     ("name", "texts"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
@@ -100,6 +99,3 @@ def toy(pretrained: Path, **changes):
 
 def settings(arm: str, data: Path, scale, seed: int = 3) -> RunSettings:
     return RunSettings("glue", scale, parse_arm(arm), seed=seed, data=data)
-
-
-PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "glue"

@@ -82,7 +82,6 @@ def test_wins_losses_and_ties_are_the_arms_on_whichever_side_it_stood(pair, tmp_
     assert found.shares("overall") == {"win": 2 / 3, "lose": odd / 12, "tie": (4 - odd) / 12}
     assert found.agreement("grammar") == pytest.approx(1 / 3)
     lead = found.lead("structure")
-    assert lead is not None
     assert lead.value == pytest.approx(2 / 3 - odd / 12)
     assert (lead.seeds, lead.items) == (3, 4)
     assert draw_ratings(found).rows[3][:2] == ("Overall", "67%")

@@ -1,17 +1,17 @@
-"""Language modeling end to end at toy size: arms, metrics, resumption inside a shard, and folders for transformers."""
+"""Language modeling end to end at toy size: arms, metrics, folders for transformers, and a bare script beside it."""
 
 from __future__ import annotations
 
 import dataclasses
 import gzip
+import importlib
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +21,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import headwise as hw
 from cases import Made, cases
-from headwise.errors import DataError, SettingError
-from headwise_lab.experiment.arm_text import parse_arm
+from headwise.errors import DataError, LayoutError, SettingError
+from headwise.repulsion.repel import Repel
+from headwise.similarity.penalty import Penalize
+from headwise_lab.experiment.arm import named_arms
+from headwise_lab.experiment.arm_text import parse_arm, record_arm, restore_arm
 from headwise_lab.experiment.evaluation import Likelihood
 from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.frozen.open import open_frozen
@@ -35,13 +38,12 @@ from headwise_lab.tasks.lm.tokens import TextTokens, learn_tokens
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
-from lab.stopping import same_bits, stop_after
-from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy
+from lab.command import run_elsewhere
+from lab.published import DATA, needs
+from lab.tasks.lm.lm_toy import TOY, open_toy, prepare_toy, write_documents
 
 TASK = LmTask()
-PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "corpora" / "docs.jsonl.gz"
 ARMS = ("plain", "svgd", "em:layers=0", "talking", "mixture:shared=0,active=1", "differential")
-TIMED = ("step_seconds", "train_seconds", "record_digest", "file_digests")
 
 
 @pytest.fixture(scope="module")
@@ -222,21 +224,6 @@ def test_layers_whose_window_leaves_out_the_first_token_have_no_sink(text):
     assert part > near
 
 
-@pytest.mark.parametrize("stopped", [3, pytest.param(11, marks=pytest.mark.full)])
-def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped, runs, text, tmp_path):
-    data = open_toy(text)
-    assert stopped * TOY.batch_size % data.shards[0], "the stop is inside a shard"
-    train_run(settings("svgd", text), tmp_path / "run", stop_after(stopped))
-    assert list((tmp_path / "run").glob("checkpoint-*"))
-    train_run(settings("svgd", text), tmp_path / "run")
-    assert same_bits(runs["svgd"], tmp_path / "run")
-    whole, parts = (
-        {name: value for name, value in result(folder).items() if name not in TIMED}
-        for folder in (runs["svgd"], tmp_path / "run")
-    )
-    assert whole == parts
-
-
 @pytest.mark.full
 def test_accumulated_batches_make_the_step_of_one_large_batch(text, tmp_path):
     for name, changes in (("one", {}), ("two", {"batch_size": 4, "accumulation": 2})):
@@ -245,14 +232,6 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(text, tmp_path):
     assert one == pytest.approx(two, rel=1e-4)
     one, two = (json.loads((tmp_path / name / "epochs.jsonl").read_text().splitlines()[0]) for name in ("one", "two"))
     assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-3)
-
-
-def test_arms_of_a_seed_see_the_same_text_and_start(text):
-    data = open_toy(text)
-    (one, _), (other, _) = (attach_arm(TASK, parse_arm(arm), data, TOY, seed=3) for arm in ("plain", "svgd"))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    batches = [list(islice(TASK.batches(data, TOY, 5), 3)) for _ in range(2)]
-    assert batches[0] == batches[1]
 
 
 @cases("arm", ARMS)
@@ -291,17 +270,7 @@ try:
 except (ValueError, OSError, KeyError) as error:
     print("refused:", type(error).__name__)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("refused") == 1
+    assert run_elsewhere(script, tmp_path).count("refused") == 1
     assert any("votes" in name for name in hw.load(runs["em:layers=0"] / "model").state_dict())
     assert not (runs["talking"] / "model").exists(), "transformers would pass over its matrices"
     assert not (runs["mixture:shared=0,active=1"] / "model").exists(), "transformers would pass over its gates"
@@ -340,8 +309,6 @@ def test_one_key_value_head_for_all_query_heads_trains_and_is_measured(text, tmp
 
 
 def test_settings_and_folders_that_do_not_fit_are_refused(text, tmp_path):
-    with pytest.raises(DataError, match=r"lm needs --data: a file or a folder of files: \.txt"):
-        TASK.load(None, TOY, None)
     with pytest.raises(DataError, match=r"was prepared with rows of 32 tokens and .* scale demo has 64 and 2000"):
         TASK.load(text, LM_SCALES["demo"], None)
     for changes, said in (
@@ -370,9 +337,12 @@ def test_the_papers_scale_has_124_million_parameters():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="HEADWISE_DATA has no text to model")
+@needs("corpora/docs.jsonl.gz")
 def test_a_model_of_real_text_beats_frequencies(tmp_path):
-    with gzip.open(PUBLISHED, "rb") as whole, gzip.open(tmp_path / "part.jsonl.gz", "wb") as part:
+    with (
+        gzip.open(DATA / "corpora/docs.jsonl.gz", "rb") as whole,
+        gzip.open(tmp_path / "part.jsonl.gz", "wb") as part,
+    ):
         part.writelines(islice(whole, 60))
     scale = dataclasses.replace(TOY, width=32, hidden=64, steps=150, rounds=3, vocabulary_size=400, learning_rate=1e-2)
     chosen = dataclasses.replace(settings("plain", tmp_path / "part.jsonl.gz", scale), cache=tmp_path / "cache")
@@ -380,3 +350,154 @@ def test_a_model_of_real_text_beats_frequencies(tmp_path):
     data = TASK.load(tmp_path / "part.jsonl.gz", scale, tmp_path / "cache")
     frequencies = Likelihood().values(TASK.baseline("unigram", data, 0).statistics).mean()
     assert result(tmp_path / "run")["score"]["pooled"] > 1.2 * frequencies
+
+
+# What needs words with a parse, or another model.
+REFUSED = ("guided", "random-mask", "shuffled-parse", "bilstm", "cnn", "no-graph")
+
+
+@pytest.mark.slow
+@cases("name", named_arms())
+def test_every_arm_trains_and_generates_or_is_refused(name, text, tmp_path):
+    # the function of a head is its own only without grouped queries
+    groups = TOY.heads if name == "svgd-function" else TOY.key_value_heads
+    scale = dataclasses.replace(TOY, steps=4, key_value_heads=groups)
+    settings = RunSettings("lm", scale, named_arms()[name], seed=3, data=text)
+    if name in REFUSED:
+        with pytest.raises(SettingError):
+            train_run(settings, tmp_path / "run")
+        return
+    train_run(settings, tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert 0 < result["answers"]["loss"] < 7
+    model = load_trained(settings, tmp_path / "run").model
+    prompt = torch.tensor([[1, 40, 41, 42]])
+    said = [
+        model.network.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=cached) for cached in (True, False)
+    ]
+    assert torch.equal(*said)
+
+
+@pytest.mark.slow
+def test_functions_of_heads_that_share_keys_are_refused(text, tmp_path):
+    with pytest.raises(SettingError, match="4 query heads share 2 key/value heads"):
+        train_run(RunSettings("lm", TOY, named_arms()["svgd-function"], 3, data=text), tmp_path / "run")
+
+
+CHOSEN: dict[str, Any] = {
+    "grouping=within": lambda heads: heads.grouped("within"),
+    "grouping=across,projections=query": lambda heads: heads.projection("query").grouped("across"),
+    "projections=key/value": lambda heads: heads.projection("key", "value"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return open_toy(prepare_toy(tmp_path_factory.mktemp("text")))
+
+
+def attach(arm: str, data, **changes):
+    model, methods = attach_arm(TASK, parse_arm(arm), data, dataclasses.replace(TOY, **changes), seed=3)
+    return model, methods, TASK.collate([data.train[number] for number in range(4)])
+
+
+@cases("place", CHOSEN)
+def test_a_rule_acts_on_the_groups_that_the_arm_names(place: str, data):
+    found = []
+    for arm in (f"svgd:alpha=0.5,{place}", "plain", "svgd:alpha=0.5"):
+        model, methods, batch = attach(arm, data)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        methods.repel(optimizer)
+        model(**batch)["loss"].backward()
+        if arm == "plain":
+            hw.repel(CHOSEN[place](hw.find_heads(model)), hw.SVGD(alpha=0.5), optimizer, when="manual").apply()
+        methods.apply_repulsion()
+        found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+
+
+@cases("grouping", ["within", "across"])
+def test_a_penalty_compares_the_groups_that_the_arm_names(grouping: str, data):
+    model, methods, batch = attach(f"output:grouping={grouping}", data)
+    loss = model(**batch)["loss"]
+    found = methods.loss(loss) - loss
+    with hw.Disagreement(
+        hw.find_heads(model), hw.similarity.GroupedQueries(hw.similarity.Output(), grouping)
+    ) as penalty:
+        model(**batch)
+        torch.testing.assert_close(found, penalty())
+    with hw.Disagreement(hw.find_heads(model), hw.similarity.Output()) as penalty:
+        model(**batch)
+        assert not torch.allclose(found, penalty())
+
+
+def test_groups_are_written_into_records_and_shared_with_the_control():
+    arm = parse_arm("svgd:grouping=across+cka:grouping=within")
+    assert arm.control == "smooth:grouping=across"
+    assert restore_arm(json.loads(json.dumps(record_arm(arm)))) == arm
+    assert not {"grouping", "penalty_grouping"} & {*record_arm(parse_arm("svgd+cka"))}
+    # beside another penalty, only the one that names groups has them
+    both = parse_arm("output-relative+cka:grouping=within")
+    assert [type(term).__name__ for _, term in both.find(Penalize).weighted] == ["Output", "GroupedQueries"]
+    assert restore_arm(json.loads(json.dumps(record_arm(both)))) == both
+    assert parse_arm("cka:grouping=none").name == "cka"
+
+
+def test_what_has_no_groups_is_refused(data):
+    with pytest.raises(SettingError, match=r"term is Subspace\(.*expected one on the outputs or the weights"):
+        parse_arm("subspace:grouping=within")
+    with pytest.raises(SettingError, match="grouping is 'between'; expected one of within, across"):
+        Repel(hw.SVGD(), grouping="between")
+    model, methods, _ = attach("svgd:grouping=within", data, key_value_heads=4)
+    with pytest.raises(LayoutError, match="4 query heads"):
+        methods.repel(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch):
+    # the folder has the module that all benchmarks share
+    monkeypatch.syspath_prepend(Path(__file__).parents[5] / "benchmarks")
+    return importlib.import_module("lm_bare")
+
+
+@pytest.mark.full
+def test_a_bare_script_comes_to_the_same_loss(benchmark, tmp_path):
+    scale = dataclasses.replace(TOY, steps=60, rounds=2, accumulation=2, learning_rate=1e-2, test_rows=40)
+    found = benchmark.compare_losses(scale, prepare_toy(tmp_path), 1, tmp_path)
+    assert abs(found["apart"]) < 1e-4
+    assert all(loss < 5.0 for losses in found["losses"].values() for loss in losses), "both have learned"
+
+
+@pytest.mark.full
+def test_a_record_is_written_and_a_slower_task_or_another_loss_fails(benchmark, tmp_path, monkeypatch):
+    text = write_documents(tmp_path / "docs.jsonl", 250)
+    monkeypatch.setitem(benchmark.LM_SCALES, "demo", dataclasses.replace(TOY, steps=4))
+    options = [
+        "--data",
+        str(text),
+        "--seeds",
+        "1",
+        "--rounds",
+        "1",
+        "--turn-steps",
+        "2",
+        "--out",
+        str(tmp_path / "r.json"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["lm_bare.py", *options])
+    monkeypatch.setattr(benchmark, "LEAST_SPEED", 0.0)
+    benchmark.main()
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert len(record["losses"]["bare"]) == 1
+    assert record["ratio"] > 0
+    monkeypatch.setattr(benchmark, "LEAST_SPEED", 1e6)
+    with pytest.raises(SystemExit, match=r"^1$"):
+        benchmark.main()
+    monkeypatch.setattr(benchmark, "LEAST_SPEED", 0.0)
+    losses = iter((5.0, 5.03))
+    for name in ("train_ours", "train_bare"):
+        monkeypatch.setattr(benchmark, name, lambda *_: (next(losses, 5.0), 1.0))
+    with pytest.raises(SystemExit, match=r"^1$"):
+        benchmark.main()
+    assert json.loads((tmp_path / "r.json").read_text())["apart"] == pytest.approx(5.0 / 5.03 - 1)

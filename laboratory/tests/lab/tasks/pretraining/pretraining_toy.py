@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from headwise_lab.packed_text.folder import find_packed, open_packed
-from headwise_lab.packed_text.prepare import TextPreparation
+from headwise_lab.packed_text.prepare import TextPreparation, prepare_text
 from headwise_lab.tasks.pretraining.data import PACKING, PretrainingData
 from headwise_lab.tasks.pretraining.scales import PRETRAINING_SCALES
 
@@ -47,6 +47,13 @@ def write_jsonl(path: Path, documents: int, words: int = 60) -> Path:
     lines = "".join(json.dumps({"id": str(n), "text": document(n, words)}) + "\n" for n in range(documents))
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
     return path
+
+
+def prepare_toy(folder: Path, shard_rows: int = 40) -> Path:
+    """A prepared folder of several small shards."""
+    preparation = dataclasses.replace(TOY.preparation, shard_bytes=shard_rows * TOY.length * 2)
+    prepare_text(PACKING, (write_jsonl(folder / "docs.jsonl.gz", 120),), preparation, "f" * 16, folder / "prepared")
+    return folder / "prepared"
 
 
 def small(**changes) -> TextPreparation:

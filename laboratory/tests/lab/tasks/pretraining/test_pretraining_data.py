@@ -343,9 +343,3 @@ def test_text_too_small_for_its_splits_and_a_damaged_shard_are_refused(prepared,
 def test_a_text_that_spells_a_special_token_is_text():
     words = learn_word_pieces(lambda: ["a mask [MASK] here"] * 3, 60)
     assert words.mask not in words.encode_batch(["a [MASK] here"])[0]
-
-
-def test_word_pieces_are_the_same_each_time_they_are_learned():
-    texts = [document(number) for number in range(30)]
-    one, other = (learn_word_pieces(lambda: texts, 90).to_json() for _ in range(2))
-    assert one == other

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -25,34 +22,26 @@ from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.evaluation import Auc
 from headwise_lab.experiment.scale import ScaleOptions, with_options
 from headwise_lab.experiment.settings import RunSettings
-from headwise_lab.experiment.task import Task
 from headwise_lab.frozen.open import open_frozen
-from headwise_lab.packed_text.prepare import prepare_text
-from headwise_lab.tasks.pretraining.data import PACKING, MaskedRow
+from headwise_lab.tasks.pretraining.data import MaskedRow
 from headwise_lab.tasks.pretraining.scales import PRETRAINING_SCALES
 from headwise_lab.tasks.pretraining.scores import compute_placements, score_batches, score_rows
 from headwise_lab.tasks.pretraining.task import PretrainingTask
 from headwise_lab.training.attach import attach_arm
 from headwise_lab.training.optimizer import build_optimizer
 from headwise_lab.training.start import Start
-from headwise_lab.training.train import never, train_run
+from headwise_lab.training.train import train_run
 from headwise_lab.training.trained import load_trained
-from lab.stopping import same_bits, stop_after
-from lab.tasks.pretraining.pretraining_toy import TOY, write_jsonl
+from lab.command import run_elsewhere
+from lab.published import DATA, needs
+from lab.tasks.pretraining.pretraining_toy import TOY, prepare_toy
 
 TASK = PretrainingTask()
-PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "none")) / "corpora" / "docs.jsonl.gz"
-ARMS = ("plain", "svgd", "em:capsules=4,layers=0")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """A prepared folder of several small shards."""
-    folder = tmp_path_factory.mktemp("text")
-    preparation = dataclasses.replace(TOY.preparation, shard_bytes=40 * 32)
-    files = (write_jsonl(folder / "docs.jsonl.gz", 120),)
-    prepare_text(PACKING, files, preparation, "f" * 16, folder / "prepared")
-    return folder / "prepared"
+    return prepare_toy(tmp_path_factory.mktemp("text"))
 
 
 def settings(arm: str, text: Path, scale=TOY) -> RunSettings:
@@ -82,12 +71,6 @@ def result(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_the_task_is_one_of_those_that_prepare_and_export():
-    assert TASK.prepares
-    assert type(TASK).export is not Task.export
-    assert TASK.rule_layers(TOY) == (0,)
-
-
 def test_a_run_leaves_losses_force_and_diversity(runs):
     plain, svgd = (result(runs[arm]) for arm in ("plain", "svgd"))
     for found in (plain, svgd):
@@ -103,23 +86,6 @@ def test_a_run_leaves_losses_force_and_diversity(runs):
     predictions = np.load(runs["plain"] / "predictions.npz")
     assert predictions["statistics"].shape == (12, 4)
     assert (predictions["statistics"][:, [1, 3]].sum(axis=1) == 16).all()
-
-
-@pytest.mark.parametrize("stopped", [3, pytest.param(11, marks=pytest.mark.full)])
-def test_a_run_stopped_in_the_middle_of_a_shard_goes_on_to_the_same_bits(stopped, runs, text, tmp_path):
-    arm = "svgd"
-    data = TASK.load(text, TOY, None)
-    assert stopped * TOY.batch_size % data.shards[0], "the stop is inside a shard"
-    train_run(settings(arm, text), tmp_path / "run", stop_after(stopped))
-    assert list((tmp_path / "run").glob("checkpoint-*"))
-    train_run(settings(arm, text), tmp_path / "run", never)
-    assert same_bits(runs[arm], tmp_path / "run")
-    timed = ("step_seconds", "train_seconds", "record_digest", "file_digests")
-    whole, parts = (
-        {name: value for name, value in result(folder).items() if name not in timed}
-        for folder in (runs[arm], tmp_path / "run")
-    )
-    assert whole == parts
 
 
 def repelled(arm: str, text: Path, scale=TOY) -> set[str]:
@@ -145,13 +111,8 @@ def test_repulsion_acts_on_the_discriminators_first_layer_unless_told_otherwise(
     assert repelled("svgd", text, everywhere) == first | second
 
 
-def test_arms_of_a_seed_see_the_same_text_masks_and_start(text):
+def test_another_seed_masks_the_same_row_elsewhere(text):
     data = TASK.load(text, TOY, None)
-    (one, _), (other, _) = (attach_arm(TASK, parse_arm(arm), data, TOY, seed=3) for arm in ("plain", "svgd"))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    batches = [list(islice(TASK.batches(data, TOY, 5), 3)) for _ in range(2)]
-    assert batches[0] == batches[1]
-    # another seed masks the same row elsewhere
     first = [TASK.batches(data, TOY, seed).first_draw for seed in (5, 6)]
     row, same = (data.train[draw * len(data.train) + 7] for draw in first)
     assert original(row) == original(same)
@@ -209,17 +170,7 @@ for load in (AutoModel.from_pretrained, ElectraForPreTraining.from_pretrained):
     else:
         raise SystemExit("a model with an aggregator was loaded")
 """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("refused") == 2
+    assert run_elsewhere(script, tmp_path).count("refused") == 2
     loaded = hw.load(routed)
     weights = load_file(runs["em:capsules=4,layers=0"] / "model.safetensors")
     own = loaded.state_dict()
@@ -245,8 +196,6 @@ def test_the_area_is_scikit_learns_and_its_spread_that_of_resampling_rows():
 
 
 def test_settings_and_folders_that_do_not_fit_are_refused(text, tmp_path):
-    with pytest.raises(DataError, match=r"pretraining needs --data: a file or a folder of files: \.txt"):
-        TASK.load(None, TOY, None)
     with pytest.raises(DataError, match=r"was prepared with rows of 16 tokens and .* scale demo has 128 and 8000"):
         TASK.load(text, PRETRAINING_SCALES["demo"], None)
     with pytest.raises(SettingError, match="16 steps cannot be cut into 3 rounds"):
@@ -271,9 +220,12 @@ def test_the_papers_scale_is_electra_smalls():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="HEADWISE_DATA has no text to pre-train on")
+@needs("corpora/docs.jsonl.gz")
 def test_a_discriminator_of_real_text_learns(tmp_path):
-    with gzip.open(PUBLISHED, "rb") as whole, gzip.open(tmp_path / "part.jsonl.gz", "wb") as part:
+    with (
+        gzip.open(DATA / "corpora/docs.jsonl.gz", "rb") as whole,
+        gzip.open(tmp_path / "part.jsonl.gz", "wb") as part,
+    ):
         part.writelines(islice(whole, 40))
     scale = dataclasses.replace(
         TOY, width=32, hidden=32, steps=60, rounds=3, vocabulary_size=600, length=32, learning_rate=1e-2, dev_rows=32

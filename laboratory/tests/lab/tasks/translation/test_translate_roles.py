@@ -15,7 +15,9 @@ import headwise as hw
 from headwise.errors import DataError
 from headwise.roles import spacy as bridge
 from headwise.texts.frozen import Fidelity
+from headwise_lab.experiment.arm_text import parse_arm
 from headwise_lab.experiment.run_folder import read_json
+from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.frozen.open import open_frozen
 from headwise_lab.tasks.translation import decoding
 from headwise_lab.tasks.translation.model import build_model
@@ -27,9 +29,8 @@ from lab import command
 from lab.sealing import seal_again
 from lab.sentences import parsed
 from lab.streamed import answered
-from lab.tasks.translation.test_translate import lines_of
-from lab.tasks.translation.test_translation_task import TOY, settings
-from lab.tasks.translation.translation_toy import WORDS
+from lab.tasks.test_line_commands import lines_of
+from lab.tasks.translation.translation_toy import TOY, WORDS
 
 pytestmark = pytest.mark.full
 
@@ -59,7 +60,7 @@ class Parser:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parse_without_spacy():
+def parse_texts_without_spacy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bridge, "Parser", Parser)
         yield
@@ -83,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scale = dataclasses.replace(TOY, **better, epochs=2 if name == "shuffled" else 4)
         if name in ("parsed", "shuffled"):
             scale = dataclasses.replace(scale, pipeline=place / "pipeline")
-        run = settings(arm, place / "corpus", place / "cache", scale)
+        run = RunSettings("translation", scale, parse_arm(arm), seed=3, data=place / "corpus", cache=place / "cache")
         data = TranslationTask().load(run.data, scale, run.cache)
         train_run(dataclasses.replace(run, fingerprint=data.fingerprint), place / name)
     return place
@@ -103,7 +104,7 @@ def test_a_run_with_roles_translates_its_test_set_as_it_did_when_it_was_tested(p
     assert len(set(found)) > 3
     given = "".join(f"{line}\n\n" for line in sources(place)).encode()
     # blank lines, and sources in other batches
-    assert lines_of(place / name, given, 7, batch=3) == [line for one in found for line in (one, "")]
+    assert lines_of(place / name, given, batch=3) == ([line for one in found for line in (one, "")], [])
     own = open_translator(place / name)
     arm = read_arm(place / name, read_json(place / name / "settings.json"))
     model = build_model(dataclasses.replace(TOY, width=32, heads=4), own.subwords.vocabulary_size)
@@ -128,7 +129,6 @@ def test_nothing_is_kept_of_the_lines_that_were_translated(place):
     translator = open_translator(place / "parsed")
     ids = translator.encode(sources(place))
     translator.translate(ids)
-    assert translator.masks is not None
     assert not translator.masks.sources._ids
     assert not translator.masks.sources._tables
     assert not translator.masks.masks._kept

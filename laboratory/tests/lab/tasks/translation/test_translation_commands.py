@@ -1,20 +1,15 @@
-"""Fetching and preparing a corpus by a command, from a server in this process."""
+"""Fetching and preparing a corpus by a command."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import io
-import os
 import shutil
 import subprocess
 import tarfile
-import threading
 import zipfile
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,28 +21,11 @@ from headwise_lab.tasks.translation.data import open_prepared
 from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise_lab.tasks.translation.task import TranslationTask
 from lab.command import call, refused
+from lab.published import DATA, needs
 from lab.tasks.translation.translation_text import TARGET_WORDS, lines, write_corpus
 
-PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
+PUBLISHED = DATA / "mt"
 PAIRS = 120
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_arguments):
-        pass
-
-
-@pytest.fixture
-def served(tmp_path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address it is served under."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield folder, f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def content(name: str) -> bytes:
@@ -77,16 +55,16 @@ def archive(download: Download) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["multi30k", "wmt14", "wmt16", "wmt17"])
-def test_a_corpus_is_fetched_and_prepared_by_two_commands(name, served, tmp_path, monkeypatch, capsys):
-    folder, address = served
+def test_a_corpus_is_fetched_and_prepared_by_two_commands(name, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "served"
     corpus = corpora.CORPORA[name]
     recipes = []
     for number, download in enumerate(corpus.downloads):
         packed = archive(download)
-        (folder / str(number)).mkdir()
+        (folder / str(number)).mkdir(parents=True)
         (folder / str(number) / download.name).write_bytes(packed)
         sha256 = hashlib.sha256(packed).hexdigest()
-        url = f"{address}/{number}/{download.name}"
+        url = (folder / str(number) / download.name).as_uri()
         recipes.append(dataclasses.replace(download, url=url, sha256=sha256, size=len(packed)))
     local = dataclasses.replace(corpus, downloads=tuple(recipes))
     monkeypatch.setitem(corpora.CORPORA, name, local)
@@ -174,7 +152,7 @@ def test_what_cannot_be_fetched_or_prepared_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files")
+@needs("mt")
 def test_the_whole_of_multi30k_prepared_for_a_gpu_is_small_enough_to_carry(tmp_path, capsys):
     place = tmp_path / "prepared"
     data = str(PUBLISHED / "multi30k")

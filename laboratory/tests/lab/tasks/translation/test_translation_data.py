@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,9 +22,10 @@ from headwise_lab.tasks.translation import data as translation_data
 from headwise_lab.tasks.translation.corpora import CORPORA, Cleaning, Corpus, Layout, Part
 from headwise_lab.tasks.translation.data import Preparation, collate, load_translation, open_prepared
 from headwise_lab.tasks.translation.files import make_custom_corpus, make_folder_corpus
+from lab.published import DATA, needs
 from lab.tasks.translation.translation_text import SOURCE_WORDS, TARGET_WORDS, lines, write, write_corpus
 
-PUBLISHED = Path(os.environ.get("HEADWISE_DATA", "")) / "mt"
+PUBLISHED = DATA / "mt"
 SIDES = "source", "target"
 
 
@@ -409,7 +409,7 @@ def test_a_prepared_corpus_is_the_same_byte_for_byte_from_another_process(folder
 
 
 @pytest.mark.full
-@pytest.mark.skipif("HEADWISE_DATA" not in os.environ, reason="HEADWISE_DATA names no folder with the published files")
+@needs("mt")
 def test_the_whole_of_multi30k_is_prepared_and_comes_back(tmp_path):
     data = load_translation(CORPORA["multi30k"], PUBLISHED / "multi30k", cache=tmp_path)
     assert {name: len(split) for name, split in data.splits.items()} == {

@@ -16,36 +16,16 @@ from headwise_lab.data.arrays import Ragged
 from headwise_lab.data.subwords import END, Subwords, learn_subwords
 from headwise_lab.experiment.arm import Guided
 from headwise_lab.experiment.arm_text import parse_arm
-from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.tasks.translation import task as translation_module
 from headwise_lab.tasks.translation.role_masks import SourceMasks, Sources, learn_masks
-from headwise_lab.tasks.translation.scales import TRANSLATION_SCALES
 from headwise_lab.tasks.translation.task import TranslationTask
 from headwise_lab.training.attach import attach_arm
-from lab.stopping import assert_goes_on_to_the_same_bits
+from lab.tasks.translation import translation_toy
 from lab.tasks.translation.translation_toy import WORDS, parse_without_spacy, write_toy_corpus
 
 TASK = TranslationTask()
-TOY = dataclasses.replace(
-    TRANSLATION_SCALES["demo"],
-    name="toy",
-    width=16,
-    hidden=16,
-    heads=4,
-    encoder_layers=2,
-    decoder_layers=1,
-    dropout=0.1,
-    vocabulary_size=280,
-    tokens=256,
-    epochs=2,
-    warmup_steps=5,
-    averaged=1,
-    beams=3,
-    train_examples=60,
-    dev_examples=8,
-    test_examples=10,
-    compile_routing=False,
-)
+SIZES = {"heads": 4, "encoder_layers": 2, "vocabulary_size": 280, "averaged": 1, "beams": 3, "test_examples": 10}
+TOY = dataclasses.replace(translation_toy.TOY, **SIZES, train_examples=60)
 
 
 @pytest.fixture(scope="module")
@@ -216,17 +196,6 @@ def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, c
     for call in (0, -1):
         assert (states["plain"][call] - states["guided:roles=window"][call])[real].abs().max() > 1e-4
     torch.testing.assert_close(states["guided:roles=window"][0][real], states["guided:roles=window"][-1][real])
-
-
-@pytest.mark.full
-@cases("arm", ["guided:roles=rare/separator/window,random=window", "shuffled-parse:roles=major/dependency"])
-def test_a_guided_translation_stopped_in_the_middle_goes_on_to_the_same_bits(arm, corpus, cache, tmp_path):
-    settings = RunSettings(
-        "translation", dataclasses.replace(TOY, pipeline=corpus), parse_arm(arm), seed=3, data=corpus, cache=cache
-    )
-    assert_goes_on_to_the_same_bits(settings, tmp_path, stopped=4)
-    plain = TASK.load(corpus, TOY, cache).fingerprint
-    assert TASK.load(corpus, settings.scale, cache).fingerprint.startswith(f"{plain}+")
 
 
 def test_roles_that_do_not_fit_are_refused(corpus, cache):

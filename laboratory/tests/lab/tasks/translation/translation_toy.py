@@ -37,6 +37,21 @@ SMALLEST = dataclasses.replace(
     compile_routing=False,
 )
 
+TOY = dataclasses.replace(
+    SMALLEST,
+    name="toy",
+    heads=2,
+    encoder_layers=1,
+    decoder_layers=1,
+    dropout=0.1,
+    epochs=2,
+    averaged=2,
+    beams=2,
+    train_examples=80,
+    dev_examples=8,
+    test_examples=12,
+)
+
 
 def write_toy_corpus(
     folder: Path,
