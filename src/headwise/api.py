@@ -39,6 +39,7 @@ from headwise.routing.save import load, save
 from headwise.shrinking.budget import kv_budget
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
+from headwise.shrinking.shrink import shrink
 from headwise.similarity.penalty import Disagreement, Penalize
 from headwise.strength import Relative, Target
 
@@ -91,6 +92,7 @@ __all__ = [
     "roles",
     "routing",
     "save",
+    "shrink",
     "shrinking",
     "similarity",
     "verify",

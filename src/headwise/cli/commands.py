@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typer import BadParameter
+
 from headwise.cli.options import command, require_known
 from headwise.cli.output import print_file, print_record, printing_record
-from headwise.cli.settings import Budget, Inspect, Merge, Prune, ShowRoles, Shrink
+from headwise.cli.settings import Budget, Inspect, Merge, Plan, Prune, ShowRoles, Shrink
 from headwise.cli.stopping import stoppable
 
 if TYPE_CHECKING:
@@ -35,6 +37,17 @@ def merge(given: Merge) -> None:
     from headwise.cli.shrink_run import merge_model
 
     _shrink(given.shrink, lambda: merge_model(given))
+
+
+@printing_record
+@command
+def shrink(given: Plan) -> None:
+    """Remove heads and neurons together until a share of the layers is left, and compare ways to reach that size."""
+    from headwise.cli.shrink_run import shrink_model
+
+    if (given.params is None) is (given.time is None):
+        raise BadParameter("expected either --params or --time, such as --params 0.8.")
+    _shrink(given.shrink, lambda: shrink_model(given))
 
 
 def _shrink(given: Shrink, shrink: Callable[[], Shrunk]) -> None:
@@ -73,4 +86,4 @@ def inspect(given: Inspect) -> None:
         print_file(inspect_models(given))
 
 
-COMMANDS = (inspect, roles, prune, merge, budget)
+COMMANDS = (inspect, roles, shrink, prune, merge, budget)

@@ -48,6 +48,19 @@ class Merge:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A size to reach with fewer heads and fewer neurons."""
+
+    shrink: Shrink
+    params: Annotated[
+        float | None, Option(help="Share of the parameters of attentions and MLPs that stays.", min=0.05, max=0.99)
+    ] = None
+    time: Annotated[
+        float | None, Option(help="Instead: share of the time of a forward pass on this machine.", min=0.05, max=0.99)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Budget:
     """A model that generates, a text, and the share of its cache that is kept whole."""
 

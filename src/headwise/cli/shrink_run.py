@@ -1,4 +1,4 @@
-"""What `headwise prune` and `headwise merge` do: cut a model, train it again, and write its folder and a page.
+"""What `headwise shrink`, `prune` and `merge` do: cut a model, train it again, and write its folder and a page.
 
 And `headwise budget`: score key/value heads, and write a budget and its map.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwise.atomic import name_write_errors, new_folder, seal_folder, write_whole
 from headwise.cli.extensions import find_stock_folder
 from headwise.cli.output import asked_output, say, standard_console
-from headwise.cli.settings import Budget, Merge, Prune, Shrink
+from headwise.cli.settings import Budget, Merge, Plan, Prune, Shrink
 from headwise.cli.shrink_subject import Subject, is_causal, open_subject, open_whole
 from headwise.errors import DataError
 from headwise.heads.ablation import ablate, importance
@@ -36,7 +36,9 @@ from headwise.report.tables import stack_tables
 from headwise.routing.save import save
 from headwise.shrinking.budget import kv_budget
 from headwise.shrinking.merge import merge
+from headwise.shrinking.neurons import zeroed
 from headwise.shrinking.prune import choose_heads, prune
+from headwise.shrinking.shrink import Mix, ShrinkPlan, list_units, shrink
 from headwise.texts.pretrained import open_tokenizer, quietly
 from headwise.texts.progress import make_bars
 from headwise.texts.tables import Columns
@@ -58,6 +60,13 @@ STEPS = (
     "lost: what the whole model has more. error of outputs: of what attentions put out on the calibration lines, as a "
     "share of its square. Averaged as they are with W_O refitted is the control: what the refit saves by itself."
 )
+MIXES = (
+    "left: query heads and hidden neurons of all layers. of the layers: the share of the parameters of attentions and "
+    "MLPs; fewer where heads alone leave no other size. The plan is the mix of the best score on the lines that it was "
+    "chosen by. random: as many heads and neurons of each layer, the mean of three draws."
+)
+BOTH, SIZE = "heads and neurons", "share of the layers' parameters"
+SIZES = (0.9, 0.8, 0.7)
 # What each head is worth, by the name of its attention.
 Worth = Mapping[str, Tensor]
 # The scores of the runs of each way, by the share of heads kept.
@@ -69,7 +78,7 @@ class Shrunk:
     """What was done to a model, and what was measured in each state: before, after, and trained again.
 
     `details` is what was printed of the cut, `loading` how the folder is loaded; pruning has `curves` and a `verdict`
-    on its choice, merging `steps`.
+    on its choice, merging `steps`; heads and neurons together have `mixes` and their curves over the size.
     """
 
     title: str
@@ -80,6 +89,7 @@ class Shrunk:
     loading: str
     curves: Curves = field(default_factory=dict)
     steps: tuple[tuple[str, float, float], ...] = ()
+    mixes: tuple[tuple[str, float, float], ...] = ()
     verdict: str = ""
 
     @property
@@ -109,6 +119,7 @@ class Shrunk:
             **{name: getattr(self, name) for name in ("title", "command", "score", "states")},
             "curves": {way: {f"{share:g}": runs for share, runs in each.items()} for way, each in self.curves.items()},
             "steps": [{"way": way, "score": score, "error of outputs": error} for way, score, error in self.steps],
+            "mixes": [{"what": what, "parameters": share, "score": score} for what, share, score in self.mixes],
             "loading": self.loading,
         }
 
@@ -130,8 +141,10 @@ class Shrunk:
             )
         curves = [
             [way, *(f"{fmean(each[share]):.4f}" if share in each else "" for share in self.shares)]
-            for way, each in self.curves.items()
+            for way, each in ({} if self.mixes else self.curves).items()
         ]
+        whole = first["score"]
+        mixes = [[what, f"{share:.1%}", f"{score:.4f}", f"{whole - score:+.4f}"] for what, share, score in self.mixes]
         steps = [
             [way, f"{score:.4f}", f"{self.steps[0][1] - score:+.4f}", f"{error:.4f}"]
             for way, score, error in self.steps
@@ -140,14 +153,18 @@ class Shrunk:
             (["", *self.states, "after / before"], states),
             (["chosen by", *(f"{share:.0%} kept" for share in self.shares)], curves),
             (["way", self.unit, "lost", "error of outputs"], steps),
+            (["left", "of the layers", self.unit, "lost"], mixes),
         ]
 
     def show(self, out: Path) -> None:
         """Print the tables of what was written to a folder."""
         console = standard_console()
         console.print(self.headline)
-        titles = ("", f"{self.unit}, by how heads are chosen, before any training", f"{self.unit}, step by step")
-        notes = (self.legend, CHOICES, STEPS)
+        titles = (
+            *("", f"{self.unit}, by how heads are chosen, before any training", f"{self.unit}, step by step"),
+            f"{self.unit}, by what is left, before any training",
+        )
+        notes = (self.legend, CHOICES, STEPS, MIXES)
         for title, (header, rows), note in zip(titles, self.list_tables(), notes, strict=True):
             if rows:
                 console.print(stack_tables(header, rows, title=title))
@@ -159,12 +176,21 @@ class Shrunk:
         """Make the page."""
         page = Page(self.title)
         page.paragraph(self.headline, kind="lead")
-        states, curves, steps = self.list_tables()
+        states, curves, steps, mixes = self.list_tables()
         page.heading("Before and after")
         page.table(*states)
         page.paragraph(self.legend, kind="note")
         page.paragraph(self.loading)
-        if self.curves:
+        if self.mixes:
+            page.heading("Heads and neurons")
+            page.table(*mixes, caption=f"{self.score}, before any training")
+            page.figure(
+                to_png(sweep(self.curves, setting=SIZE, measure=self.score, reference=BOTH)),
+                caption="Score over the size, for heads and neurons together, for each alone, and of random choices.",
+                alt="Curves of the score over the share of the layers' parameters, one for each way to reach a size.",
+            )
+            page.paragraph(MIXES, kind="note")
+        elif self.curves:
             page.heading("Ways to choose the heads")
             page.table(*curves, caption=f"{self.score}, before any training")
             figure = sweep(
@@ -379,3 +405,118 @@ def find_budget(given: Budget) -> Path:
     say(str(budget))
     say(f"written to {given.out}, the map to {picture}; headwise.shrinking.KVBudget.load reads it.")
     return given.out
+
+
+def shrink_model(given: Plan) -> Shrunk:
+    """Remove heads and neurons of a model until a share of its layers is left."""
+    with _shrinking(given.shrink) as (subject, whole, before, place, bars):
+        bars.add_task("ranking heads and neurons", total=None)
+        choose = make_score(subject)
+        plan = shrink(
+            subject.heads,
+            subject.estimate,
+            params=given.params,
+            time=given.time,
+            score=choose,
+            inputs=subject.held_out[0].inputs,
+        )
+        bar = bars.add_task("scores of other mixes", total=len(plan.mixes) + 4 * len(SIZES) + DRAWS)
+        advance = partial(bars.advance, bar)
+        mixes, verdict = compare_mixes(subject, plan, advance)
+        curves = draw_sizes(subject, plan, choose, before["score"], advance)
+        chosen = plan.chosen
+        pruning = plan.apply()
+        states = _compare(subject, whole, before, given.shrink, bars)
+        counts = {WHOLE: plan.whole.neurons, CUT: chosen.neurons, RECOVERED: chosen.neurons}
+        states = {name: {"hidden neurons": float(counts[name]), **numbers} for name, numbers in states.items()}
+        title = (
+            f"{subject.name} with {chosen.heads} of its {plan.whole.heads} heads and {chosen.neurons:,} of its "
+            f"{plan.whole.neurons:,} neurons"
+        )
+        details = f"{plan}\n\n{pruning}"
+        return _write(
+            subject,
+            place,
+            given.shrink.out,
+            title,
+            states,
+            details,
+            pruning.stock,
+            curves=curves,
+            mixes=mixes,
+            verdict=verdict,
+        )
+
+
+def make_score(subject: Subject) -> Callable[[], float]:
+    """Return the score of a model on the lines that a mix is chosen by."""
+    if subject.causal:
+        return replace(subject, held_out=subject.chosen).score
+    with torch.no_grad():
+        states = {batch.number: subject.run(subject.model, batch) for batch in subject.chosen}
+    return replace(subject, held_out=subject.chosen, states=states).score
+
+
+def score_mix(subject: Subject, mix: Mix) -> float:
+    """Return the held-out score without heads and neurons, which is that of the smaller model."""
+    with zeroed(mix.removed, mix.gone):
+        return subject.score()
+
+
+def compare_mixes(
+    subject: Subject, plan: ShrinkPlan, advance: Callable[[], None]
+) -> tuple[tuple[tuple[str, float, float], ...], str]:
+    """Return what is left, size and held-out score of each mix and of random choices, and a verdict on the plan."""
+    rows = []
+    for mix in plan.mixes:
+        shown = f"{mix.heads:,} heads, {mix.neurons:,} neurons{'' if mix.even else ', free'}"
+        rows.append((f"{shown} (the plan)" if mix is plan.chosen else shown, mix.parameters, score_mix(subject, mix)))
+        advance()
+    chosen = next(score for mix, (_, _, score) in zip(plan.mixes, rows, strict=True) if mix is plan.chosen)
+    drawn = []
+    for seed in range(DRAWS):
+        drawn.append(score_mix(subject, draw_mix(plan.chosen, seed)))
+        advance()
+    rows.append((RANDOM, plan.chosen.parameters, fmean(drawn)))
+    better = "better" if chosen > max(drawn) else "not better"
+    against = f"{chosen:.4f} against {', '.join(f'{score:.4f}' for score in drawn)} before any training."
+    return tuple(rows), f"Choosing by first order is {better} than at random: {against}"
+
+
+def draw_mix(mix: Mix, seed: int) -> Mix:
+    """Return a mix with as many heads and neurons of each layer, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    removed = {}
+    for site, gone in mix.removed.items():
+        units = list_units(site)
+        order = torch.randperm(len(units), generator=generator).tolist()
+        taken = [head for place in order[: len(gone) // len(units[0])] for head in units[place]]
+        removed[site] = tuple(sorted(taken))
+    neurons = {
+        mlp: tuple(sorted(torch.randperm(mlp.neurons, generator=generator)[: len(gone)].tolist()))
+        for mlp, gone in mix.gone.items()
+    }
+    return replace(mix, removed=removed, gone=neurons)
+
+
+def draw_sizes(
+    subject: Subject, plan: ShrinkPlan, choose: Callable[[], float], whole: float, advance: Callable[[], None]
+) -> Curves:
+    """Return held-out scores over the size: of the best mix, of neurons and heads alone, and of random choices."""
+    curves: Curves = {way: {1.0: [whole]} for way in (BOTH, "neurons alone", "heads alone", RANDOM)}
+    for size in SIZES:
+        found = plan.list_mixes(size)
+        scores = []
+        for mix in found:
+            with torch.no_grad(), zeroed(mix.removed, mix.gone):
+                scores.append(choose())
+        if not found:
+            continue
+        best = found[scores.index(max(scores))]
+        ways = {BOTH: best, RANDOM: draw_mix(best, 0)}
+        alone = {"neurons alone": lambda mix: not mix.removed, "heads alone": lambda mix: not any(mix.gone.values())}
+        ways |= {way: mix for way, only in alone.items() for mix in found if only(mix)}
+        for way, mix in ways.items():
+            curves[way][round(mix.parameters, 4)] = [score_mix(subject, mix)]
+            advance()
+    return {way: each for way, each in curves.items() if len(each) > 1}

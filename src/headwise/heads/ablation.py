@@ -524,25 +524,35 @@ def _read_score(given: Any) -> float:
     return number
 
 
-@torch.enable_grad()
 def _differentiate(heads: Heads, score: Callable[[], Any]) -> Importance:
-    with _Gates(heads) as gates:
+    baseline, drops = differentiate(heads, score)
+    return Importance(baseline, {site.shown: drops[site.shown] for site in heads}, "first_order")
+
+
+@torch.enable_grad()
+def differentiate(
+    heads: Heads, score: Callable[[], Any], neurons: Mapping[str, nn.Module] | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss, and E |dL/dxi| of each head by site and of each input of other linear maps by name.
+
+    `score` runs the model and returns or yields losses, as for `importance`; `neurons` are the maps by name.
+    """
+    with _Gates(heads, neurons or {}) as gates:
         found = score()
         if not isinstance(found, Iterable):
             raise SettingError(
                 f'score returned a {type(found).__name__}; method="first_order" expects the losses of the items, a '
                 "tensor [items], or yields one such tensor for each batch."
             )
-        total, items = 0.0, 0
-        sums = {site.shown: torch.zeros(site.num_heads, dtype=torch.float64, device="cpu") for site in heads}
+        total, items, sums = 0.0, 0, {}
         for losses in [found] if isinstance(found, Tensor) else found:
             for name, gradient in gates.differentiate(losses).items():
-                sums[name] += gradient.abs().sum(0)
+                sums[name] = sums.get(name, 0.0) + gradient.abs().sum(0)
             total, items = total + float(losses.detach().double().sum()), items + len(losses)
     if not items:
         raise NotFired("score gave no item; expected the losses of at least one.")
     gates.require_reached()
-    return Importance(total / items, {name: found / items for name, found in sums.items()}, "first_order")
+    return total / items, {name: found / items for name, found in sums.items()}
 
 
 @torch.enable_grad()
@@ -572,40 +582,43 @@ def _require_losses(losses: object) -> None:
 
 
 @dataclass(eq=False)
-class _GatedSite:
-    """The gates of one site in the batch that is running."""
+class _Gated:
+    """The gates of the heads of one site, or of the inputs of one linear map, in the batch that is running."""
 
-    site: Site
+    name: str
+    label: str
+    count: int
+    size: int
     gates: list[Tensor]
     reached: bool = False
 
     def gate_joined(self, joined: Tensor) -> Tensor:
-        """Return what W_O gets, [rows, ..., H * e], times new gates."""
-        return self.gate(joined.unflatten(-1, (self.site.num_heads, self.site.head_size))).flatten(-2)
+        """Return what a linear map gets, [rows, ..., count * size], times new gates."""
+        return self.gate(joined.unflatten(-1, (self.count, self.size))).flatten(-2)
 
     def gate(self, outputs: Tensor) -> Tensor:
-        """Return outputs of heads [rows, ..., H, e] times new gates [rows, H]."""
+        """Return outputs [rows, ..., count, size] times new gates [rows, count]."""
         if not torch.is_grad_enabled():
             raise NotFired(
-                f"{self.site.label} ran without gradients: under torch.no_grad(), or in a reentrant activation "
+                f"{self.label} ran without gradients: under torch.no_grad(), or in a reentrant activation "
                 "checkpoint (use_reentrant=False is needed)."
             )
-        rows, heads = (outputs.shape[0] if outputs.dim() > 2 else 1), outputs.shape[-2]
-        gates = torch.ones(rows, heads, dtype=outputs.dtype, device=outputs.device, requires_grad=True)
+        rows, count = (outputs.shape[0] if outputs.dim() > 2 else 1), outputs.shape[-2]
+        gates = torch.ones(rows, count, dtype=outputs.dtype, device=outputs.device, requires_grad=True)
         self.gates.append(gates)
         between = (1,) * max(outputs.dim() - 3, 0)
-        return outputs * gates.view((rows, *between, heads, 1)[-outputs.dim() :])
+        return outputs * gates.view((rows, *between, count, 1)[-outputs.dim() :])
 
 
 class _Gates(_EditedOutputs):
-    """A gate of 1 on each head of each item, at the input of W_O."""
+    """A gate of 1 on each head of each item, at the input of W_O, and on each input of some linear maps."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, neurons: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__(heads)
         self.sites = []
         with self._attaching():
             for site in heads:
-                gated = _GatedSite(site, [])
+                gated = _Gated(site.shown, site.label, site.num_heads, site.head_size, [])
                 self.edit_outputs(site, gated.gate_joined, gated.gate)
                 if site.divided:
                     raise LayoutError(
@@ -613,6 +626,19 @@ class _Gates(_EditedOutputs):
                         'method="exact".'
                     )
                 self.sites.append(gated)
+            for name, module in (neurons or {}).items():
+                self.sites.append(self._gate_inputs(name, module))
+
+    def _gate_inputs(self, name: str, module: nn.Module) -> _Gated:
+        gated = _Gated(name, name, 0, 1, [])
+
+        def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            given = read_first_argument(module, args, kwargs)
+            gated.count = given.shape[-1]
+            return replace_first_argument(args, kwargs, gated.gate_joined(given))
+
+        self.hook_before(module, change)
+        return gated
 
     def differentiate(self, losses: Tensor) -> dict[str, Tensor]:
         """Return the derivatives of the losses of a batch, [items, H], for each site that they depend on."""
@@ -624,19 +650,19 @@ class _Gates(_EditedOutputs):
         for gated in self.sites:
             # also gates of recomputed checkpoints
             gated.gates = []
-        sums: dict[_GatedSite, Tensor] = {}
+        sums: dict[_Gated, Tensor] = {}
         for (gated, gate), gradient in zip(taken, gradients, strict=True):
             if gradient is not None:
-                sums[gated] = sums.get(gated, 0.0) + _group(gradient, gate, len(losses), gated.site)
+                sums[gated] = sums.get(gated, 0.0) + _group(gradient, gate, len(losses), gated)
         for gated, gradient in sums.items():
             if not bool(gradient.isfinite().all()):
-                raise HeadwiseError(f"{gated.site.label}: the gradient of a head is not finite.")
+                raise HeadwiseError(f"{gated.label}: the gradient of a head or neuron is not finite.")
             gated.reached = True
-        return {gated.site.shown: gradient for gated, gradient in sums.items()}
+        return {gated.name: gradient for gated, gradient in sums.items()}
 
     def require_reached(self) -> None:
         """Raise `NotFired` unless the losses depend on the heads of every site."""
-        silent = [gated.site.label for gated in self.sites if not gated.reached]
+        silent = [gated.label for gated in self.sites if not gated.reached]
         if silent:
             raise NotFired(
                 f"the losses depend on no head of {len(silent)} of {len(self.sites)} sites ({', '.join(silent[:6])}); "
@@ -644,15 +670,18 @@ class _Gates(_EditedOutputs):
             )
 
 
-def _group(gradient: Tensor, gate: Tensor, items: int, site: Site) -> Tensor:
-    """Return the gradients of the gates of each item, [items, H], in double precision."""
+def _group(gradient: Tensor, gate: Tensor, items: int, gated: _Gated) -> Tensor:
+    """Return the gradients of the gates of each item, [items, count], in double precision."""
     gradient = gradient.detach().double().cpu()
     if items == 1:
         # all rows are the one item's, for example the windows of an image
         return gradient.sum(0, keepdim=True)
+    if gated.size == 1 and len(gate) % items == 0:
+        # an MLP may get the tokens of all items in one row
+        return gradient.unflatten(0, (items, -1)).sum(1)
     if len(gate) != items:
         raise ShapeError(
-            f"{site.label} computed {len(gate)} rows in a call, and there are {items} losses; expected one row for "
+            f"{gated.label} computed {len(gate)} rows in a call, and there are {items} losses; expected one row for "
             "each item. Give the losses of one item at a time."
         )
     return gradient

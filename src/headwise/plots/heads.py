@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from headwise.plots.style import Style
     from headwise.shrinking.budget import KVBudget
+    from headwise.shrinking.shrink import ShrinkPlan
 
 # Approximate number of histogram bars.
 BARS = 16
@@ -259,4 +260,47 @@ def budget_map(budget: KVBudget) -> Figure:
         axes.set_xlabel("key/value head")
         axes.set_ylabel("layer")
         figure.colorbar(image, ax=axes, label="share of the gain")
+    return figure
+
+
+def shrink_plan(plan: ShrinkPlan) -> Figure:
+    """Return the score of each mix of heads and neurons that a plan tried, over the query heads that are left.
+
+    A dot has its number of hidden neurons, and that of the plan is filled. A line is the score of the whole model.
+
+    Args:
+        plan: What `hw.shrink` returned.
+
+    Returns:
+        A figure; `savefig` writes it.
+
+    Raises:
+        SettingError: Nothing was tried, or a score is not finite.
+
+    Example:
+        >>> from headwise.shrinking import Mix, ShrinkPlan
+        >>> whole, mix = Mix(8, 96, 1.0, -2.0), Mix(6, 80, 0.8, -2.1)
+        >>> plan = ShrinkPlan(whole, (mix,), mix, {}, None, None, None)
+        >>> shrink_plan(plan).axes[0].get_xlabel()
+        'query heads left'
+    """
+    require_curves("plan.mixes", {"mixes": plan.mixes})
+    if not all(math.isfinite(mix.score) for mix in (plan.whole, *plan.mixes)):
+        raise SettingError("the score of a mix is not finite; expected finite scores.")
+    style = assign_styles(["same counts in every layer", "other counts in each"])
+    with drawing(6.0, 3.8) as figure:
+        axes = figure.add_subplot()
+        axes.axhline(plan.whole.score, color=GRAY, linewidth=1.0, label="whole model")
+        for name, look in style.items():
+            mixes = [mix for mix in plan.mixes if mix.even is (name == "same counts in every layer")]
+            for place, mix in enumerate(mixes):
+                face = look.color if mix is plan.chosen else "white"
+                label = name if not place else None
+                axes.scatter(mix.heads, mix.score, s=42, color=face, edgecolors=look.color, label=label, zorder=3)
+                axes.annotate(f"{mix.neurons:,}", (mix.heads, mix.score), (5, 5), textcoords="offset points", size=8)
+            axes.plot([mix.heads for mix in mixes], [mix.score for mix in mixes], color=look.color, linewidth=1.2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("query heads left")
+        axes.set_ylabel("score; the number of neurons left at each mix")
+        figure.legend(loc="outside upper left", ncols=3, frameon=False)
     return figure

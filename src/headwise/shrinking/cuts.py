@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from headwise.errors import LayoutError, SettingError
 from headwise.heads.heads import Heads, Site, shorten
 from headwise.nn.resized import resize, set_data
+from headwise.shrinking.neurons import Mlp, name_block
 from headwise.shrinking.reload_stock import (
+    ConfigChange,
     Counts,
+    Width,
     find_configured_count,
     list_counts,
     list_stock_models,
+    list_widths,
     plan_config,
     set_saving,
 )
@@ -302,6 +306,27 @@ def _read_cut(name: str, parameter: Tensor, mask: Tensor) -> Cut:
     raise LayoutError(f"{name} holds its heads so that removing some leaves no rectangle; it cannot be cut.")
 
 
+def cut_neurons(mlps: Mapping[Mlp, Sequence[int]]) -> list[Cut]:
+    """Return what each parameter of MLPs loses with the neurons that they lose."""
+    cuts = []
+    for mlp, gone in mlps.items():
+        if not gone:
+            continue
+        for part in mlp.up:
+            rows = mlp.list_rows(gone)
+            cuts.append(_cut_axis(part.name, part.read.owner, "weight", part.read.axis, rows))
+            if part.read.bias is not None:
+                cuts.append(_cut_axis(part.name, part.read.owner, part.read.bias, 0, rows))
+        cuts.append(_cut_axis(mlp.down.name, mlp.down.read.owner, "weight", 1 - mlp.down.read.axis, gone))
+    return cuts
+
+
+def _cut_axis(name: str, owner: nn.Module, attribute: str, axis: int, gone: Sequence[int]) -> Cut:
+    parameter: Any = owner._parameters[attribute]
+    left = sorted({*range(parameter.shape[axis])} - {*gone})
+    return Cut(f"{name}.{attribute}", parameter, axis, tuple(gone), tuple(left), ((owner, attribute),))
+
+
 # Factored statistics of transformers' Adafactor, and the axis of the parameter over which each is averaged.
 _AVERAGED = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 
@@ -376,7 +401,14 @@ def _cut(cut: Cut, name: str, value: Any) -> Any:
 
 
 def cut_model(
-    heads: Heads, cuts: Sequence[Cut], lost: Mapping[Site, Lost], optimizer: Any, prove: Callable[[], None]
+    heads: Heads,
+    cuts: Sequence[Cut],
+    lost: Mapping[Site, Lost],
+    optimizer: Any,
+    prove: Callable[[], None],
+    *,
+    neurons: Mapping[Mlp, Sequence[int]] | None = None,
+    undone_by: ExitStack | None = None,
 ) -> tuple[tuple[int, int], str | None, str | None]:
     """Cut parameters, set the counts of their modules and configurations, and put all back where that fails.
 
@@ -386,6 +418,8 @@ def cut_model(
         lost: What each changed site loses.
         optimizer: The optimizer whose state is cut too, or None.
         prove: Raises unless the model computes what it should.
+        neurons: The hidden neurons that MLPs lose, none where one is known and loses none.
+        undone_by: What puts everything back where the cut is for a while; None for one that stays.
 
     Returns:
         The numbers of parameters before and after (tied ones once), why transformers alone cannot load the model, and
@@ -397,33 +431,53 @@ def cut_model(
     model = heads.model
     before = _count_parameters(model)
     counts = {site.module: count_left(site, lost.get(site, KEEPS_ALL)) for site in heads.found}
+    neurons = neurons or {}
+    widths = _list_widths(heads, neurons)
     with ExitStack() as undo:
         for site in lost:
             for module, sizes in list_counts(site, *counts[site.module][:2]):
                 undo.callback(resize(module, sizes))
         for cut in cuts:
             cut.apply(undo)
-        plans = [plan_config(stock, counts) for stock in list_stock_models(model)]
+        for module, sizes in list_widths(model, neurons):
+            undo.callback(resize(module, sizes))
+        plans = [plan_config(stock, counts, widths) for stock in list_stock_models(model)]
         for plan in plans:
             undo.callback(plan.apply())
         refused = [plan for plan in plans if plan.obstacle is not None]
-        for site in lost if refused else ():
-            name = find_configured_count(site.module)
-            if name is not None:
-                even = all(plan.uneven for plan in refused)
-                raise LayoutError(
-                    f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, "
-                    f"and {refused[0].obstacle}; "
-                    f"{'leave equally many heads in every layer' if even else 'use hw.ablate'}."
-                )
+        if refused:
+            _require_own_counts(lost, refused)
         prove()
-        undo.pop_all()
-    for plan in plans:
+        (undone_by or ExitStack()).push(undo.pop_all())
+    for plan in plans if undone_by is None else ():
         set_saving(plan)
     if optimizer is not None:
         _cut_states(optimizer, cuts)
     loading = next((plan.loading for plan in plans if plan.model is model), None)
     return (before, _count_parameters(model)), refused[0].obstacle if refused else None, loading
+
+
+def _require_own_counts(lost: Iterable[Site], refused: Sequence[ConfigChange]) -> None:
+    """Raise `LayoutError` where an attention reads its counts from a configuration that cannot say them."""
+    for site in lost:
+        name = find_configured_count(site.module)
+        if name is not None:
+            even = all(plan.uneven for plan in refused)
+            raise LayoutError(
+                f"{site.label} ({type(site.module).__name__}) reads {name} from its configuration at each call, "
+                f"and {refused[0].obstacle}; "
+                f"{'leave equally many heads in every layer' if even else 'use hw.ablate'}."
+            )
+
+
+def _list_widths(heads: Heads, neurons: Mapping[Mlp, Sequence[int]]) -> dict[nn.Module, set[Width]]:
+    """Return the hidden neurons before and after of the MLPs beside each attention, by the module of that."""
+    return {
+        site.module: {
+            (mlp.neurons, mlp.neurons - len(gone)) for mlp, gone in neurons.items() if mlp.block == name_block(site)
+        }
+        for site in heads.found
+    }
 
 
 def count_left(site: Site, lost: Lost) -> Counts:

@@ -45,6 +45,12 @@ class Change:
 PRUNED = Change(
     "these heads removed", "{} with them ablated", "something holds heads that was not cut", "use hw.ablate"
 )
+SHRUNK = Change(
+    "these heads and neurons removed",
+    "{} with them zeroed",
+    "something holds heads or neurons that was not cut",
+    "remove heads alone, with hw.prune",
+)
 MERGED = Change(
     "these heads merged",
     "{} with each of them in the place of several",

@@ -28,12 +28,14 @@ from headwise.shrinking.cuts import (
     collect_cuts,
     count_left,
     cut_model,
+    cut_neurons,
     list_gone,
     list_guessed,
     list_lines,
     require_optimizer,
 )
-from headwise.shrinking.proof import PRUNED, expect_ablated, require_equal
+from headwise.shrinking.neurons import Mlp, zeroed
+from headwise.shrinking.proof import PRUNED, SHRUNK, expect_ablated, require_equal
 from headwise.shrinking.reload_stock import mentions
 
 # A bias for each distance and head, which the layers of a stack may share.
@@ -281,6 +283,7 @@ class Pruning:
         loading: The code that loads the model from the folder that its `save_pretrained` wrote; None for a model that
             is not of transformers.
         model: The model.
+        neurons: Hidden neurons that each MLP has now, where `hw.shrink` removed some.
     """
 
     removed: dict[str, tuple[int, ...]]
@@ -289,12 +292,14 @@ class Pruning:
     stock: str | None
     loading: str | None
     model: nn.Module = field(repr=False)
+    neurons: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [
             f"  {name or '(model)'}: heads {', '.join(map(str, gone))} removed, {self.heads[name]} left"
             for name, gone in self.removed.items()
         ]
+        rows += [f"  {name or '(model)'}: {left} neurons left" for name, left in self.neurons.items()]
         before, after = self.parameters
         total = sum(map(len, self.removed.values()))
         title = f"{total} heads removed from {len(self.removed)} attentions; {after:,} of {before:,} parameters left"
@@ -379,12 +384,23 @@ def prune(
         if not removed:
             raise SettingError(f"keep is {keep:g}, and no attention would lose a head; expected a smaller share.")
     with without_wrappers(heads.model), ExitStack() as exposed:
-        return _prune(heads, _read_removed(heads, removed), inputs, optimizer, exposed)
+        return remove(heads, _read_removed(heads, removed), inputs, optimizer, exposed)
 
 
-def _prune(
-    heads: Heads, removed: dict[Site, tuple[int, ...]], inputs: Any, optimizer: Any, exposed: ExitStack
+def remove(
+    heads: Heads,
+    removed: Mapping[Site, tuple[int, ...]],
+    inputs: Any,
+    optimizer: Any,
+    exposed: ExitStack,
+    *,
+    neurons: Mapping[Mlp, Sequence[int]] | None = None,
+    undone_by: ExitStack | None = None,
 ) -> Pruning:
+    """Remove heads, and hidden neurons of MLPs, from a model, for good or until `undone_by` is closed.
+
+    Errors as of `prune`; `neurons` need `inputs`, on which the result is compared.
+    """
     for site in removed:
         _require_prunable(heads, site, removed)
     for site in removed:
@@ -392,14 +408,24 @@ def _prune(
             # a stock attention of torch is swapped for ours, which takes fewer heads than its width holds; it stays so
             site.make_visible(exposed.callback)
     lost = {site: list_gone(site, gone) for site, gone in removed.items()}
-    expected = expect_ablated(heads, removed, inputs)
-    prove = (lambda: None) if expected is None else partial(require_equal, heads.model, expected, PRUNED)
+    neurons = neurons or {}
+    if undone_by is not None:
+        # of a model that is put back, another call has the proof
+        expected = None
+    elif neurons:
+        with zeroed({}, neurons):
+            expected = expect_ablated(heads, removed, inputs)
+    else:
+        expected = expect_ablated(heads, removed, inputs)
+    kind = SHRUNK if neurons else PRUNED
+    prove = (lambda: None) if expected is None else partial(require_equal, heads.model, expected, kind)
+    proved = expected is not None or undone_by is not None
 
     def cut(*, guess: bool) -> tuple[tuple[int, int], str | None, str | None]:
-        cuts = collect_cuts(heads, lost, proved=expected is not None, guess=guess)
-        return cut_model(heads, cuts, lost, optimizer, prove)
+        cuts = collect_cuts(heads, lost, proved=proved, guess=guess) + cut_neurons(neurons)
+        return cut_model(heads, cuts, lost, optimizer, prove, neurons=neurons, undone_by=undone_by)
 
-    if expected is None or not any(list_guessed(site) for site in removed):
+    if not proved or not any(list_guessed(site) for site in removed):
         changed = cut(guess=False)
     else:
         try:
@@ -412,7 +438,8 @@ def _prune(
                 raise error from None
     names = {site.name: gone for site, gone in removed.items()}
     left = {site.name: count_left(site, lost[site])[0] for site in removed}
-    return Pruning(names, left, *changed, heads.model)
+    hidden = {mlp.name: mlp.neurons - len(gone) for mlp, gone in neurons.items()}
+    return Pruning(names, left, *changed, heads.model, hidden)
 
 
 def _read_removed(heads: Heads, removed: Any) -> dict[Site, tuple[int, ...]]:

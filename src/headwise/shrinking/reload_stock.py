@@ -18,11 +18,21 @@ from headwise.heads.layouts.steps import HEAD_SIZE, KEY_COUNTS, NUM_HEADS, RATIO
 from headwise.nn.resized import GROUPS, forget_sizes
 from headwise.routing.save import SavePretrained, find_aggregators
 from headwise.routing.saved import find_arguments, list_tensors
+from headwise.shrinking.neurons import Mlp
 
 QUERY_COUNTS = (*NUM_HEADS, "num_query_heads", "encoder_attention_heads", "decoder_attention_heads", "attention_heads")
 # The width of all heads together.
 WIDTHS = ("all_head_size", "inner_dim", "split_size", "attn_dim")
 HEAD_SIZES = (*HEAD_SIZE, "d_kv")
+# Hidden neurons of the MLPs, in modules and configurations.
+NEURON_COUNTS = (
+    *("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "d_inner"),
+    *("hidden_dim", "ffn_hidden_size", "inner_dim", "hidden_features"),
+)
+# Those that a configuration may leave out, for a multiple of the width of the model.
+_LEFT_OUT = ("n_inner", "ffn_hidden_size")
+# Hidden neurons before and after.
+Width = tuple[int, int]
 
 
 _KINDS = {
@@ -55,6 +65,15 @@ def list_counts(site: Site, heads: int, groups: int) -> Iterator[tuple[nn.Module
     if groups < heads and not counts_groups(site):
         # the attention functions of transformers ask every module for it
         yield site.module, {GROUPS: heads // groups}
+
+
+def list_widths(model: nn.Module, neurons: Mapping[Mlp, Sequence[int]]) -> Iterator[tuple[nn.Module, dict[str, int]]]:
+    """Yield the modules that count the hidden neurons of an MLP, and their attributes without some of them."""
+    for mlp, gone in neurons.items():
+        holder = model.get_submodule(mlp.name)
+        held = [name for name in NEURON_COUNTS if gone and vars(holder).get(name) == mlp.neurons]
+        if held:
+            yield holder, dict.fromkeys(held, mlp.neurons - len(gone))
 
 
 def counts_groups(site: Site) -> bool:
@@ -133,14 +152,17 @@ class ConfigChange:
         return undo
 
 
-def plan_config(model: nn.Module, counts: Mapping[nn.Module, Counts]) -> ConfigChange:
-    """Return how the configuration of a stock model says how many heads it has, or why none does.
+def plan_config(
+    model: nn.Module, counts: Mapping[nn.Module, Counts], widths: Mapping[nn.Module, set[Width]]
+) -> ConfigChange:
+    """Return how the configuration of a stock model says how many heads and neurons it has, or why none does.
 
     A model is built from the changed configuration, without memory for its weights, and compared with this one.
 
     Args:
         model: A model of transformers whose heads were removed.
         counts: The counts of all its attentions, as they are now.
+        widths: The hidden neurons before and now of the MLPs beside an attention, by the module of that.
     """
     config: Any = getattr(model, "config", None)
     uneven, changes, arguments = None, [], {}
@@ -153,7 +175,14 @@ def plan_config(model: nn.Module, counts: Mapping[nn.Module, Counts]) -> ConfigC
                     shown = ", ".join(map(str, one))
                     uneven = f"its configuration holds one {what} for all layers, and they have {shown}"
             # a configuration that differs by layer raises at what it has no single number of
-            changes.append((part, _change(part, [one[0] if len(one) == 1 else None for one in held])))
+            values = _change(part, [one[0] if len(one) == 1 else None for one in held])
+            neurons = sorted({width for module in modules for width in widths.get(module, ())})
+            if len(neurons) > 1 and uneven is None:
+                shown = ", ".join(str(after) for _, after in neurons)
+                uneven = f"its configuration holds one number of hidden neurons for all layers, and they have {shown}"
+            elif len(neurons) == 1:
+                values |= _change_neurons(part, *neurons[0])
+            changes.append((part, values))
             _assign(_list_parts(changed)[place], changes[-1][1])
         changed = type(changed).from_dict(changed.to_dict())
         build: Any = type(model)
@@ -217,6 +246,17 @@ def _change(config: Any, counts: Sequence[int | None]) -> dict[str, int]:
         every = [f"{stack}{name}" for stack in ("", "encoder_", "decoder_") for name in names]
         values |= {name: count for name in every if name in known and getattr(config, name, None) != count}
     return values
+
+
+def _change_neurons(config: Any, before: int, after: int) -> dict[str, int]:
+    """Return the values of a configuration that change with the hidden neurons of its MLPs."""
+    known = {*config.to_dict(), *getattr(config, "attribute_map", {})}
+    held = {name: getattr(config, name, None) for name in NEURON_COUNTS if name in known}
+    return {
+        name: after
+        for name, value in held.items()
+        if after != before and (value == before or (value is None and name in _LEFT_OUT))
+    }
 
 
 def _assign(config: Any, values: Mapping[str, Any]) -> None:
