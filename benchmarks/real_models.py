@@ -3,7 +3,9 @@
 The score is 100 times Spearman's rank correlation of cosines with the gold similarities of STS-B. Heads are weighed on
 pairs of the training set, and the score is that of dev, which chooses nothing
 (the labels of the test set are not published). Recovery trains on the training set; the whole model
-gets the same steps. Run by `make bench NAME=real_models ARGS="--data FOLDER"`.
+gets the same steps. What is left is also trained for as many steps, on the same sentences without their labels, towards
+the states of the whole model; and so is a model of the same size with new weights.
+Run by `make bench NAME=real_models ARGS="--data FOLDER"`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.progress import track
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 import headwise as hw
@@ -92,6 +94,27 @@ def recover(task: Task, train: Task, steps: int, seed: int) -> None:
         optimizer.step()
 
 
+def distill(task: Task, train: Task, whole: nn.Module, steps: int, seed: int) -> None:
+    """Train towards the states of the whole model, on as many sentences a step as `recover`."""
+    sides = [side for encoded, _ in train.batches for side in encoded]
+    hw.distill(task.model, whole, sides, steps=steps, seed=seed, gradient_accumulation_steps=2)
+
+
+def score_distilled(task: Task, train: Task, model: nn.Module, whole: nn.Module, steps: int, seed: int) -> float:
+    """Return the score of a copy of a model after that."""
+    task.model = deepcopy(model)
+    distill(task, train, whole, steps, seed)
+    return score(task)
+
+
+def draw_anew(model: Any, seed: int) -> Any:
+    """Give a model new weights."""
+    torch.manual_seed(seed)
+    for module in model.modules():
+        model._init_weights(module)
+    return model
+
+
 def describe(values: Sequence[float]) -> str:
     """Return a mean, with the least and the most of several seeds."""
     mean = statistics.fmean(values)
@@ -135,7 +158,7 @@ def main() -> None:
     }
     rows, models = {}, {}
     for name, choices in track(ways.items(), "pruning MiniLM", console=console):
-        scores, recovered = [], []
+        scores, recovered, distilled = [], [], []
         for choice in choices:
             test.model = deepcopy(whole)
             if choice is not None:
@@ -147,8 +170,13 @@ def main() -> None:
                 test.model = deepcopy(models[name])
                 recover(test, train, arguments.steps, seed)
                 recovered.append(score(test))
+                distilled.append(score_distilled(test, train, models[name], whole, arguments.steps, seed))
         size = sum(parameter.numel() for parameter in models[name].parameters())
-        rows[name] = {"score": scores, "recovered": recovered, "parameters": size}
+        rows[name] = {"score": scores, "recovered": recovered, "distilled": distilled, "parameters": size}
+        rows[name]["distilled from new weights"] = [
+            score_distilled(test, train, draw_anew(deepcopy(models[name]), seed), whole, arguments.steps, seed)
+            for seed in (seeds if choices == [first_order] else ())
+        ]
     encoded = test.batches[0][0][0]
     works = {name: (lambda model=model: model(**encoded)) for name, model in models.items()}
     _, seconds = interleaved_clocks(CPU, works, arguments.rounds, "timing")
@@ -156,6 +184,7 @@ def main() -> None:
         row["time"] = ratio(seconds, name, "whole")
         console.print(
             f"{name:20} {describe(row['score']):24} after {arguments.steps} steps {describe(row['recovered']):24} "
+            f"distilled {describe(row['distilled']):24} "
             f"{row['parameters'] / 1e6:.1f} million parameters, {row['time']:.2f} of the time"
         )
     record |= {"keep": KEEP, "pairs": len(test.batches), "steps": arguments.steps, "seeds": arguments.seeds}

@@ -37,6 +37,7 @@ from headwise.roles.guide import Guide, guide
 from headwise.routing.aggregate import Aggregate, aggregate
 from headwise.routing.save import load, save
 from headwise.shrinking.budget import kv_budget
+from headwise.shrinking.distill import Distill, distill
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune
 from headwise.shrinking.shrink import shrink
@@ -51,6 +52,7 @@ __all__ = [
     "Aggregate",
     "BiasHeads",
     "Disagreement",
+    "Distill",
     "DropHeads",
     "GateHeads",
     "Guide",
@@ -67,6 +69,7 @@ __all__ = [
     "aggregate",
     "attach",
     "bias_heads",
+    "distill",
     "drop_heads",
     "errors",
     "find_heads",

@@ -164,6 +164,20 @@ def test_pipelines_and_tokenizers_open_a_folder(kind: Any, tmp_path: Path):
     assert torch.equal(torch.tensor(pipe("a b")), expected)
 
 
+def test_the_calls_of_evaluation_harnesses_open_a_folder(tmp_path: Path):
+    # as HFLM of lm-eval loads a model: the configuration first, which then chooses the Auto class
+    model = build("LlamaForCausalLM")
+    model.save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(str(tmp_path), revision="main", trust_remote_code=False)
+    assert config.model_type in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    options: Any = {"revision": "main", "dtype": "auto", "trust_remote_code": False, "device_map": {"": "cpu"}}
+    again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), **options)
+    assert torch.equal(compute(again), compute(model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path), revision="main", use_fast=True)
+    assert tokenizer("a b")["input_ids"] == [3, 4]
+
+
 def test_a_pipeline_generates(tmp_path: Path):
     model = build("LlamaForCausalLM")
     model.save_pretrained(tmp_path)

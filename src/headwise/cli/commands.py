@@ -51,6 +51,9 @@ def shrink(given: Plan) -> None:
 
 
 def _shrink(given: Shrink, shrink: Callable[[], Shrunk]) -> None:
+    from headwise.cli.shrink_subject import SOURCES
+
+    require_known("--recover-from", given.recover_from, SOURCES)
     with stoppable(STOPPED, [given.out]):
         shrunk = shrink()
     shrunk.show(given.out)

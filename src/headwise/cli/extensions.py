@@ -72,6 +72,7 @@ def open_model(folder: Path, pipeline: Path | None = None, *, trust_remote_code:
     """
     from headwise.texts.transformer import open_folder
 
+    folder = _convert_gguf(folder)
     if not folder.is_dir():
         return open_folder(_find_on_hub(folder), folder.name, trust_remote_code=trust_remote_code)
     for extension in find_extensions():
@@ -99,11 +100,24 @@ def _find_on_hub(name: Path) -> Path:
         ) from error
 
 
+def _convert_gguf(place: Path) -> Path:
+    """Return the folder made of a GGUF file, or of a folder that holds one and nothing else to load."""
+    files = [place] if place.is_file() else sorted(place.glob("*.gguf")) if place.is_dir() else []
+    if [file.suffix for file in files] != [".gguf"] or (place / "config.json").exists():
+        return place
+    from headwise.texts.pretrained import convert_gguf
+
+    return convert_gguf(files[0].resolve())
+
+
 def find_stock_folder(folder: Path) -> Path:
     """Return the folder of Hugging Face that is meant: the one named, or one that an extension finds in it.
+
+    Of a GGUF file it is a temporary one.
 
     Raises:
         DataError: An extension knows the folder, and it keeps no such model.
     """
+    folder = _convert_gguf(folder)
     known = (extension.find_stock_folder(folder) for extension in find_extensions())
     return next((found for found in known if found is not None), folder)

@@ -24,6 +24,9 @@ class Shrink:
     text_column: TextColumn = ()
     lines: Annotated[int, Option(help="Lines to choose heads by and to calibrate on.", min=1)] = 500
     recover: Annotated[int, Option(help="Steps of training after the cut.", min=0)] = 0
+    recover_from: Annotated[
+        str, Option(help="What it learns from: logits or hidden states of the whole model, both (mixed), or the text.")
+    ] = "mixed"
     rate: Annotated[float, Option(help="First learning rate of that training; it falls to 0.", min=1e-8)] = 1e-4
     trust_remote_code: TrustRemoteCode = False
 

@@ -21,7 +21,7 @@ from headwise.atomic import name_write_errors, new_folder, seal_folder, write_wh
 from headwise.cli.extensions import find_stock_folder
 from headwise.cli.output import asked_output, say, standard_console
 from headwise.cli.settings import Budget, Merge, Plan, Prune, Shrink
-from headwise.cli.shrink_subject import Subject, is_causal, open_subject, open_whole
+from headwise.cli.shrink_subject import Subject, open_subject, open_whole
 from headwise.errors import DataError
 from headwise.heads.ablation import ablate, importance
 from headwise.heads.find import find_heads
@@ -35,6 +35,7 @@ from headwise.report.measure import measure
 from headwise.report.tables import stack_tables
 from headwise.routing.save import save
 from headwise.shrinking.budget import kv_budget
+from headwise.shrinking.distill import is_causal
 from headwise.shrinking.merge import merge
 from headwise.shrinking.neurons import zeroed
 from headwise.shrinking.prune import choose_heads, prune
@@ -330,8 +331,7 @@ def _compare(
     states = {WHOLE: before, CUT: _count(subject)}
     if given.recover:
         bar = bars.add_task("training", total=given.recover)
-        torch.manual_seed(0)
-        subject.recover(given.recover, whole, given.rate, partial(bars.advance, bar))
+        subject.recover(whole, given, partial(bars.advance, bar))
         states[RECOVERED] = states[CUT] | {"score": subject.score()}
     for name, numbers in states.items():
         score = numbers.pop("score")

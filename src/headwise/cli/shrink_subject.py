@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.heads.find import find_heads
 from headwise.heads.heads import Heads
 from headwise.routing.save import load
+from headwise.shrinking.distill import Distill, distill, is_causal
 from headwise.stock_folders import RECORD, open_within
 from headwise.texts.batching import Encoded
 from headwise.texts.frozen import Fidelity
@@ -27,6 +28,13 @@ from headwise.texts.pretrained import open_tokenizer, quietly, require_whole
 from headwise.texts.tables import Columns
 from headwise.texts.transformer import open_folder
 
+# What --recover-from takes, and the weights that it stands for.
+SOURCES: Mapping[str, dict[str, float]] = {
+    "mixed": {},
+    "logits": {"hidden": 0.0},
+    "hidden": {"logits": 0.0},
+    "text": {"logits": 0.0, "hidden": 0.0, "text": 1.0},
+}
 # Of every so many lines one is held out, for the scores.
 HELD_OUT = 5
 ROUNDS = 9
@@ -106,27 +114,17 @@ class Subject:
             directions = torch.randn(output.shape, generator=generator).to(output)
             yield ((output * directions).sum(-1) * batch.keep).sum(1) / batch.keep.sum(1)
 
-    def recover(self, steps: int, whole: nn.Module, learning_rate: float, advance: Callable[[], None]) -> None:
-        """Train the model as it is now: on the text where it is causal, to the states of the whole model otherwise."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-        for step in range(steps):
-            batch = self.trained[step % len(self.trained)]
-            output = self.run(self.model, batch)
-            if self.causal:
-                loss = self.count_loss(output, batch).mean()
-            else:
-                with torch.no_grad():
-                    wanted = self.run(whole, batch)
-                loss = (output - wanted)[batch.keep].square().mean() / wanted[batch.keep].square().mean()
-            if not bool(loss.isfinite()):
-                raise HeadwiseError(f"the loss of recovery step {step + 1} is not finite; give a smaller --rate.")
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            advance()
+    def recover(self, whole: nn.Module, given: Shrink, advance: Callable[[], None]) -> None:
+        """Train the model as it is now towards the whole model, or on the text."""
+        from transformers import TrainerCallback
+
+        class Bar(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                advance()
+
+        method = Distill(whole, **SOURCES[given.recover_from])
+        batches = [batch.inputs for batch in self.trained]
+        distill(self.model, method, batches, steps=given.recover, learning_rate=given.rate, seed=0, callbacks=[Bar()])
 
     @torch.no_grad()
     def time(self, models: dict[str, nn.Module]) -> dict[str, dict[str, float]]:
@@ -196,6 +194,11 @@ def open_subject(given: Shrink) -> Subject:
             "and hw.merge take the whole model."
         )
     causal = is_causal(type(model).__name__)
+    if given.recover and not {"text": causal, "logits": model.base_model is not model}.get(given.recover_from, True):
+        raise DataError(
+            f"{folder} holds a {type(model).__name__}, which has no {given.recover_from.replace('text', 'loss')} on a "
+            "text to be trained by; give --recover-from mixed."
+        )
     model = model.to(next(frozen.model.parameters()).device).eval()
     read = frozen.read_text(given.text, Columns(given.text_column))
     sentences = list(read)
@@ -234,16 +237,6 @@ def _trim(batches: Any, *, causal: bool) -> Iterator[Encoded]:
         places, tokens = (tuple(held[row] for row in left) for held in (batch.places, batch.tokens))
         if left:
             yield replace(batch, places=places, inputs=inputs, keep=batch.keep[rows], tokens=tokens, encoding=None)
-
-
-def is_causal(name: str) -> bool:
-    """Return whether a class of that name predicts the next token."""
-    from transformers.models.auto import modeling_auto
-
-    known = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    # XLM predicts tokens that are masked
-    known -= {*modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
-    return name.endswith("ForCausalLM") or name in known
 
 
 def open_whole(folder: Path, base: nn.Module, *, trust_remote_code: bool) -> nn.Module:

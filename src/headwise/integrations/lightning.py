@@ -91,7 +91,7 @@ class HeadwiseCallback(Callback):
         """Attach the methods to the model and its new optimizers."""
         self._release()
         self.attached.attach(pl_module, trainer.optimizers)
-        if self.attached.of(Disagreement) and pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:
             original = pl_module.training_step
 
             @wraps(original)

@@ -3,12 +3,18 @@
 Where a folder lacks parameters, transformers draws them at random and only warns, and another model is trained.
 """
 
+import atexit
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoTokenizer
@@ -17,7 +23,7 @@ from headwise.errors import DataError, HeadwiseError
 from headwise.gating.attach import NAME as GATES
 from headwise.nn.difference import CHILD as DIFFERENCE
 from headwise.nn.mixing import CHILD as MIXER
-from headwise.stock_folders import open_within
+from headwise.stock_folders import TooLarge, limit_size, open_within
 from headwise.texts.tokenizer_bounds import require_bounded, require_small_numbers
 
 # Many folders lack the pooler, which the head in use may not read.
@@ -85,6 +91,41 @@ def quietly() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@cache
+def convert_gguf(path: Path) -> Path:
+    """Write the model and tokenizer of a GGUF file, in float32, into a folder that goes when the process ends.
+
+    Raises:
+        DataError: The package gguf is missing, or transformers cannot read a causal language model from the file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if find_spec("gguf") is None:
+        raise DataError(f"{path} is read by the package gguf, which is not installed; pip install gguf.")
+    from gguf import GGUFReader
+
+    options: Any = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        tensors = len(GGUFReader(path).tensors)
+        with quietly(), limit_size(tensors, path.stat().st_size, packed=True):
+            model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), **options)
+    except (Exception, TooLarge) as error:
+        # whatever the readers raise for a file that is damaged, or of an architecture that they do not know
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{path} cannot be read as a GGUF file with a causal language model: {reason}") from error
+    # its weights are whole now, and are saved as such
+    del model.config.quantization_config
+    model.is_quantized, model.hf_quantizer = False, None
+    made = mkdtemp(prefix="headwise-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    place = Path(made, path.stem)
+    with quietly():
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    return place
 
 
 MODEL = "model"

@@ -48,7 +48,8 @@ def read(out: Path) -> dict[str, Any]:
 @pytest.mark.full
 def test_a_decoder_is_pruned_trained_again_and_loaded_by_transformers(folders: Path, tmp_path: Path, capsys):
     out = tmp_path / "small"
-    options = ["--keep", "0.4", "--lines", "20", "--recover", "20", "--rate", "3e-3"]
+    # the whole model is not trained, and nothing to learn the text from
+    options = ["--keep", "0.4", "--lines", "20", "--recover", "20", "--rate", "3e-3", "--recover-from", "text"]
     assert call("prune", *name_places(folders, "llama", out), *options) == 0
     # a share that leaves no whole number of heads
     assert read(out)["title"] == "llama with 4 of its 8 heads"
@@ -121,6 +122,23 @@ def test_a_decoder_is_merged_and_each_step_told(folders: Path, tmp_path: Path):
     assert "Ways to merge" in page
     # in the table of steps, and not again in what was cut
     assert page.count("averaged as they are, neighbors, W_O refitted") == 1
+
+
+@cases(
+    ["model", "source", "message"],
+    [
+        ("bert", "text", "which has no loss"),
+        ("bert", "logits", "which has no logits"),
+        ("llama", "states", "mean text"),
+    ],
+)
+def test_a_recovery_that_a_model_cannot_have_is_refused(
+    folders: Path, tmp_path: Path, capsys, model: str, source: str, message: str
+):
+    options = ["--recover", "1", "--recover-from", source]
+    assert message in " ".join(
+        refused(capsys, "prune", *name_places(folders, model, tmp_path / "out"), *options).split()
+    )
 
 
 def test_a_finished_run_is_read_from_the_model_that_it_keeps(folders: Path, tmp_path: Path, capsys):
