@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from headwise.input_files import parse_json
+from headwise.report.layer import PAIRS
 from headwise_lab.papers.overview import build_overview, read_papers
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +31,8 @@ LABORATORY = "2026-11-26-laboratory-cpu-2.json"
 DEMO = RECORDS / "2026-11-29-demo-cpu"
 SHRINKING = "2026-11-24-shrinking-cpu.json"
 REAL_MODELS = "2026-11-28-real-models-cpu.json"
+TYPICAL = "2026-11-29-typical-cpu.json"
+CACHE = "2026-11-29-cache-cpu.json"
 # Lines of `headwise inspect` that the README shows.
 LOOK_LINES = 11
 # What is wanted at most: of a plain step, of the trunk's time, of separate evaluations.
@@ -58,6 +61,8 @@ def render() -> dict[Path, str]:
             "measure": make_measure_table(read(MEASURE_BEFORE), [read(name) for name in MEASURE]),
             "laboratory": make_laboratory_table(read(LABORATORY)),
         },
+        "docs/measure.md": {"typical": make_typical(read(TYPICAL))},
+        "docs/shrinking.md": {"cache": make_cache(read(CACHE))},
         "docs/diversity.md": {"tricks": blind_spots.render(), "attention": blind_spots.render_attention()},
         "docs/statistics.md": {"normal": list_normal(calibration), "logistic": list_logistic(calibration)},
     }
@@ -256,6 +261,38 @@ def make_smaller(record: dict[str, Any]) -> str:
     said = (
         f"Half of the heads leave {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and {time:.2f} of the time. "
         "Heads are chosen on training pairs; the whole model gets the same training."
+    )
+    return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"
+
+
+def make_typical(record: Mapping[str, Any]) -> str:
+    """Return a row for each measure of heads: of each model the median over layers, the least and the most."""
+    models = record["models"]
+    names = list(dict.fromkeys(name for model in models.values() for name in model["measures"]))
+    rows = []
+    for name in names:
+        cells = (model["measures"].get(name) for model in models.values())
+        values = ("-" if cell is None else "{:.2f} ({:.2f} to {:.2f})".format(*cell) for cell in cells)
+        rows.append((PAIRS.get(name, name), *values))
+    header = ("measure", *(f"{name}, {model['layers']} layers of {model['heads']}" for name, model in models.items()))
+    return join_rows(header, rows, "--:")
+
+
+def make_cache(record: Mapping[str, Any]) -> str:
+    """Return a row for each way to make a cache smaller: what it adds to losses, what is right, and the bytes."""
+    works, long = record["works"], record["long"]
+    whole = works["whole cache"]
+    rows = []
+    for name, row in works.items():
+        added = (f"{row[work]['loss'] - (0 if row is whole else whole[work]['loss']):+.3f}" for work in row)
+        right = (f"{row[work]['right']:.2f}" for work in ("copying", "number"))
+        rows.append((name, *added, *right, f"{row['text']['bytes'] / whole['text']['bytes']:.2f}"))
+    header = ("cache", *(f"loss added, {work}" for work in whole), "copied right", "digits right", "bytes")
+    first, budget = long.values()
+    said = (
+        "The first row has the losses of the whole cache, in nats a token. After 8,192 tokens a budget with a quarter "
+        f"of the heads holds {budget['of the bytes']:.2f} of the bytes ({budget['bytes'] / 1e6:.0f} of "
+        f"{first['bytes'] / 1e6:.0f} MB), and a token takes {budget['time']:.2f} of the time."
     )
     return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"
 

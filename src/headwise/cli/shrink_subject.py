@@ -28,12 +28,12 @@ from headwise.texts.pretrained import open_tokenizer, quietly, require_whole
 from headwise.texts.tables import Columns
 from headwise.texts.transformer import open_folder
 
-# What --recover-from takes, and the weights that it stands for.
-SOURCES: Mapping[str, dict[str, float]] = {
-    "mixed": {},
-    "logits": {"hidden": 0.0},
-    "hidden": {"logits": 0.0},
-    "text": {"logits": 0.0, "hidden": 0.0, "text": 1.0},
+# What --recover-from takes, and the weights that it stands for: of logits, of hidden states, and of the text.
+SOURCES: Mapping[str, tuple[float, float, float]] = {
+    "mixed": (1.0, 1.0, 0.0),
+    "logits": (1.0, 0.0, 0.0),
+    "hidden": (0.0, 1.0, 0.0),
+    "text": (0.0, 0.0, 1.0),
 }
 # Of every so many lines one is held out, for the scores.
 HELD_OUT = 5
@@ -122,7 +122,8 @@ class Subject:
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 advance()
 
-        method = Distill(whole, **SOURCES[given.recover_from])
+        logits, hidden, text = SOURCES[given.recover_from]
+        method = Distill(whole, logits=logits, hidden=hidden, text=text)
         batches = [batch.inputs for batch in self.trained]
         distill(self.model, method, batches, steps=given.recover, learning_rate=given.rate, seed=0, callbacks=[Bar()])
 

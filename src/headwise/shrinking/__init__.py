@@ -1,4 +1,4 @@
-"""Smaller models: heads and MLP neurons removed, key and value heads merged, recovery by training; and smaller caches."""
+"""Smaller models: heads and MLP neurons removed, key/value heads merged, recovery by training; and smaller caches."""
 
 from headwise.shrinking.budget import KVBudget, kv_budget
 from headwise.shrinking.distill import Distill, Distillation, Recovery, distill, logit_divergence, state_error

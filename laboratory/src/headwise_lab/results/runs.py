@@ -325,7 +325,7 @@ def read_results(out: Path) -> Results:
         raise DataError(f"{out} holds no {COMPARISON}; expected the --out folder of a comparison.")
     record = read_json(path)
     try:
-        names = {name: str(record[name]) for name in ("task", "scale", "primary", "difficulty", "data")}
+        names: dict[str, Any] = {name: str(record[name]) for name in ("task", "scale", "primary", "difficulty", "data")}
         metric = METRICS[str(record["metric"])]
         arms, seeds = tuple(map(str, record["arms"])), tuple(map(int, record["seeds"]))
         shown = tuple(
