@@ -30,7 +30,9 @@ LOGIC = f"logic --seeds 5 --set {SMALL} --set epochs=2"
 COMMANDS = {
     "Look at the heads of a model": "inspect minilm --text sentences.txt --out my-heads",
     "Remove heads": "prune minilm --keep 0.5 --text sentences.txt --by first-order --out smaller",
+    "Remove heads and neurons": "shrink minilm --params 0.8 --text sentences.txt --recover 20 --out shrunk",
     "Merge key/value heads": "merge llama --kv-heads 2 --text sentences.txt --out merged",
+    "Find the heads that need the whole cache": "budget llama --text sentences.txt --window 16 --out budget.json",
     "Draw the masks of roles": "roles 'She read the old books that he had found.' --pipeline pipeline --out roles",
     "Compare methods with their controls": f"compare {LOGIC} --arms plain,cka --out runs/logic",
     "Show finished comparisons": "show runs/logic",

@@ -20,6 +20,7 @@ from headwise import (
     similarity,
 )
 from headwise.attached import attach
+from headwise.caching.budget import kv_budget
 from headwise.gating.attach import GateHeads, gate_heads
 from headwise.heads import layouts
 from headwise.heads.ablation import Ablate, DropHeads, ablate, drop_heads, importance
@@ -36,7 +37,6 @@ from headwise.repulsion.rules import SGLD, SPOS, SVGD
 from headwise.roles.guide import Guide, guide
 from headwise.routing.aggregate import Aggregate, aggregate
 from headwise.routing.save import load, save
-from headwise.shrinking.budget import kv_budget
 from headwise.shrinking.distill import Distill, distill
 from headwise.shrinking.merge import merge
 from headwise.shrinking.prune import prune

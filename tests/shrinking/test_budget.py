@@ -15,10 +15,11 @@ import headwise as hw
 from cases import cases, find_unrefused
 from heads import shared
 from heads.transformers_versions import CACHE
+from headwise.caching import budget_cache
+from headwise.caching.budget_cache import require_mask
 from headwise.errors import DataError, LayoutError, SettingError
 from headwise.heads.scores.huggingface import InterfaceCall
-from headwise.shrinking import KVBudget, budget_cache
-from headwise.shrinking.budget_cache import require_mask
+from headwise.shrinking import KVBudget
 
 SINK, WINDOW, PADS = 2, 6, (0, 3, 9)
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
@@ -117,14 +118,14 @@ def check_family(kind: str, attention: str, own: dict[str, Any]) -> None:
 
 @cases("name", FAMILIES)
 def test_the_cache_equals_the_same_mask_over_a_whole_cache(name, monkeypatch):
-    monkeypatch.setattr("headwise.shrinking.budget_cache.BLOCK", 4)
+    monkeypatch.setattr("headwise.caching.budget_cache.BLOCK", 4)
     check_family(*FAMILIES[name])
 
 
 @pytest.mark.full
 @cases("name", MORE)
 def test_the_cache_equals_the_same_mask_in_more_families(name, monkeypatch):
-    monkeypatch.setattr("headwise.shrinking.budget_cache.BLOCK", 4)
+    monkeypatch.setattr("headwise.caching.budget_cache.BLOCK", 4)
     check_family(*MORE[name])
 
 
@@ -230,7 +231,7 @@ def test_scores_sum_to_what_the_window_costs(llama):
     with torch.no_grad():
         for parameter in (small := copy.deepcopy(model)).parameters():
             parameter.mul_(0.5 if parameter.dim() == 2 else 1.0)
-    from headwise.shrinking import budget as module
+    from headwise.caching import budget as module
 
     budget = replace(draw(small), keep=0.5)
     like = {layer: torch.zeros(len(one), dtype=torch.float64) for layer, one in budget.scores.items()}

@@ -123,6 +123,13 @@ def test_neurons_that_depend_on_one_another_are_refused(between: torch.nn.Module
         hw.shrink(hw.find_heads(model), lambda: model(x).square().mean((1, 2)), params=0.8)
 
 
+def test_of_linear_maps_in_a_row_no_map_belongs_to_two_mlps():
+    model = Normed(torch.nn.Linear(16, 16)).eval()
+    x = torch.randn(3, 5, 8)
+    (mlp,) = hw.shrink(hw.find_heads(model), lambda: model(x).square().mean((1, 2)), params=0.8).chosen.gone
+    assert [part.name for part in (*mlp.up, mlp.down)] == ["up", "between"]
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

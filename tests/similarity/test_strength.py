@@ -144,7 +144,8 @@ def test_gradients_that_half_precision_cannot_hold_are_measured(term, factor: fl
         penalty.loss(factor * (outputs.float() - 0.3).square().mean())
         found.append(list(penalty.relative.state_dict()["logarithms"].values()))
     assert len(found[0]) == 2
-    assert found[1] == pytest.approx(found[0], abs=0.02)
+    # processors round products in half precision differently
+    assert found[1] == pytest.approx(found[0], abs=0.05)
 
 
 @cases("factor", [0.0, math.nan, math.inf])

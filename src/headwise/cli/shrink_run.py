@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.atomic import name_write_errors, new_folder, seal_folder, write_whole
+from headwise.caching.budget import kv_budget
 from headwise.cli.extensions import find_stock_folder
 from headwise.cli.output import asked_output, say, standard_console
 from headwise.cli.settings import Budget, Merge, Plan, Prune, Shrink
@@ -34,7 +35,6 @@ from headwise.report.html import Page
 from headwise.report.measure import measure
 from headwise.report.tables import stack_tables
 from headwise.routing.save import save
-from headwise.shrinking.budget import kv_budget
 from headwise.shrinking.distill import is_causal
 from headwise.shrinking.merge import merge
 from headwise.shrinking.neurons import zeroed

@@ -18,8 +18,8 @@ from headwise.plots.style import GRAY, assign_styles, draw_counts, drawing, draw
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from headwise.caching.budget import KVBudget
     from headwise.plots.style import Style
-    from headwise.shrinking.budget import KVBudget
     from headwise.shrinking.shrink import ShrinkPlan
 
 # Approximate number of histogram bars.

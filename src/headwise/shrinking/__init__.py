@@ -1,6 +1,6 @@
 """Smaller models: heads and MLP neurons removed, key/value heads merged, recovery by training; and smaller caches."""
 
-from headwise.shrinking.budget import KVBudget, kv_budget
+from headwise.caching.budget import KVBudget, kv_budget
 from headwise.shrinking.distill import Distill, Distillation, Recovery, distill, logit_divergence, state_error
 from headwise.shrinking.merge import MergeStep, Merging, merge
 from headwise.shrinking.prune import Pruning, prune

@@ -92,7 +92,7 @@ class Distill(Method):
 class _Call:
     """One forward of the model: what it was called with, what it put out, and the states after each layer."""
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None

@@ -51,7 +51,7 @@ class _Returned:
         own: The memory that the forward itself has of each.
     """
 
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     leaves: list[Any]
     structure: TreeSpec
     own: list[StorageWeakRef | None]

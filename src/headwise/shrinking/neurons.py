@@ -172,7 +172,14 @@ def _read_calls(heads: Heads, calls: Sequence[_Call]) -> list[Mlp]:
             refused.add(module)
         else:
             found.setdefault(module, mlp)
-    return [mlp for module, mlp in found.items() if module not in refused]
+    kept: list[Mlp] = []
+    taken: set[nn.Module] = set()
+    for module, mlp in found.items():
+        # of linear maps in a row, the second would be the map down of one MLP and the map up of the next
+        if module not in refused and not taken & {*_list_owners(mlp)}:
+            kept.append(mlp)
+            taken |= {*_list_owners(mlp)}
+    return kept
 
 
 def _list_owners(mlp: Mlp) -> list[nn.Module]:

@@ -270,9 +270,9 @@ def arms() -> None:
     width = max(map(len, controls))
     for control in dict.fromkeys(controls.values()):
         if control is not None:
-            console.print(f"\njudged against {control}", style="bold", highlight=False)
+            console.print(f"\njudged against {control}", style="bold", highlight=False, markup=False)
         for name in (name for name, other in controls.items() if other == control):
-            console.print(f"{name:<{width}}  {about[name]}", highlight=False)
+            console.print(f"{name:<{width}}  {about[name]}", highlight=False, markup=False)
     console.print("\n`+` combines arms, `:` changes their settings: svgd:alpha=0.5,layers=0/1+output.", style="dim")
     print_record({name: {"about": about[name], "control": arm.control} for name, arm in named_arms().items()})
 

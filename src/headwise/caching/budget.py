@@ -26,7 +26,7 @@ from headwise.nn.hooks import uncompiled
 from headwise.settings import Count, Natural, check_fields
 
 if TYPE_CHECKING:
-    from headwise.shrinking.budget_cache import BudgetCache
+    from headwise.caching.budget_cache import BudgetCache
 
 FORMAT = "headwise key/value budget 1"
 # Values of the gate over which gradients are integrated, the middles of four equal parts.
@@ -82,7 +82,7 @@ class KVBudget:
             LayoutError: In a call, it is used with another model or attention implementation, or heads have taps, a
                 bias, or are paired or mixed.
         """
-        from headwise.shrinking.budget_cache import BudgetCache
+        from headwise.caching.budget_cache import BudgetCache
 
         heads = {layer: len(scores) for layer, scores in self.scores.items()}
         return BudgetCache(self.full, heads, self.sink, self.window, self.windows)
@@ -239,8 +239,8 @@ def _find_layers(heads: Heads, window: int) -> tuple[dict[int, Site], tuple[int 
         )
     if getattr(config, "is_encoder_decoder", False):
         raise LayoutError(f"{name} is an encoder-decoder; expected a decoder alone, whose cache grows with the text.")
+    from headwise.caching.budget_cache import list_windows
     from headwise.heads.scores.huggingface import calls_interface
-    from headwise.shrinking.budget_cache import list_windows
 
     windows = tuple(list_windows(config.get_text_config(decoder=True)))
     sites: dict[int, Site] = {}
@@ -322,7 +322,7 @@ def _integrate(
     model: Any, batches: Sequence[Mapping[str, Tensor]], like: ByLayer, budget: KVBudget, windows: Sequence[int | None]
 ) -> ByLayer:
     """Return I_g of each head, in nats per token that is predicted."""
-    from headwise.shrinking.budget_cache import mixing_cache
+    from headwise.caching.budget_cache import mixing_cache
 
     device = next(model.parameters()).device
     totals, count = {layer: torch.zeros_like(one) for layer, one in like.items()}, 0
@@ -354,7 +354,7 @@ def _integrate(
 @torch.no_grad()
 def _prove(model: Any, budget: KVBudget) -> None:
     """Refuse a model that is not causal, or for which the cache is not exact, by calls on a few tokens."""
-    from headwise.shrinking.budget_cache import mixing_cache
+    from headwise.caching.budget_cache import mixing_cache
 
     budget = replace(budget, keep=0.5, sink=1, window=3)
     size = model.config.get_text_config(decoder=True).vocab_size

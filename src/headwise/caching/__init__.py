@@ -1,0 +1,1 @@
+"""Caches in which each key/value head has a budget of its own."""
