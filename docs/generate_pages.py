@@ -33,6 +33,7 @@ SHRINKING = "2026-11-24-shrinking-cpu.json"
 REAL_MODELS = "2026-11-28-real-models-cpu.json"
 TYPICAL = "2026-11-29-typical-cpu.json"
 CACHE = "2026-11-29-cache-cpu.json"
+LANGUAGE_MODEL = "2026-11-29-language-model-cpu.json"
 # Lines of `headwise inspect` that the README shows.
 LOOK_LINES = 11
 # What is wanted at most: of a plain step, of the trunk's time, of separate evaluations.
@@ -62,7 +63,10 @@ def render() -> dict[Path, str]:
             "laboratory": make_laboratory_table(read(LABORATORY)),
         },
         "docs/measure.md": {"typical": make_typical(read(TYPICAL))},
-        "docs/shrinking.md": {"cache": make_cache(read(CACHE))},
+        "docs/shrinking.md": {
+            "cache": make_cache(read(CACHE)),
+            "language model": make_language_model(read(LANGUAGE_MODEL)),
+        },
         "docs/diversity.md": {"tricks": blind_spots.render(), "attention": blind_spots.render_attention()},
         "docs/statistics.md": {"normal": list_normal(calibration), "logistic": list_logistic(calibration)},
     }
@@ -258,9 +262,15 @@ def make_smaller(record: dict[str, Any]) -> str:
     half = next(row for name, row in record["models"]["MiniLM"].items() if name.startswith("half"))["parameters"]
     whole = record["models"]["MiniLM"]["whole"]["parameters"]
     time = read(SHRINKING)["minilm"]["ratio"]["half of the heads removed"]
+    works = read(CACHE)["works"]
+    cache, budget = works["whole cache"], works["50%, kv_budget"]
+    kept = budget["copying"]["right"] / cache["copying"]["right"]
     said = (
         f"Half of the heads leave {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and {time:.2f} of the time. "
-        "Heads are chosen on training pairs; the whole model gets the same training."
+        "Heads are chosen on training pairs; the whole model gets the same training. `hw.shrink` takes neurons of MLPs "
+        "too. With half of its cache by `hw.kv_budget`, SmolLM2 changes by "
+        f"{budget['text']['loss'] - cache['text']['loss']:+.3f} nats on text and copies {100 * kept:.0f} % of what it "
+        f"copies with all of it ([beside other caches, heads merged, heads and neurons removed](docs/shrinking.md))."
     )
     return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"
 
@@ -275,6 +285,25 @@ def make_typical(record: Mapping[str, Any]) -> str:
         values = ("-" if cell is None else "{:.2f} ({:.2f} to {:.2f})".format(*cell) for cell in cells)
         rows.append((PAIRS.get(name, name), *values))
     header = ("measure", *(f"{name}, {model['layers']} layers of {model['heads']}" for name, model in models.items()))
+    return join_rows(header, rows, "--:")
+
+
+def make_language_model(record: Mapping[str, Any]) -> str:
+    """Return a row for each way to make a language model smaller."""
+    ways = record["ways"]
+    whole = ways["whole"]
+    rows = [
+        (
+            name,
+            f"{row['parameters'] / 1e6:.1f} million",
+            f"{row['cache'] / 1024:.1f} kB",
+            f"{row['time']:.2f}",
+            f"{row['loss']:.3f}" if row is whole else f"{row['loss'] - whole['loss']:+.3f}",
+            f"{100 * row['answers']['TREC']:.0f} %",
+        )
+        for name, row in ways.items()
+    ]
+    header = ("SmolLM2-135M", "parameters", "cache of a token", "time", "loss, nats a token", "TREC, five kinds")
     return join_rows(header, rows, "--:")
 
 
