@@ -29,7 +29,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
 README = ROOT / "README.md"
-ARMS = ("plain", "scaled", "output-relative", "CKA", "SVGD-span", "CKA-together")
+ARMS = ("plain", "scaled", "output-relative", "cka", "svgd-span", "cka-together")
 # digits with a point, such as -0.327, that are no part of a word, a version or a call
 FIGURE = re.compile(r"(?<![\w.(=])[-+]?\d+\.\d+(?![\w.)])")
 
