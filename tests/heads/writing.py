@@ -217,8 +217,9 @@ class Called(Written):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
         members = self.num_heads // self.key_value_heads
         k, v = (k, v) if self.grouped == "repeated" else (k[:, ::members], v[:, ::members])
-        is_causal = self.mask == "is_causal" and allowed.dim() == 2
-        mask = None if is_causal or allowed.all() else allowed
+        plain = allowed.dim() == 2
+        is_causal = self.mask == "is_causal" and plain
+        mask = None if is_causal or (plain and not self.causal) else allowed
         if self.mask in ("additive", "with a bias of its own"):
             mask = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf)
             mask = mask if self.added is None else mask + self.added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,12 @@ SHRUNK = [family for family in FAMILIES if family.name not in REFUSED]
 
 
 def plan_of(model: torch.nn.Module, inputs: dict[str, Tensor], **settings) -> hw.shrinking.ShrinkPlan:
-    def losses() -> Tensor:
-        found = model(**inputs)
-        found = next(iter(found.values())) if hasattr(found, "items") else found
-        return found.square().flatten(1).mean(1)
+    def losses() -> Iterator[Tensor]:
+        # windows of an image are rows of their own, so that items come one by one
+        for place in range(len(next(iter(inputs.values())))):
+            found = model(**{name: tensor[place : place + 1] for name, tensor in inputs.items()})
+            found = next(iter(found.values())) if hasattr(found, "items") else found
+            yield found.square().flatten(1).mean(1)
 
     return hw.shrink(hw.find_heads(model), losses, **{"params": 0.7, "inputs": inputs, **settings})
 
