@@ -337,8 +337,8 @@ def test_a_table_of_roles_is_run_judged_and_shown_with_its_quoted_rows(inline, t
     study = dataclasses.replace(study, parts=study.parts[:2])
     ran = train(study, tmp_path, sets, pipeline=sets, sizes=(*TINY, "head_size=3"))
     assert any(name.startswith("CR: guided seed 0") for name in inline)
-    assert "DiSAN* (quoted, not run)" in ran.shown
-    assert "84.1" in ran.shown
+    (page,) = tmp_path.rglob("report.html")
+    assert "DiSAN* (quoted, not run)" in page.read_text(encoding="utf-8")
     rows = ran.record["published"]["rows"]
     quoted = next(row for row in rows if row[0].startswith("PSAN") and row[1] == "CR")
     assert (quoted[2], quoted[3], quoted[4]) == (NONE, {"value": 84.2, "digits": 1}, NONE)
