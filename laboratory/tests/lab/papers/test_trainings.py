@@ -337,7 +337,7 @@ def test_a_table_of_roles_is_run_judged_and_shown_with_its_quoted_rows(inline, t
     study = dataclasses.replace(study, parts=study.parts[:2])
     ran = train(study, tmp_path, sets, pipeline=sets, sizes=(*TINY, "head_size=3"))
     assert any(name.startswith("CR: guided seed 0") for name in inline)
-    (page,) = tmp_path.rglob("report.html")
+    (page,) = tmp_path.rglob("guided-table-3-demo/report.html")
     assert "DiSAN* (quoted, not run)" in page.read_text(encoding="utf-8")
     rows = ran.record["published"]["rows"]
     quoted = next(row for row in rows if row[0].startswith("PSAN") and row[1] == "CR")
