@@ -105,6 +105,23 @@ def test_a_neuron_is_worth_its_activation_times_its_gradient():
     assert set(gone) == set(expected.argsort()[: len(gone)].tolist())
 
 
+@cases("tokens", [4, 5, 8])
+def test_neurons_of_items_are_told_apart_whichever_axis_items_are(tokens: int):
+    x, y = torch.randn(2, 4, tokens, 8)
+
+    def weigh(*, batch_first: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.TransformerEncoderLayer(8, 2, 12, batch_first=batch_first).eval()
+
+        def losses() -> Tensor:
+            found = model(x) if batch_first else model(x.transpose(0, 1)).transpose(0, 1)
+            return (found - y).square().mean((1, 2))
+
+        return hw.shrink(hw.find_heads(model), losses, params=0.7).importance
+
+    torch.testing.assert_close(weigh(batch_first=False), weigh(batch_first=True))
+
+
 class Normed(torch.nn.Module):
     """A layer whose MLP may mix its neurons."""
 

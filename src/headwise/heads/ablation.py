@@ -531,11 +531,12 @@ def _differentiate(heads: Heads, score: Callable[[], Any]) -> Importance:
 
 @torch.enable_grad()
 def differentiate(
-    heads: Heads, score: Callable[[], Any], neurons: Mapping[str, nn.Module] | None = None
+    heads: Heads, score: Callable[[], Any], neurons: Mapping[str, tuple[nn.Module, bool]] | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the mean loss, and E |dL/dxi| of each head by site and of each input of other linear maps by name.
 
-    `score` runs the model and returns or yields losses, as for `importance`; `neurons` are the maps by name.
+    `score` runs the model and returns or yields losses, as for `importance`; `neurons` are the maps by name, and
+    whether items are the first axis of what each gets, or the second.
     """
     with _Gates(heads, neurons or {}) as gates:
         found = score()
@@ -590,6 +591,7 @@ class _Gated:
     count: int
     size: int
     gates: list[Tensor]
+    flat: bool = False
     reached: bool = False
 
     def gate_joined(self, joined: Tensor) -> Tensor:
@@ -613,7 +615,7 @@ class _Gated:
 class _Gates(_EditedOutputs):
     """A gate of 1 on each head of each item, at the input of W_O, and on each input of some linear maps."""
 
-    def __init__(self, heads: Heads, neurons: Mapping[str, nn.Module] | None = None) -> None:
+    def __init__(self, heads: Heads, neurons: Mapping[str, tuple[nn.Module, bool]] | None = None) -> None:
         super().__init__(heads)
         self.sites = []
         with self._attaching():
@@ -626,16 +628,20 @@ class _Gates(_EditedOutputs):
                         'method="exact".'
                     )
                 self.sites.append(gated)
-            for name, module in (neurons or {}).items():
-                self.sites.append(self._gate_inputs(name, module))
+            for name, (module, batch_first) in (neurons or {}).items():
+                self.sites.append(self._gate_inputs(name, module, batch_first=batch_first))
 
-    def _gate_inputs(self, name: str, module: nn.Module) -> _Gated:
+    def _gate_inputs(self, name: str, module: nn.Module, *, batch_first: bool) -> _Gated:
         gated = _Gated(name, name, 0, 1, [])
 
         def change(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             given = read_first_argument(module, args, kwargs)
             gated.count = given.shape[-1]
-            return replace_first_argument(args, kwargs, gated.gate_joined(given))
+            if batch_first or given.dim() < 3:
+                # an MLP may get the tokens of all items in one row
+                gated.flat = batch_first and given.dim() == 2
+                return replace_first_argument(args, kwargs, gated.gate_joined(given))
+            return replace_first_argument(args, kwargs, gated.gate_joined(given.transpose(0, 1)).transpose(0, 1))
 
         self.hook_before(module, change)
         return gated
@@ -676,8 +682,7 @@ def _group(gradient: Tensor, gate: Tensor, items: int, gated: _Gated) -> Tensor:
     if items == 1:
         # all rows are the one item's, for example the windows of an image
         return gradient.sum(0, keepdim=True)
-    if gated.size == 1 and len(gate) % items == 0:
-        # an MLP may get the tokens of all items in one row
+    if gated.flat and len(gate) % items == 0:
         return gradient.unflatten(0, (items, -1)).sum(1)
     if len(gate) != items:
         raise ShapeError(

@@ -32,7 +32,7 @@ class Map:
     @property
     def weight(self) -> Tensor:
         """The weight [rows, columns], or [columns, rows] of GPT-2's Conv1D."""
-        return self.read.owner._parameters["weight"]  # pyright: ignore[reportReturnType]
+        return self.read.owner.get_parameter("weight")
 
     @property
     def bias(self) -> Tensor | None:

@@ -24,7 +24,7 @@ from headwise.heads.heads import LINES, Heads, Site, align, list_sharing, requir
 from headwise.heads.record import clone, record
 from headwise.nn.hooks import uncompiled, without_wrappers
 from headwise.shrinking.cuts import collect_cuts, list_gone, require_optimizer
-from headwise.shrinking.neurons import Mlp, find_mlps, require_mlps, zeroed
+from headwise.shrinking.neurons import Mlp, find_mlps, name_block, require_mlps, zeroed
 from headwise.shrinking.proof import run
 from headwise.shrinking.prune import Pruning, choose_heads, find_table_owner, remove
 
@@ -306,9 +306,9 @@ def shrink(
         [True, True]
     """
     require_heads(heads)
-    if (params is None) is (time is None):
+    share = time if params is None else params
+    if share is None or None not in (params, time):
         raise SettingError("expected either params=..., a share of the layers' parameters, or time=..., of the time.")
-    share: float = params if time is None else time  # pyright: ignore[reportAssignmentType]
     require_range("params" if time is None else "time", share, low=0.0, high=0.99, low_open=True)
     if not callable(losses):
         raise SettingError(
@@ -319,7 +319,10 @@ def shrink(
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
     with without_wrappers(heads.model), uncompiled(), heads.exposed():
         mlps = require_mlps(heads, find_mlps(heads, args, kwargs))
-        loss, worth = differentiate(heads, losses, {mlp.down.name: mlp.down.read.module for mlp in mlps})
+        # torch's attention takes [L, B, d] by default, and so does the MLP beside it
+        second = {name_block(site) for site in heads if not getattr(site.module, "batch_first", True)}
+        maps = {mlp.down.name: (mlp.down.read.module, mlp.block not in second) for mlp in mlps}
+        loss, worth = differentiate(heads, losses, maps)
         layers = _Layers(heads, mlps, worth, _count(heads, mlps))
         measure = (lambda: -_mean(losses)) if score is None else (lambda: float(score()))
         whole = replace(layers.mix({}, {}, even=True), score=-loss if score is None else measure())
