@@ -81,7 +81,9 @@ def test_the_command_shows_it_without_training_and_refuses_options_that_would_do
 ):
     words = ("reproduce", FIGURE.id, "--scale", "demo", "--from", str(paper))
     assert call(*words, "--out", str(tmp_path)) == 0
-    assert "What EM routing adds is the routing" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    assert " ".join(shown.split()).index("Of 7 claims: ") < " ".join(shown.split()).index("What EM routing adds is the")
+    assert len(shown.splitlines()) <= 60
     assert (tmp_path / "diversify-figure-4-demo" / "report.html").exists()
     for more in (["--part", "base"], ["--record", "notes"], ["--dry-run"], ["--seeds", "2"], ["--workers", "0"]):
         assert f"--from trains nothing; leave out {more[0]}" in refused(capsys, *words, *more)
