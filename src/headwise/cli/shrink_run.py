@@ -64,7 +64,8 @@ STEPS = (
 MIXES = (
     "left: query heads and hidden neurons of all layers. of the layers: the share of the parameters of attentions and "
     "MLPs; fewer where heads alone leave no other size. The plan is the mix of the best score on the lines that it was "
-    "chosen by. random: as many heads and neurons of each layer, the mean of three draws."
+    "chosen by. free: other counts in each layer. random: as many heads and neurons of each layer, the mean of three "
+    "draws."
 )
 BOTH, SIZE = "heads and neurons", "share of the layers' parameters"
 SIZES = (0.9, 0.8, 0.7)
@@ -187,7 +188,8 @@ class Shrunk:
             page.table(*mixes, caption=f"{self.score}, before any training")
             page.figure(
                 to_png(sweep(self.curves, setting=SIZE, measure=self.score, reference=BOTH)),
-                caption="Score over the size, for heads and neurons together, for each alone, and of random choices.",
+                caption="Score over the size, with the same counts in every layer: of heads and neurons together, of "
+                "each alone, and of random choices.",
                 alt="Curves of the score over the share of the layers' parameters, one for each way to reach a size.",
             )
             page.paragraph(MIXES, kind="note")

@@ -132,7 +132,7 @@ class ShrinkPlan:
             notes = ["<- the plan"] * (mix is chosen) + ["other counts in each layer"] * (not mix.even)
             timing = [f"{mix.milliseconds or math.nan:.1f}"] if timed else []
             counts = [f"{mix.heads:,}", f"{mix.neurons:,}", f"{mix.parameters:.1%}"]
-            rows += [("whole" if mix is whole else "mix", *counts, *timing, f"{mix.score:.4f}", " ".join(notes))]
+            rows += [("whole" if mix is whole else "mix", *counts, *timing, f"{mix.score:.4f}", ", ".join(notes))]
         title = (
             f"{whole.heads - chosen.heads} of {whole.heads} heads and {whole.neurons - chosen.neurons:,} of "
             f"{whole.neurons:,} neurons go; {chosen.parameters:.1%} of the layers' parameters stay"
