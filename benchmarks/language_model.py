@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 import headwise as hw
 from cache import read_tokens
+from headwise.input_files import parse_json
 from timing import console, interleaved_clocks, new_record, ratio, write
 
 CPU = torch.device("cpu")
@@ -145,18 +146,24 @@ def list_ways(texts: Texts, params: float) -> dict[str, Callable[[Any], object]]
     }
 
 
-def recover(
-    model: Any, whole: Any, texts: Texts, sources: Sequence[str], steps: Sequence[int], seeds: int
-) -> dict[str, list[float]]:
-    """Return the losses after recoveries, by what is learned from and the number of steps, of all seeds."""
-    found: dict[str, list[float]] = {}
-    for source, count, seed in product(sources, steps, range(seeds)):
-        logits, hidden, text = SOURCES[source]
-        trained = deepcopy(model)
-        method = hw.Distill(whole, logits=logits, hidden=hidden, text=text)
-        hw.distill(trained, method, texts.steps, steps=count, seed=seed)
-        found.setdefault(f"{source}, {count} steps", []).append(score(trained, texts.test))
-    return found
+def recover(model: Any, whole: Any, texts: Texts, source: str, steps: int, seed: int) -> float:
+    """Return the loss after a recovery."""
+    trained = deepcopy(model)
+    logits, hidden, text = SOURCES[source]
+    hw.distill(trained, hw.Distill(whole, logits=logits, hidden=hidden, text=text), texts.steps, steps=steps, seed=seed)
+    return score(trained, texts.test)
+
+
+def begin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the record that is gone on with, or a new one."""
+    settings = {key: getattr(arguments, key) for key in ("rows", "params", "length", "items")}
+    if arguments.out is None or not arguments.out.exists():
+        return new_record("language-model", CPU) | settings | {"ways": {}}
+    record = parse_json(arguments.out.read_text(encoding="utf-8"))
+    found = {key: record[key] for key in settings}
+    if found != settings:
+        raise SystemExit(f"{arguments.out} has {found}; this call has {settings}: name another file.")
+    return record
 
 
 def main() -> None:
@@ -171,40 +178,50 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a row of a step, of which it has four")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of timing")
-    parser.add_argument("--out", type=Path, help="the JSON record (default: a new file in benchmarks/records)")
+    parser.add_argument("--only", default="", help="ways whose name holds this text")
+    parser.add_argument("--sources", nargs="*", default=[*SOURCES], choices=SOURCES, help="what recovery learns from")
+    parser.add_argument("--out", type=Path, help="the JSON record, gone on with if it exists (default: a new file)")
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    record = new_record("language-model", CPU)
+    record = begin(arguments)
     whole: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     texts = Texts(arguments.data, tokenizer, arguments.rows, arguments.length)
-    rows: dict[str, dict[str, Any]] = {}
-    models: dict[str, Any] = {}
+    rows: dict[str, dict[str, Any]] = record["ways"]
+    works: dict[str, Callable[[], object]] = {}
     for name, way in list_ways(texts, arguments.params).items():
-        models[name] = model = deepcopy(whole)
+        wanted = arguments.only in name
+        if not wanted and name != "whole":
+            continue
+        model = deepcopy(whole)
         way(model)
-        sources = ["text"] if name == "whole" else list(SOURCES)
-        row = rows[name] = {
-            "parameters": sum(one.numel() for one in model.parameters()),
-            "cache": count_cache(model),
-            "loss": score(model, texts.test),
-            "recovered": recover(model, whole, texts, sources, arguments.steps, arguments.seeds),
-        }
-        if arguments.choices is not None:
+        works[name] = partial(score, model, texts.test[:1])
+        row = rows.setdefault(name, {"recovered": {}})
+        if "loss" not in row:
+            row |= {
+                "parameters": sum(one.numel() for one in model.parameters()),
+                "cache": count_cache(model),
+                "loss": score(model, texts.test),
+            }
+        if arguments.choices is not None and "answers" not in row:
             numbered = track(CHOICES.items(), f"{name}: questions", console=console, transient=True)
             row["answers"] = {
                 which: answer(model, tokenizer, arguments.choices, choice, arguments.items)
                 for which, choice in numbered
             }
-        told = {"as it is": [row["loss"]], **row["recovered"]}
-        means = ", ".join(f"{what}: {statistics.fmean(found):.3f} nats" for what, found in told.items())
-        console.print(f"{name}: {means}; {row.get('answers', '')}", soft_wrap=True)
-    works = {name: partial(score, model, texts.test[:1]) for name, model in models.items()}
+        console.print(f"{name}: {row['loss']:.3f} nats; {row.get('answers', '')}", soft_wrap=True)
+        sources = [one for one in arguments.sources if wanted and (one == "text" or name != "whole")]
+        for steps, source in product(arguments.steps, sources):
+            found = row["recovered"].setdefault(f"{source}, {steps} steps", [])
+            for seed in range(len(found), arguments.seeds):
+                found.append(recover(model, whole, texts, source, steps, seed))
+                console.print(f"  {source}, {steps} steps, seed {seed}: {found[-1]:.3f} nats")
+                if arguments.out is not None:
+                    write(record, CPU, arguments.out)
     _, seconds = interleaved_clocks(CPU, works, arguments.rounds, "timing")
-    for name, row in rows.items():
-        row["time"] = ratio(seconds, name, "whole")
-    record |= {key: getattr(arguments, key) for key in ("rows", "params", "length", "seeds", "items")}
-    write(record | {"ways": rows}, CPU, arguments.out)
+    for name in works:
+        rows[name]["time"] = ratio(seconds, name, "whole")
+    write(record, CPU, arguments.out)
 
 
 if __name__ == "__main__":

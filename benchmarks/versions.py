@@ -124,16 +124,17 @@ def make_run(task: str, data: Path | None, cache: Path) -> Callable[[], object]:
 def read_peak(root: Path, task: str, data: Path | None, cache: Path) -> float:
     """Return the peak memory, in MiB, of a process of a version that does the first steps of a run."""
     program = (
-        "import resource, sys; from pathlib import Path; from laboratory import *; task, data, cache = sys.argv[1:]; "
+        "import sys; from pathlib import Path; from laboratory import *; task, data, cache = sys.argv[1:]; "
         f"scale = named_task(task).scales[{SCALE!r}]; data = Path(data) if data else None; "
         "settings = RunSettings(task, scale, named_arms()['plain'], 0, data, Path(cache)); "
         f"train_ours(settings, Clock(1, {STEPS - 1})); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+        # of this program alone: `ru_maxrss` begins with what the process that starts it holds
+        "print(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])"
     )
     paths = os.pathsep.join(str(root / name) for name in SOURCES)
     command = [sys.executable, "-P", "-W", "ignore", "-c", program, task, str(data or ""), str(cache)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    return float(done.stdout.split()[-1]) / 1024
 
 
 def make_adapted(hw: Any, attach: Callable[..., object]) -> Callable[[], object]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import headwise as hw
 from cases import cases, find_unrefused
 from heads import shared
 from heads.transformers_versions import CACHE
-from headwise.caching import budget_cache
+from headwise.caching import budget_cache, static_cache
 from headwise.caching.budget_cache import require_mask
 from headwise.errors import DataError, LayoutError, SettingError
 from headwise.heads.scores.huggingface import InterfaceCall
@@ -93,6 +95,8 @@ def run(model: Any, ids: torch.Tensor, keep: torch.Tensor, cache: Any = None, st
 def pad(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(1, 61, (len(PADS), length), generator=torch.Generator().manual_seed(2))
     keep = (torch.arange(length)[None] >= torch.tensor(PADS)[:, None]).long()
+    # and in the midst of a row
+    keep[1, 20:23] = 0
     return ids * keep, keep
 
 
@@ -108,24 +112,30 @@ def check_family(kind: str, attention: str, own: dict[str, Any]) -> None:
         with mask_heads(model, budget, keep):
             wanted = run(model, ids, keep)
         # blocks of a prompt in one piece are smaller than it; pieces; single tokens
-        for ends in ((36, 37, 38, 39, 40), (7, 8, 9, 22, 23, 40)):
-            cache, start, parts = budget.cache(), 0, []
+        sizes = (None,) if any(budget.windows[layer] for layer in budget.scores) else (None, 40)
+        for size, ends in product(sizes, ((36, 37, 38, 39, 40), (7, 8, 9, 22, 23, 40))):
+            cache, start, parts = budget.cache(size), 0, []
             for end in ends:
                 parts.append(run(model, ids[:, :end], keep[:, :end], cache, start))
                 start = end
             compare(torch.cat(parts, 1), wanted, keep)
 
 
+def shorten_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for form in (budget_cache, static_cache):
+        monkeypatch.setattr(form, "BLOCK", 4)
+
+
 @cases("name", FAMILIES)
 def test_the_cache_equals_the_same_mask_over_a_whole_cache(name, monkeypatch):
-    monkeypatch.setattr("headwise.caching.budget_cache.BLOCK", 4)
+    shorten_blocks(monkeypatch)
     check_family(*FAMILIES[name])
 
 
 @pytest.mark.full
 @cases("name", MORE)
 def test_the_cache_equals_the_same_mask_in_more_families(name, monkeypatch):
-    monkeypatch.setattr("headwise.caching.budget_cache.BLOCK", 4)
+    shorten_blocks(monkeypatch)
     check_family(*MORE[name])
 
 
@@ -167,6 +177,45 @@ def test_the_cache_follows_crop_beams_and_rows(llama):
             cache.crop(-20)
         cache.reset()
         compare(run(model, ids, keep, cache)[:, 30:], wanted, keep[:, 30:])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_the_cache_of_a_fixed_size_follows_beams_and_is_emptied(llama):
+    model, budget = llama
+    ids, keep = pad(20)
+    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "attention_mask": keep, "pad_token_id": 0}
+    cache = budget.cache(32)
+    # not compiled, as it would be on a GPU
+    found = [model.generate(ids, past_key_values=cache, disable_compile=True, **settings)]
+    held = cache.nbytes
+    cache.reset()
+    found.append(model.generate(ids, past_key_values=cache, disable_compile=True, **settings))
+    wanted = model.generate(ids, past_key_values=budget.cache(), **settings)
+    assert all(torch.equal(one, wanted) for one in found)
+    full, rows = sum(map(len, budget.full.values())), 3 * len(ids)
+    states = 2 * 8 * 4 * (full * 32 + (8 - full) * (SINK + WINDOW + 1))
+    assert held == cache.nbytes == rows * (states + 4 * 8 * (SINK + WINDOW + 2)) + 4 * 8
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_calls_with_one_token_compile_once(llama, backend):
+    model, budget = llama
+    ids, keep = pad(40)
+    cache, growing = budget.cache(40), budget.cache()
+    for one in (cache, growing):
+        run(model, ids[:, :20], keep[:, :20], one)
+    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    for place in range(20, 40):
+        # a mask of a fixed size, as generate makes it
+        seen = torch.nn.functional.pad(keep[:, : place + 1], (0, 39 - place))
+        own = {"position_ids": keep[:, : place + 1].sum(1, keepdim=True) - 1, "use_cache": True}
+        with torch.no_grad():
+            found = compiled(ids[:, place, None], attention_mask=seen, **{CACHE: cache}, **own).logits
+        compare(found, run(model, ids[:, : place + 1], keep[:, : place + 1], growing, place), keep[:, place, None])
+    assert counter.frame_count == 1
 
 
 def test_a_short_text_is_cropped_without_recording(llama):
@@ -335,6 +384,10 @@ def test_what_has_no_exact_cache_is_refused(llama):
             ),
             (score(find("Qwen3Next", **linear)), LayoutError, "layer 0 .* LinearAttentionLayer .*linear attention"),
             (lambda: model(text[0], **{CACHE: other.cache()}), LayoutError, "computes 2 key/value heads .* has 3"),
+            (lambda: model(text[0], **{CACHE: budget.cache(19)}), SettingError, "made for 19 tokens and is given 20"),
+            (lambda: budget.cache(19).crop(-1), SettingError, r"crop\(-1\) of a cache of a fixed size"),
+            (lambda: budget.cache(0), SettingError, "max_length is 0; expected"),
+            (lambda: replace(budget, windows=(9,) * 4).cache(19), LayoutError, "layer 0 has a window of its own"),
             (call(lambda: hw.Taps(heads, weights=True)), LayoutError, "has a bias, taps, or paired or mixed heads"),
         ]
     )
@@ -365,7 +418,7 @@ def test_a_cache_that_is_not_exact_is_refused_before_it_is_used(llama, monkeypat
     ):
         with pytest.raises(LayoutError, match=message):
             require_mask(changed, values, 4)
-    attend = budget_cache._BudgetLayer._attend_full
-    monkeypatch.setattr(budget_cache._BudgetLayer, "_attend_full", lambda *given: 1.1 * attend(*given))
+    attend = budget_cache.BudgetLayer._attend_full
+    monkeypatch.setattr(budget_cache.BudgetLayer, "_attend_full", lambda *given: 1.1 * attend(*given))
     with pytest.raises(LayoutError, match="computes something else with the cache of a budget"):
         hw.kv_budget(heads, window=WINDOW)

@@ -71,21 +71,44 @@ class KVBudget:
             for layer, scores in self.scores.items()
         }
 
-    def cache(self) -> BudgetCache:
+    def cache(self, max_length: int | None = None) -> BudgetCache:
         """Return an empty cache: `model.generate(..., cache=budget.cache())`, one for each call.
 
-        Before transformers 5.24 the argument is `past_key_values`.
+        In older versions of transformers the argument is `past_key_values`.
+
+        Args:
+            max_length: The most tokens of a row, those of the prompt and of the answer together. The cache then has a
+                fixed size and is written in place, so that calls with one token compile (`torch.compile(model)`), as
+                with the StaticCache of transformers. None lets it grow.
 
         Raises:
-            SettingError: In `crop`, streaming heads have dropped what they would see again; see
-                `activate_past_recording` of transformers, which assisted generation calls.
-            LayoutError: In a call, it is used with another model or attention implementation, or heads have taps, a
-                bias, or are paired or mixed.
+            SettingError: In `crop`, streaming heads have dropped what they would see again (see
+                `activate_past_recording` of transformers, which assisted generation calls), or the size is fixed; there
+                are more tokens than `max_length`.
+            LayoutError: The size is fixed, and a layer with a budget has a window of its own. In a call, it is used
+                with another model or attention implementation, or heads have taps, a bias, or are paired or mixed.
         """
-        from headwise.caching.budget_cache import BudgetCache
+        from headwise.caching import budget_cache, static_cache
 
-        heads = {layer: len(scores) for layer, scores in self.scores.items()}
-        return BudgetCache(self.full, heads, self.sink, self.window, self.windows)
+        if max_length is not None:
+            require_integer("max_length", max_length, low=1)
+        layers, chosen = [], self.full
+        for layer, sliding in enumerate(self.windows):
+            heads, full = len(self.scores.get(layer, ())), chosen.get(layer, ())
+            if max_length is None and heads:
+                layers.append(budget_cache.BudgetLayer(heads, full, self.sink, self.window, sliding))
+            elif max_length is None:
+                layers.append(budget_cache.stock_layer(sliding))
+            elif not heads:
+                layers.append(static_cache.stock_layer(sliding, max_length))
+            elif sliding is None:
+                layers.append(static_cache.StaticBudgetLayer(heads, full, self.sink, self.window, max_length))
+            else:
+                raise LayoutError(
+                    f"layer {layer} has a window of its own ({sliding} positions), which a budget of a fixed size does "
+                    "not keep; leave max_length out, or such layers out of the budget (heads.where(...))."
+                )
+        return budget_cache.BudgetCache(layers)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, atomically; `DataError` where it cannot be written."""
@@ -296,7 +319,7 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
 def _run(model: Any, inputs: Mapping[str, Tensor], cache: Any) -> Tensor:
     """Return the logits [B, T, V] of a call with a cache."""
     names = inspect.signature(model.forward).parameters
-    # its name in transformers before 5.20
+    # older versions of transformers name it otherwise
     name = "cache" if "cache" in names else "past_key_values"
     device = next(model.parameters()).device
     given = {key: tensor.to(device) for key, tensor in inputs.items() if key != "from"}

@@ -61,7 +61,7 @@ def narrow(mask: Tensor | None, seen: Tensor, *, additive: bool) -> Tensor:
     return mask.masked_fill(~seen[:, None], torch.finfo(mask.dtype).min)
 
 
-class _BudgetLayer(CacheLayerMixin):
+class BudgetLayer(CacheLayerMixin):
     """Keys and values of one layer; `full` are the heads that keep all positions that the model's own window keeps."""
 
     is_croppable = True
@@ -98,11 +98,7 @@ class _BudgetLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_settings: Any) -> tuple[Tensor, Tensor]:
         """Return keys that attend themselves; they are kept when they have."""
-        if key_states.shape[1] != self.heads:
-            raise LayoutError(
-                f"the model computes {key_states.shape[1]} key/value heads in a layer for which the budget has "
-                f"{self.heads}; expected the model that the budget was made for."
-            )
+        require_heads(key_states, self.heads)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return AttendedKeys.of(key_states, partial(self._attend, key_states, value_states)), value_states
@@ -197,33 +193,14 @@ class _BudgetLayer(CacheLayerMixin):
         queries = call.query.shape[2]
         length, first = self.get_mask_sizes(queries)
         mask = require_mask(call, values, length)
-        attend = attend_explicitly if call.settings.get("s_aux") is not None else call.attend
-        output = None
-        for chosen, run in zip(self.chosen, (self._attend_full, self._attend_near), strict=True):
-            if not len(chosen):
-                continue
-            asked = call.query.unflatten(1, (self.heads, -1))[:, chosen].flatten(1, 2)
-            own = dict(call.settings)
-            if own.get("s_aux") is not None:
-                own["s_aux"] = own["s_aux"].unflatten(0, (self.heads, -1))[chosen].flatten()
-            attending = partial(attend, call.module, **own)
-            part = run(attending, call.named == "eager", asked, keys[:, chosen], values[:, chosen], mask, first)
-            part = part.unflatten(2, (len(chosen), -1))
-            output = part.new_empty(*part.shape[:2], self.heads, *part.shape[3:]) if output is None else output
-            output[:, :, chosen] = part
+        additive = call.named == "eager"
+        runs = (partial(self._attend_full, mask, first), partial(self._attend_near, mask, first, additive))
+        output = attend_apart(call, keys, values, self.chosen, runs)
         self.seen += queries
-        assert output is not None  # a layer has heads
-        return output.flatten(2, 3), None
+        return output, None
 
     def _attend_full(
-        self,
-        call: Attend,
-        _additive: bool,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        first: int,
+        self, mask: Tensor | None, first: int, call: Attend, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         self.full_keys, self.full_values = (
             torch.cat([self.full_keys, keys], 2),
@@ -236,7 +213,7 @@ class _BudgetLayer(CacheLayerMixin):
         return output
 
     def _attend_near(
-        self, call: Attend, additive: bool, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, first: int
+        self, mask: Tensor | None, first: int, additive: bool, call: Attend, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Attend block by block, as a long prompt needs no score of a key that no query of a block sees."""
         outputs, size = [], max(self.sink + self.window, BLOCK)
@@ -316,6 +293,48 @@ class _BudgetLayer(CacheLayerMixin):
         self.near_keys, self.near_values = (take(one, order) for one in (self.near_keys, self.near_values))
 
 
+def require_heads(keys: Tensor, heads: int) -> None:
+    """Raise `LayoutError` unless a model computes as many key/value heads as its budget has."""
+    if keys.shape[1] != heads:
+        raise LayoutError(
+            f"the model computes {keys.shape[1]} key/value heads in a layer for which the budget has {heads}; expected "
+            "the model that the budget was made for."
+        )
+
+
+def attend_apart(
+    call: InterfaceCall,
+    keys: Tensor,
+    values: Tensor,
+    chosen: Sequence[Tensor],
+    runs: Sequence[Callable[[Attend, Tensor, Tensor, Tensor], Tensor]],
+) -> Tensor:
+    """Attend with groups of key/value heads, each in its own way, and return the outputs of all heads [B, Q, H, e].
+
+    Args:
+        call: The call of the interface.
+        keys: Of its tokens, [B, G, Q, e].
+        values: Likewise.
+        chosen: The heads of each group.
+        runs: The way of each group: from a function that attends, queries, keys and values to an output.
+    """
+    heads, output = keys.shape[1], None
+    attend = attend_explicitly if call.settings.get("s_aux") is not None else call.attend
+    for own_heads, run in zip(chosen, runs, strict=True):
+        if not len(own_heads):
+            continue
+        own = dict(call.settings)
+        if own.get("s_aux") is not None:
+            own["s_aux"] = own["s_aux"].unflatten(0, (heads, -1))[own_heads].flatten()
+        query = call.query.unflatten(1, (heads, -1))[:, own_heads].flatten(1, 2)
+        part = run(partial(attend, call.module, **own), query, keys[:, own_heads], values[:, own_heads])
+        part = part.unflatten(2, (len(own_heads), -1))
+        output = part.new_empty(*part.shape[:2], heads, *part.shape[3:]) if output is None else output
+        output[:, :, own_heads] = part
+    assert output is not None  # a layer has heads
+    return output.flatten(2, 3)
+
+
 def take(states: Tensor, order: Tensor) -> Tensor:
     """Return the columns of states [B, G, C, e] that `order` [B or 1, K] names."""
     if len(order) == 1:
@@ -387,30 +406,7 @@ class BudgetCache(Cache):
     """A cache for `generate`, and for calls of the model, in which each key/value head has its own budget.
 
     Made by `KVBudget.cache()`, for one batch; `reset()` makes it empty again.
-
-    Args:
-        full: The heads of each layer that keep all positions; other layers are as the model has them.
-        heads: The number of key/value heads in each of these layers.
-        sink, window: The first and the last positions that the other heads keep.
-        windows: The window of each layer of the model; None where it attends to all positions.
     """
-
-    def __init__(
-        self,
-        full: Mapping[int, Sequence[int]],
-        heads: Mapping[int, int],
-        sink: int,
-        window: int,
-        windows: Sequence[int | None],
-    ) -> None:
-        super().__init__(
-            layers=[
-                _BudgetLayer(heads[layer], full[layer], sink, window, sliding)
-                if layer in full
-                else stock_layer(sliding)
-                for layer, sliding in enumerate(windows)
-            ]
-        )
 
     @property
     def nbytes(self) -> int:
@@ -418,8 +414,10 @@ class BudgetCache(Cache):
         total = 0
         layers: list[Any] = self.layers
         for layer in layers:
-            if isinstance(layer, _BudgetLayer):
+            if not layer.is_initialized:
+                continue
+            if hasattr(layer, "count_bytes"):
                 total += layer.count_bytes()
-            elif layer.is_initialized:
+            else:
                 total += sum(one.untyped_storage().nbytes() for one in (layer.keys, layer.values))
         return total
