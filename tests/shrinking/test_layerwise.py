@@ -64,6 +64,26 @@ def test_a_layer_is_computed_as_often_in_a_deep_model_and_no_more_states_are_kep
     assert kept[0] == kept[1]
 
 
+def test_what_is_free_is_found_on_a_few_tokens_and_on_the_batch_where_these_are_too_few(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen: list[int] = []
+    find = MERGE.find_freedoms
+
+    def note(sites: Any, batch: Any) -> Any:
+        seen.append(next(iter(batch.values() if isinstance(batch, dict) else batch)).shape[-1])
+        return find(sites, batch)
+
+    monkeypatch.setattr(MERGE, "find_freedoms", note)
+    given = (torch.arange(200)[None] % 11,)
+    merged = hw.merge(hw.find_heads(build(2)), 2, batches=[given])
+    assert seen == [5]
+    # two tokens do not show positions
+    monkeypatch.setattr(MERGE, "find_dummy", lambda _: {"input_ids": torch.tensor([[1, 2]])})
+    assert hw.merge(hw.find_heads(build(2)), 2, batches=[given]).free == merged.free
+    assert seen == [5, 2, 200]
+
+
 def test_what_went_into_a_module_and_is_read_by_something_else_too_is_noticed():
     class Skipping(nn.Module):
         def __init__(self) -> None:

@@ -404,13 +404,14 @@ def _merge(
     undo: ExitStack,
 ) -> Merging:
     sites = list(heads)
-    shown = find_dummy(heads.model) if batches is None else batches[0]
+    dummy = find_dummy(heads.model)
+    shown = dummy if batches is None else batches[0]
     if shown is None:
         raise SettingError(
             f"merging calls a {type(heads.model).__name__} to find how its heads may be turned, and no inputs are "
             "known for its class; pass batches=[...], inputs of the model."
         )
-    freedoms = find_freedoms(sites, shown)
+    freedoms = _find_freedoms(sites, dummy, shown)
     require_unread(heads, shown)
     lost = {site: keep_first(site, groups) for site in sites}
     cuts = collect_cuts(heads, lost, proved=True)
@@ -439,6 +440,17 @@ def _merge(
         loading,
         heads.model,
     )
+
+
+def _find_freedoms(sites: Sequence[Site], dummy: Batch | None, shown: Batch) -> dict[Site, Freedom]:
+    """Return the freedom of each site, from a few tokens where these reach all sites."""
+    if dummy is not None:
+        try:
+            return find_freedoms(sites, dummy)
+        except HeadwiseError:
+            # what is wrong with the model is told of the given batch
+            pass
+    return find_freedoms(sites, shown)
 
 
 def _write(
