@@ -14,7 +14,7 @@ from cases import cases
 from heads.families import FAMILIES
 from headwise.errors import HeadwiseError
 from headwise.shrinking.alignment import KeyFreedom, measure_loss
-from headwise.shrinking.merge_heads import Freedom, find_freedoms
+from headwise.shrinking.merge_heads import Freedom, find_freedoms, read_turns
 from reference import merging as reference
 from shrinking.cutting import named
 from shrinking.planted import SIZE, build, draw, gram_of, tokens
@@ -106,6 +106,51 @@ def test_single_keys_of_least_error_are_found_pair_by_pair():
     even = torch.diag_embed(torch.cat([pairs, pairs], 1))
     lost, _ = measure_loss(gram_of(keys), even, freedom.share(gram_of(keys), weights, "low_rank"))
     assert float(lost) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_pairs_that_hardly_turn_are_mixed_with_nearly_the_least_error_there_is():
+    size, places = 4, 6
+    freedom, heads = KeyFreedom(size), 2
+    keys, queries = draw(TOKENS, heads, size), draw(heads, TOKENS, size, seed=1)
+    # the second pair turns a hundred times more slowly
+    turn = torch.stack(
+        [
+            torch.stack([reference.rotate(one, place, size, False, 1e4) for one in torch.eye(size)], 1)
+            for place in range(-places + 1, 1)
+        ]
+    )
+    counts = torch.arange(1.0, places + 1).double()
+    angles = (torch.arange(places)[:, None] * torch.tensor([1.0, 0.01]).double()).repeat(1, 2)[None]
+    turns = read_turns(nn.Module(), {"position_embeddings": (angles.cos(), angles.sin())}, None)
+    assert turns is not None
+
+    def measure(write: Tensor, read: Tensor) -> Tensor:
+        """The squares of all score errors: each query with each key at each distance."""
+        shared = torch.einsum("nie,ief->nf", keys, write)
+        wanted = torch.einsum("hte,pef,nhf->phtn", queries, turn, keys)
+        found = torch.einsum("hte,heg,pgf,nf->phtn", queries, read, turn, shared)
+        return ((wanted - found).square().sum((1, 2, 3)) * counts).sum()
+
+    gram, weights = gram_of(keys), queries.mT @ queries
+    start = freedom.share(gram, weights, "low_rank")
+    found = freedom.refine(start, gram, weights, turns)
+    before, after = measure(start.write, start.read), measure(found.write, found.read)
+    assert float(after) < 0.8 * float(before)
+    best = [start.write.clone().requires_grad_(), start.read.clone().requires_grad_()]
+    optimizer = torch.optim.LBFGS(best, max_iter=500, line_search_fn="strong_wolfe")
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        lost = measure(*best)
+        lost.backward()
+        return lost
+
+    optimizer.step(step)
+    assert float(after) < 1.05 * float(measure(*best).detach())
+    # where pairs turn apart, one number for each pair is the best
+    kept = freedom.refine(start, gram, weights, torch.eye(size) + 0j * turns)
+    assert torch.equal(kept.write, start.write)
+    assert torch.equal(kept.read, start.read)
 
 
 def test_single_keys_without_positions_are_the_best_for_the_queries_there_are():

@@ -14,6 +14,7 @@ import headwise as hw
 from cases import cases
 from heads.families import FAMILIES
 from heads.family import Family
+from headwise.shrinking import proof
 from headwise.shrinking.layerwise import OutOfStep, Progress, Resumable, Steps
 from shrinking.cutting import named
 
@@ -62,6 +63,39 @@ def test_a_layer_is_computed_as_often_in_a_deep_model_and_no_more_states_are_kep
     # once to see the order, and twice in each of two batches
     assert computed == [5, 5]
     assert kept[0] == kept[1]
+
+
+def test_what_is_free_is_found_on_a_few_tokens_and_on_the_batch_where_these_are_too_few(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen: list[int] = []
+    find = MERGE.find_freedoms
+
+    def note(sites: Any, batch: Any) -> Any:
+        seen.append(next(iter(batch.values() if isinstance(batch, dict) else batch)).shape[-1])
+        return find(sites, batch)
+
+    monkeypatch.setattr(MERGE, "find_freedoms", note)
+    given = (torch.arange(200)[None] % 11,)
+    merged = hw.merge(hw.find_heads(build(2)), 2, batches=[given])
+    assert seen == [5]
+    # two tokens do not show positions
+    monkeypatch.setattr(MERGE, "find_dummy", lambda _: {"input_ids": torch.tensor([[1, 2]])})
+    assert hw.merge(hw.find_heads(build(2)), 2, batches=[given]).free == merged.free
+    assert seen == [5, 2, 200]
+
+
+def test_outputs_are_compared_part_by_part_and_what_is_not_a_number_differs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proof, "PART", 4)
+    model, inputs = nn.Identity(), (torch.arange(10.0),)
+    inputs[0][3] = float("inf")
+    expected = proof.Expected([inputs[0].clone()], torch.float32, inputs)
+    proof.require_equal(model, expected, proof.PRUNED)
+    for place, value in ((0, 1.0), (9, 8.0), (5, float("nan")), (3, 3.0)):
+        wrong = inputs[0].clone()
+        wrong[place] = value
+        with pytest.raises(hw.errors.LayoutError, match="outputs of up to 9 are"):
+            proof.require_equal(model, proof.Expected(expected.outputs, torch.float32, (wrong,)), proof.PRUNED)
 
 
 def test_what_went_into_a_module_and_is_read_by_something_else_too_is_noticed():

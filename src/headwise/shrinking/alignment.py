@@ -311,6 +311,59 @@ class KeyFreedom:
         write, read = (self._join_blocks([getattr(one, name) for one in shared], size) for name in ("write", "read"))
         return share_mean(gram, read, normalized=True) if normalized else Sharing(write, read)
 
+    def refine(self, start: Sharing, gram: Tensor, weights: Tensor, turns: Tensor) -> Sharing:
+        """Return a sharing of smaller error of scores at the distances there are, from one within the freedom on.
+
+        The error is sum_i E |q_i^T (T k_i - G_i T u)|^2 with u = sum_j F_j^T k_j, over queries, keys and the turns T
+        between their positions, taken for independent. Pairs that hardly turn at these distances may then be mixed. By
+        turns the best G for F and the best F for G are solved for, so that the error never rises.
+
+        Args:
+            start: Of `share`.
+            gram: k_i^T k_j before rotary positions, [..., m, e, m, e].
+            weights: Second moments of the queries of each head, [..., m, e, e].
+            turns: E t_j conj(t_k) for the turns t of all pairs, of these conjugate, and 1 for each feature that does
+                not turn, [e, e].
+        """
+        basis = self._to_complex(gram.shape[-1]).to(turns)
+        gram = torch.einsum("ab,...ibjc,dc->...iajd", basis, gram + 0j, basis.conj())
+        weights = basis @ (weights + 0j) @ basis.mH
+        own = turns * torch.einsum("...iaib->...iab", gram)
+        write, read = basis @ (start.write.mT + 0j) @ basis.mH, basis @ (start.read + 0j) @ basis.mH
+
+        def turn(write: Tensor) -> tuple[Tensor, Tensor]:
+            """Return moments of heads with the shared one, and of the shared one, as they are turned."""
+            both = torch.einsum("...iajb,...jcb->...iac", gram, write.conj())
+            return turns * both, turns * torch.einsum("...jca,...jad->...cd", write, both)[..., None, :, :]
+
+        def measure(write: Tensor, read: Tensor) -> Tensor:
+            both, shared = turn(write)
+            lost = own - read @ both.mH - both @ read.mH + read @ shared @ read.mH
+            return torch.einsum("...iab,...iba->...", weights, lost).real
+
+        first = measure(write, read)
+        for _ in range(ROUNDS):
+            both, shared = turn(write)
+            read = both @ torch.linalg.pinv(shared, rtol=ROUNDING, hermitian=True)
+            asked = read.mH @ weights
+            inverse = torch.linalg.pinv((turns.conj() * (asked @ read)).sum(-3), rtol=ROUNDING, hermitian=True)
+            write = inverse[..., None, :, :] @ (turns.conj() * asked)
+        total = torch.einsum("...iab,...iba->...", weights, own).real
+        # what is exact stays so
+        better = (measure(write, read) < first - NO_GAIN * total)[..., None, None, None]
+        write, read = (basis.mH @ one @ basis for one in (write, read))
+        return Sharing(write.real.mT.where(better, start.write), read.real.where(better, start.read))
+
+    def _to_complex(self, size: int) -> Tensor:
+        """Return the unitary matrix that makes of features pairs as complex numbers, their conjugates, and the rest."""
+        first, second, still = self.pairs(size)
+        basis = torch.zeros(size, size, dtype=torch.complex128)
+        places = torch.arange(len(first))
+        for offset, sign in ((0, 1j), (len(first), -1j)):
+            basis[offset + places, first], basis[offset + places, second] = 0.5**0.5, sign * 0.5**0.5
+        basis[torch.arange(self.rotary, size), still] = 1.0
+        return basis
+
     def _divide_gram(self, gram: Tensor) -> tuple[Tensor, Tensor]:
         """Return the moments of the complex pairs, [..., F, m, 1, m, 1], and of the rest (one by one for signs)."""
         first, second, still = self.pairs(gram.shape[-1])

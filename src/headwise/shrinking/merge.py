@@ -328,10 +328,13 @@ def merge(
     u = sum_i y_i F_i then takes the place of the heads y_i of a group, and what read y_i reads u G_i^T. With
     alignment "low_rank" F and G are those of least squared error over all choices (for keys within what is free: one
     complex number per pair), weighted by what reads each head; "orthogonal" averages heads after rotations (generalized
-    Procrustes analysis); "none" averages as they are. Then W_O is fitted to what the attention gave before, by ridge
-    regression toward the given W_O, layer by layer, each with the layers below it merged. That takes as many forward
-    passes in a deep model as in a shallow one: each layer goes on from where those below it ended. Where a pass calls
-    an attention several times, or cannot be gone on with, the whole model runs twice for each attention.
+    Procrustes analysis); "none" averages as they are. Where the model hands the cosines and sines of its positions to
+    each layer (Llama and its kin), "low_rank" goes on from there: keys and queries are fitted by turns to the scores at
+    the distances in the first batch, at which slow pairs hardly turn and may be mixed. Then W_O is fitted to what the
+    attention gave before, by ridge regression toward the given W_O, layer by layer, each with the layers below it
+    merged. That takes as many forward passes in a deep model as in a shallow one: each layer goes on from where those
+    below it ended. Where a pass calls an attention several times, or cannot be gone on with, the whole model runs twice
+    for each attention.
 
     Where the configuration of a transformers model can say it (Llama, Mistral, Qwen, Gemma, Phi-3 and others, all
     layers merged), `save_pretrained` and `from_pretrained` work without headwise; otherwise the folder is for
@@ -404,13 +407,14 @@ def _merge(
     undo: ExitStack,
 ) -> Merging:
     sites = list(heads)
-    shown = find_dummy(heads.model) if batches is None else batches[0]
+    dummy = find_dummy(heads.model)
+    shown = dummy if batches is None else batches[0]
     if shown is None:
         raise SettingError(
             f"merging calls a {type(heads.model).__name__} to find how its heads may be turned, and no inputs are "
             "known for its class; pass batches=[...], inputs of the model."
         )
-    freedoms = find_freedoms(sites, shown)
+    freedoms = _find_freedoms(sites, dummy, shown)
     require_unread(heads, shown)
     lost = {site: keep_first(site, groups) for site in sites}
     cuts = collect_cuts(heads, lost, proved=True)
@@ -439,6 +443,17 @@ def _merge(
         loading,
         heads.model,
     )
+
+
+def _find_freedoms(sites: Sequence[Site], dummy: Batch | None, shown: Batch) -> dict[Site, Freedom]:
+    """Return the freedom of each site, from a few tokens where these reach all sites."""
+    if dummy is not None:
+        try:
+            return find_freedoms(sites, dummy)
+        except HeadwiseError:
+            # what is wrong with the model is told of the given batch
+            pass
+    return find_freedoms(sites, shown)
 
 
 def _write(

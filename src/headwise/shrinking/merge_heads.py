@@ -55,8 +55,46 @@ def _list_projections(site: Site) -> dict[int, nn.Module]:
 Walk = Callable[[Site, Callable[[], None]], None]
 
 
-def measure_inputs(site: Site, walk: Walk) -> dict[int, Tensor]:
-    """Return [x, 1]^T [x, 1] of the inputs of each projecting module, by its id, [d + 1, d + 1] in float64.
+class Inputs(NamedTuple):
+    """What the queries, keys and values of an attention are made from.
+
+    Attributes:
+        moments: [x, 1]^T [x, 1] of the inputs of each projecting module, by its id, [d + 1, d + 1] in float64.
+        turns: Mean over queries and earlier keys of t_j conj(t_k), for the turns t of all pairs from the query to the
+            key and of these conjugate, [e, e]; None where they are not known.
+    """
+
+    moments: dict[int, Tensor]
+    turns: Tensor | None = None
+
+
+def read_turns(module: nn.Module, kwargs: Mapping[str, Any], keep: Tensor | None) -> Tensor | None:
+    """Return the mean of t_j conj(t_k) over the distances in a call that is given cosines and sines of positions."""
+    given = kwargs.get("position_embeddings")
+    if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(one, Tensor) for one in given)):
+        return None
+    turned = torch.complex(*(one.double().flatten(0, -3)[0] if one.dim() > 2 else one.double() for one in given))
+    turned = turned / turned.abs()
+    steps = turned[1:] * turned[:-1].conj()
+    half = turned.shape[-1] // 2
+    # halves that turn alike, and positions that follow one another
+    if not torch.allclose(turned[:, :half], turned[:, half:], atol=1e-4):
+        return None
+    if not len(steps) or not torch.allclose(steps, steps[:1].expand_as(steps), atol=1e-3):
+        return None
+    # keys come before the query, or at its place
+    turns = (turned[:1] * turned.conj())[:, :half]
+    turns = torch.cat([turns, turns.conj()], 1)
+    # so many pairs of positions are as far apart
+    lengths = torch.tensor([len(turns)]) if keep is None else keep.sum(-1).flatten()
+    counts = (lengths.to(turns.device)[:, None] - torch.arange(len(turns), device=turns.device)).clamp_min(0).sum(0)
+    counts = counts.double()
+    found = (turns.T * counts) @ turns.conj() / counts.sum()
+    return found if getattr(module, "is_causal", True) else found.real + 0j
+
+
+def measure_inputs(site: Site, walk: Walk) -> Inputs:
+    """Return the moments of the inputs of each projecting module, and the turns of the first call.
 
     Raises:
         NotFired: A module was not called.
@@ -79,20 +117,27 @@ def measure_inputs(site: Site, walk: Walk) -> dict[int, Tensor]:
             last[:] = given, rows.mT @ rows
         moments[id(module)] = moments.get(id(module), 0.0) + last[1]
 
+    turns: list[Tensor | None] = []
+
+    def note(module: nn.Module, _: tuple, kwargs: dict) -> None:
+        if not turns:
+            turns.append(read_turns(module, kwargs, newest[0].keep))
+
     guard_hooks()
     modules = _list_projections(site)
-    with watching([(site.module, note_padding(site.module, begin)), *((module, add) for module in modules.values())]):
+    watched = [(site.module, note_padding(site.module, begin)), (site.module, note)]
+    with watching([*watched, *((module, add) for module in modules.values())]):
         walk(site, last.clear)
     for key, module in modules.items():
         _require(site, moments.get(key), type(module).__name__)
-    return moments
+    return Inputs(moments, *turns)
 
 
-def assume_inputs(site: Site) -> dict[int, Tensor]:
+def assume_inputs(site: Site) -> Inputs:
     """Return the moments of inputs that are white: of variance 1, mean 0, and uncorrelated."""
     sizes = {id(part.module): part.across for part in site.parts if part.module is not None}
     device = site.slices[0].parts[0].parameter.device
-    return {key: torch.eye(size + 1, dtype=torch.float64, device=device) for key, size in sizes.items()}
+    return Inputs({key: torch.eye(size + 1, dtype=torch.float64, device=device) for key, size in sizes.items()})
 
 
 class Wanted(NamedTuple):
@@ -391,6 +436,7 @@ class _Kind:
         weights: S_i, [G, e, e].
         freedom: Their changes of basis; None where nothing is free.
         alignment: How they are brought together.
+        turns: How far pairs turn; None where it is not known, or nothing turns.
     """
 
     view: HeadView
@@ -399,6 +445,7 @@ class _Kind:
     weights: Tensor
     freedom: KeyFreedom | None
     alignment: Alignment
+    turns: Tensor | None = None
 
     def share(self, groups: Sequence[Sequence[int]]) -> tuple[Sharing, Tensor, Tensor]:
         """Return how the heads of each group become one, [g, m, e, e], with the moments and weights of the groups."""
@@ -422,14 +469,16 @@ class _Kind:
 
     def write(self, groups: Groups) -> Tensor:
         """Put one head in the place of each group, as its copies; return G of each head, group by group, [G, e, e]."""
-        sharing, *_ = self.share(groups)
+        sharing, gram, weights = self.share(groups)
+        if self.turns is not None and self.freedom is not None:
+            sharing = self.freedom.refine(sharing, gram, weights, self.turns)
         index = torch.tensor([list(group) for group in groups], device=self.rows.device)
         rows = torch.einsum("gmef,gmed->gfd", sharing.write, self.rows[index])
         write_rows(self.view, rows.repeat_interleave(index.shape[1], 0))
         return sharing.read.flatten(0, 1)
 
 
-def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, moments: Mapping[int, Tensor]) -> Groups:
+def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, inputs: Inputs) -> Groups:
     """Write weights under which the key/value heads of each group are copies, and groups are next to one another.
 
     Nothing has other sizes yet: the m heads of group j are heads j * m to j * m + m - 1 afterwards, and query heads
@@ -440,22 +489,23 @@ def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, moments: Map
         groups: Their number.
         way: How.
         freedom: What is free in its keys and values.
-        moments: Of the inputs [x, 1] of each projecting module.
+        inputs: What its queries, keys and values are made from.
 
     Returns:
         The heads of each group, by their numbers from before.
     """
     query, *others = site.slices
     members = site.num_heads // site.key_value_heads
-    query_rows, own = read_rows(query), moments[id(query.parts[0].module)]
+    query_rows, own = read_rows(query), inputs.moments[id(query.parts[0].module)]
     scores = torch.einsum("hed,dc,hfc->hef", query_rows, own, query_rows)
     outputs = read_output(site)
     readers = scores, torch.einsum("hde,hdf->hef", outputs, outputs)
     kinds = []
     for view, weights, free in zip(others, readers, (freedom.key, freedom.value), strict=True):
-        rows, own = read_rows(view), moments[id(view.parts[0].module)]
+        rows, own = read_rows(view), inputs.moments[id(view.parts[0].module)]
         gram = torch.einsum("iad,dc,jbc->iajb", rows, own, rows)
-        kinds.append(_Kind(view, rows, gram, weights.unflatten(0, (-1, members)).sum(1), free, way.alignment))
+        turns = _find_turns(free, way, inputs.turns, view.head_size)
+        kinds.append(_Kind(view, rows, gram, weights.unflatten(0, (-1, members)).sum(1), free, way.alignment, turns))
     if way.grouping == "order":
         chosen = group_in_order(site.key_value_heads, groups)
     else:
@@ -467,6 +517,13 @@ def make_alike(site: Site, groups: int, way: Way, freedom: Freedom, moments: Map
     write_rows(query, key.mT @ query_rows[queries])
     write_output(site, outputs[queries] @ value)
     return chosen
+
+
+def _find_turns(freedom: KeyFreedom | None, way: Way, turns: Tensor | None, size: int) -> Tensor | None:
+    """Return the turns of all features, where the freedom of keys is that of the positions that were given."""
+    if freedom is None or turns is None or way.alignment != "low_rank" or freedom.kind != "general":
+        return None
+    return None if freedom.interleaved or not freedom.rotary == len(turns) == size else turns
 
 
 def _move_queries(site: Site, order: Sequence[int]) -> None:

@@ -19,6 +19,8 @@ from headwise.heads.record import evaluating, list_tensors, record, restored
 
 # Largest difference, relative to the largest output: matrix products of another width round apart.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+# Numbers that are compared at once.
+PART = 1 << 20
 # Attentions of transformers that our tests prune and compare with ablation, with all their parameters.
 _NAMES = """
 AlbertAttention BartAttention BertCrossAttention BertSelfAttention CLIPAttention CanineSelfAttention
@@ -219,17 +221,24 @@ def require_equal(model: nn.Module, expected: Expected, change: Change) -> None:
     if not same or len(expected.outputs) != len(found):
         raise LayoutError(f"{name} returns other tensors with {change.done}; the model is as it was.")
     for before, after in same:
-        finite = before[before.isfinite()].abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
-        # infinities are the same or not
-        difference = torch.where(before == after, 0.0, (before - after).abs())
-        apart = float(difference.max()) if before.numel() else 0.0
+        largest, apart = _measure(before, after)
         # written so that NaN is refused too
         if not apart <= TOLERANCE.get(expected.precision, 2e-1) * max(largest, 1e-6):
             raise LayoutError(
                 f"{name} with {change.done} is not {change.like.format(name)}: outputs of up to {largest:.3g} are "
                 f"{apart:.3g} apart, so {change.left}. The model is as it was; {change.remedy}."
             )
+
+
+def _measure(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Return the largest finite size before, and the largest difference; a part at a time, as logits are large."""
+    sizes, differences = [before.new_zeros(1)], [before.new_zeros(1)]
+    for first, second in zip(before.flatten().split(PART), after.flatten().split(PART), strict=True):
+        sizes.append(first.where(first.isfinite(), 0.0).abs())
+        # infinities are the same or not
+        differences.append(torch.where(first == second, 0.0, (first - second).abs()))
+        sizes, differences = [torch.cat(sizes).amax()[None]], [torch.cat(differences).amax()[None]]
+    return float(sizes[0]), float(differences[0])
 
 
 def _shorten(error: Exception) -> str:
