@@ -24,7 +24,7 @@ from lab.command import call, refused
 from lab.inline import do_inline
 
 SIZES = ("width=16", "heads=4", "classifier_width=16", "warmup_steps=3", "generated_draws=1500", "train_examples=64")
-SMALL = (*SIZES, "dev_examples=24")
+SMALL = (*SIZES, "layers=1", "epochs=1", "dev_examples=24")
 WHOLE = REPRODUCTIONS["diversity/dose-logic"]
 STUDY = dataclasses.replace(
     WHOLE,
