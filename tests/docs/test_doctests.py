@@ -14,6 +14,7 @@ import headwise_lab
 import reference
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("package", [headwise, headwise_lab, reference], ids=lambda package: package.__name__)
 def test_the_examples_of_all_modules_run(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     inside = (info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))

@@ -114,6 +114,7 @@ class Trial(dict):
         self.number, self.params = number, dict(self)
 
 
+@pytest.mark.full
 def test_each_trial_of_a_hyperparameter_search_is_repelled_penalized_and_routed(tmp_path, monkeypatch):
     monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Search)
     monkeypatch.setattr("transformers.integrations.hp_params", dict)

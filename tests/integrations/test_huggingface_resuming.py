@@ -58,6 +58,7 @@ def test_a_resumed_training_ends_at_the_bits_of_the_uninterrupted_one(tmp_path, 
     assert logged[0][2]["penalty"] > 0.0
 
 
+@pytest.mark.full
 @cases("weight", [hw.Relative(0.5), hw.Target(2.0)])
 def test_the_strength_of_a_penalty_alone_goes_on_where_it_was(tmp_path, weight):
     method = hw.Penalize(hw.similarity.CKA(), weight=weight)
@@ -76,6 +77,7 @@ class Fails(TrainerCallback):
         raise ZeroDivisionError
 
 
+@pytest.mark.full
 @cases("fails", [False, True])
 def test_after_a_training_nothing_of_the_model_is_kept(tmp_path, fails):
     trainer = build_trainer(tmp_path)
@@ -105,6 +107,7 @@ def build_adapted():
     return peft.get_peft_model(build_bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
 
 
+@pytest.mark.full
 def test_an_aggregator_under_peft_is_trained_saved_with_the_adapter_and_resumed(tmp_path):
     lowered = hw.Repel(NOISY.rule, projections=("query",))
     whole, _ = run(tmp_path / "whole", build_adapted, (PENALTY, lowered, ROUTED))

@@ -302,8 +302,8 @@ def masks_of(family: Family, implementation: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        ("BERT", "sdpa"),
         ("Llama", "eager"),
+        pytest.param("BERT", "sdpa", marks=pytest.mark.full),
         pytest.param("BERT", "eager", marks=pytest.mark.full),
         pytest.param("Llama", "sdpa", marks=pytest.mark.full),
     ],

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from heads.attentions import SeparateAttention
 from heads.calling import CallingAttention
 from heads.families import BY_NAME, CORE, FAMILIES, sweep
@@ -275,9 +275,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "WavLM": of_family("WavLM"),
 }
 
-TIERS = dict.fromkeys(("torch", "BERT", "DeBERTa-v3", "GPT-2 with a cache", "written out"), ()) | {
-    "T5": pytest.mark.full
-}
+TIERS = dict.fromkeys(("torch", "BERT", "GPT-2 with a cache", "written out"), ()) | dict.fromkeys(
+    ("DeBERTa-v3", "T5"), pytest.mark.full
+)
 QUICK_AND_SLOW = [pytest.param(name, marks=TIERS.get(name, pytest.mark.slow)) for name in MODELS]
 
 
@@ -569,7 +569,7 @@ def act(model: nn.Module, handle: Any, attachment: Attachment) -> None:
             repulsion._attachments[0].optimizer.step()
 
 
-@cases("what", ATTACHMENTS)
+@tiers("what", [*ONE_OF_EACH_KIND], [name for name in ATTACHMENTS if name not in ONE_OF_EACH_KIND])
 def test_every_handle_is_used_alike(what: str):
     attachment = ATTACHMENTS[what]
 

@@ -79,6 +79,7 @@ def test_figures_leave_the_users_settings_and_are_the_same_each_time():
     assert dict(mpl.rcParams) == before
 
 
+@pytest.mark.full
 @cases(
     ("places", "some", "without"),
     [((0.07, 0.1), {"0.07", "0.1"}, set()), ((0.01, 10.0), {"0.01", "0.1", "1", "10"}, {"0.02", "5"})],
@@ -99,6 +100,7 @@ def test_a_notebook_shows_a_figure():
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @cases(
     "draw",
     [

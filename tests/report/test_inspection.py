@@ -119,6 +119,7 @@ def test_weights_of_another_shape_are_refused():
         make_inspection_page(REPORT, [Sentence(("one",), (None,))])
 
 
+@pytest.mark.full
 def test_hostile_tokens_stay_text_in_a_browser(browser: Chromium):
     assert texts(browser, ".token") == list(HOSTILE)
     assert browser.run("document.title") == "Heads <of> a model"
@@ -127,6 +128,7 @@ def test_hostile_tokens_stay_text_in_a_browser(browser: Chromium):
     assert browser.said == []
 
 
+@pytest.mark.full
 def test_a_reader_picks_layer_head_sentence_and_token(browser: Chromium):
     shares = "[...document.querySelectorAll('#inspection .token')].map((e) => e.style.getPropertyValue('--share'))"
     # the square root of a share of 0.6
@@ -144,6 +146,7 @@ def test_a_reader_picks_layer_head_sentence_and_token(browser: Chromium):
     assert browser.said == []
 
 
+@pytest.mark.full
 def test_similarity_worth_and_roles_are_those_of_the_report(browser: Chromium):
     pick(browser, "layer", "1")
     cells = texts(browser, "table.matrix td")
@@ -156,6 +159,7 @@ def test_similarity_worth_and_roles_are_those_of_the_report(browser: Chromium):
     assert texts(browser, ".bars div")[-1] == "<i>role</i>13 % (20 %)"
 
 
+@pytest.mark.full
 def test_the_map_of_all_heads_comes_first_on_one_scale_and_selects_a_head(browser: Chromium):
     assert browser.run("document.querySelector('#inspection').firstChild.querySelector('.map') !== null")
     cells = "[...document.querySelectorAll('#inspection button.cell')]"
@@ -167,6 +171,7 @@ def test_the_map_of_all_heads_comes_first_on_one_scale_and_selects_a_head(browse
     assert browser.run("document.activeElement.title") == "layer 1, head 2: +0.0300 (+0.0200 to +0.0400)"
 
 
+@pytest.mark.full
 def test_under_grouped_queries_the_key_value_head_that_a_head_reads_is_marked(browser: Chromium):
     pick(browser, "layer", "2")
     titles = "[...document.querySelectorAll('#inspection h3')].map((e) => e.textContent)"
@@ -179,6 +184,7 @@ def test_under_grouped_queries_the_key_value_head_that_a_head_reads_is_marked(br
         assert browser.run(marked) == expected
 
 
+@pytest.mark.full
 @cases(("width", "dark"), [(1280, False), (1280, True), (390, False)])
 def test_the_page_fits_its_window(browser: Chromium, page: Path, width: int, dark: bool):
     browser.look(width=width, height=1000, dark=dark)

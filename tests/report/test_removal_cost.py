@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import headwise as hw
-from cases import cases
+from cases import cases, tiers
 from headwise.report.removal_cost import estimate_removal, measure_removal, record_forward
 from headwise.texts.batching import Encoded
 from headwise.texts.frozen import Fidelity
@@ -91,7 +91,7 @@ MODELS = {
 }
 
 
-@cases("name", MODELS)
+@tiers("name", [*MODELS][:4] + [*MODELS][6:], [*MODELS][4:6])
 def test_what_a_head_costs_is_to_the_bit_that_of_whole_forwards(name: str):
     torch.manual_seed(0)
     make, batches = MODELS[name]

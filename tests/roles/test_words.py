@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headwise as hw
@@ -18,6 +18,7 @@ from cases import cases
 TREEBANK = Path(os.environ.get("HEADWISE_DATA", "")) / "ud" / "en_ewt"
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=40))
 def test_words_of_a_text_are_its_characters_but_white_space_in_order(text: str):
     table = hw.roles.WordTable.split(text)

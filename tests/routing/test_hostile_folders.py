@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import headwise as hw
-from cases import cases
+from cases import cases, thin, tiers
 from fuzz.mutate import BYTES, limit_memory, ran_out, read_in_time
 from routing.hostile import CANARY, FOLDERS, RECORD, edit, seal_again, set_value
 
@@ -47,7 +47,7 @@ def assert_refused(folder: Path, error: hw.errors.HeadwiseError) -> None:
     assert not (folder / CANARY).exists()
 
 
-@cases("name", FOLDERS)
+@tiers("name", *thin(FOLDERS, 3))
 def test_a_hostile_folder_is_refused_in_a_sentence_that_names_it(name: str, whole: Path, tmp_path: Path):
     folder = shutil.copytree(whole, tmp_path / "bert")
     FOLDERS[name](folder)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 import headwise as hw
-from cases import cases
-from heads.families import FAMILIES
+from heads.families import FAMILIES, sweep
 from heads.family import Family
 from headwise.shrinking import proof
 from headwise.shrinking.layerwise import OutOfStep, Progress, Resumable, Steps
@@ -32,7 +31,7 @@ def refuse(*_: object) -> None:
     raise OutOfStep
 
 
-@cases("family", named(FAMILIES, "BERT with cross-attention", "BART", "Marian", "Qwen3", "GPT-OSS"))
+@sweep(named(FAMILIES, "BERT with cross-attention", "BART", "Marian", "Qwen3", "GPT-OSS"), quick=("BART", "Qwen3"))
 def test_steps_give_the_weights_that_whole_forwards_give(family: Family, monkeypatch: pytest.MonkeyPatch):
     batches = [family.inputs(), family.inputs(padded=True)]
     stepped, whole = family.build(), family.build()

@@ -69,7 +69,7 @@ def test_what_is_cut_is_what_was_zeroed(family: Family, monkeypatch: pytest.Monk
     assert mix.parameters <= 0.7
 
 
-@cases("family", named(FAMILIES, "Llama", "Phi-3", "T5", "GPT-2", "BERT"))
+@sweep(named(FAMILIES, "Llama", "Phi-3", "T5", "GPT-2", "BERT"), quick=("Phi-3", "GPT-2"))
 def test_a_smaller_model_is_loaded_as_it_was_saved(family: Family, tmp_path: Path):
     model, inputs = family.build(), family.inputs()
     plan = plan_of(model, inputs)

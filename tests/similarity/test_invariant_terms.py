@@ -155,7 +155,7 @@ def test_a_sketch_of_hsic_has_the_mean_of_the_whole_value(of):
     model = make(layers=1)
     x, padding = given()
     values = []
-    for term, draws in ((hw.similarity.HSIC(of), 1), (hw.similarity.HSIC(of, sketch=2), 800)):
+    for term, draws in ((hw.similarity.HSIC(of), 1), (hw.similarity.HSIC(of, sketch=2), 300)):
         penalty = hw.Disagreement(hw.find_heads(model), term)
         found = []
         for seed in range(draws):

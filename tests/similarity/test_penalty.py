@@ -116,6 +116,7 @@ def test_keep_overrides_the_padding_the_attention_received():
             penalty(wrong)
 
 
+@pytest.mark.full
 def test_a_compiled_model_has_the_same_penalty_and_is_compiled_once():
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     penalty = hw.Disagreement(hw.find_heads(model), hw.similarity.Output())

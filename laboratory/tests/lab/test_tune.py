@@ -137,6 +137,7 @@ def test_dropout_is_refused_where_a_task_has_none():
         build_model(named_task("glue"), parse_arm("plain:dropout=0.1"), data, GLUE_SCALES["demo"], seed=0)
 
 
+@pytest.mark.full
 def test_a_draw_of_several_seeds_scores_their_mean(tmp_path, inline):
     found = tune(tuning("plain", tmp_path, draws=2, seed=7, seeds=3), quiet())
     assert len(inline) == 6

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import cases
+from cases import cases, thin, tiers
 from headwise.errors import DataError
 from headwise.texts.batching import read_sentences
 from headwise.texts.labeled_texts import Layout, describe_blank, find_layout, read_labeled
@@ -266,7 +266,7 @@ def exports(rows: Rows, plain: Rows, *, headed: bool) -> Iterator[tuple[str, Row
         yield "a.jsonl", rows, "".join(objects).encode()
 
 
-@cases("name", READERS)
+@tiers("name", *thin(READERS, 4))
 def test_every_export_of_a_table_is_the_same_examples_to_every_reader(name: str, tmp_path: Path):
     read, header, write, expect = READERS[name]
     limit = csv.field_size_limit()

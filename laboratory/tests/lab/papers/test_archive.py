@@ -30,7 +30,7 @@ PAPERS = Path(__file__).parents[4] / "laboratory" / "papers"
 KEPT = [path for path in PAPERS.glob("*/results/*.json") if has_runs(path)]
 RECORDS = sorted(KEPT, key=lambda path: find_archive(path).stat().st_size)
 # Whose records are computed again in a second.
-QUICK = 4
+QUICK = 2
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +187,7 @@ def tuned(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_tuned_arms_are_run_recorded_and_shown_under_their_names(tuned: Path, tmp_path: Path):
     def plan():
         return make_plans(FIGURE, "demo", seeds=5, data=None, out=tmp_path / "runs", workers=1, tuned=tuned)

@@ -43,6 +43,7 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
     return Evidence(results, numbers)
 
 
+@pytest.mark.full
 def test_doses_have_a_line_for_each_method_that_was_run_and_a_panel_for_each_budget(evidence):
     table = make_table(evidence.results)
     alone = draw_doses({"1x": evidence}, {"1x": table})
@@ -113,6 +114,7 @@ def test_arms_are_compared_with_plain_by_the_loss_that_half_of_their_heads_adds(
     assert (scores.verdict, len(scores.found)) == ("measured, not tested", 4)
 
 
+@pytest.mark.full
 def test_the_loss_added_is_shown_by_the_share_of_heads(shrunk):
     table = make_table(shrunk.results)
     grid = tabulate_shrinking({"": shrunk}, {"": table})
@@ -172,6 +174,7 @@ def test_each_mark_is_the_mean_over_sets_of_the_lead_over_what_replaced_the_role
     assert draw_role_worth(judge(ROLES.claims, {part: evidence[part] for part in SETS[1:]})) is None
 
 
+@pytest.mark.full
 def test_a_curve_is_drawn_over_parts_and_not_over_one(tmp_path, monkeypatch):
     evidence, tables = {}, {}
     for place, part in enumerate(("2 heads", "4 heads")):
@@ -218,6 +221,7 @@ def draw_rounds(out: Path):
     return repulsive.draw_training_curves("", out, Evidence(read_results(out)), read_table(out))
 
 
+@pytest.mark.full
 def test_each_number_of_a_pre_training_has_a_curve_of_each_arm_that_has_it(tmp_path, monkeypatch):
     curves, draw = [], repulsive.draw_range
 

@@ -23,8 +23,8 @@ from headwise_lab.tune import BestDraw
 from lab.command import call, refused
 from lab.inline import do_inline
 
-SIZES = ("width=16", "heads=4", "classifier_width=16", "warmup_steps=3", "generated_draws=1500", "train_examples=96")
-SMALL = (*SIZES, "dev_examples=24")
+SIZES = ("width=16", "heads=4", "classifier_width=16", "warmup_steps=3", "generated_draws=1500", "train_examples=64")
+SMALL = (*SIZES, "layers=1", "epochs=1", "dev_examples=24")
 WHOLE = REPRODUCTIONS["diversity/dose-logic"]
 STUDY = dataclasses.replace(
     WHOLE,

@@ -99,7 +99,8 @@ def try_on(fits: set[tuple[str, Any]]) -> None:
 def test_every_arm_fits_a_model():
     smallest = {name: (name, shape) for name, shape in sorted(list_fits()["demo"], reverse=True)}
     assert len(smallest) > 50
-    try_on(set(smallest.values()))
+    # the full test tries all
+    try_on({*sorted(smallest.values())[::4]})
 
 
 @pytest.mark.full

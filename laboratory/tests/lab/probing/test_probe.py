@@ -355,6 +355,7 @@ def test_results_of_other_sentences_are_not_shown_for_those_of_this_file(words, 
     assert "tree_depth.json is not the result of a probe" in refused_at_last(capsys, *quick)
 
 
+@pytest.mark.full
 def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(words, capsys):
     quick = [*words, "--task", "tree_depth"]
     assert call(*quick, "--layers", "none", "--heads", "0.1,0.1+1.0", "--sentences", "0", "--seed", "3") == 0
@@ -403,6 +404,7 @@ def test_a_folder_of_something_else_is_not_written_to(words, capsys):
         assert [path.name for path in place.iterdir()] == [name]
 
 
+@pytest.mark.full
 def test_a_run_of_sentence_has_heads_and_no_layers(words, tmp_path, capsys):
     rows = Path("data/past_present.txt").read_text().splitlines()
     Path("own.tsv").write_text("".join("\t".join(row.split("\t")[1::2]) + "\n" for row in rows))

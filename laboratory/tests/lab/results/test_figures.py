@@ -103,6 +103,7 @@ def test_a_figure_without_data_is_left_out(tmp_path, monkeypatch):
     assert draw_score_by_force(one_strength) is None
 
 
+@pytest.mark.full
 def test_effective_heads_are_drawn_arm_by_arm_and_the_score_by_them_where_they_were_measured(tmp_path, monkeypatch):
     named = []
     monkeypatch.setattr(figures, "name_data", lambda axes, _: named.append(axes))
@@ -153,6 +154,7 @@ def test_a_picture_says_task_data_scale_and_seeds(table):
             assert axes.get_title(loc="left") == said
 
 
+@pytest.mark.full
 def test_scores_of_arms_at_chance_are_not_drawn_far_apart():
     for scores, span in (
         ((50.01, 50.03), (49.52, 50.52)),
@@ -180,6 +182,7 @@ def with_epochs(out: Path, epochs: int) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_every_axis_of_scores_spans_a_point(table, monkeypatch):
     spans = []
     monkeypatch.setattr(figures, "to_png", lambda _: b"")
@@ -218,6 +221,7 @@ def test_dev_by_epoch_is_drawn_from_three_epochs_on_with_a_band_from_lowest_to_h
         read_table(out)
 
 
+@pytest.mark.full
 def test_the_costs_of_heads_are_drawn_for_each_score_an_arm_against_its_control(tmp_path, monkeypatch):
     out = write_comparison(tmp_path, PAPER[2:6], items=10, seeds=(0, 1))
     assert draw_head_costs(read_table(out)) == ()

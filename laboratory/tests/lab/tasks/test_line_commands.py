@@ -168,7 +168,7 @@ def test_a_refusal_is_one_sentence_and_the_lines_before_it_are_written(trained, 
     assert error.count("\n") == 1
 
 
-@cases("name", ["drophead", "plain"])
+@cases("name", ["translation", "graph2text"])
 def test_beams_and_length_penalty_are_those_asked_for(trained, name):
     run, task = trained[name], task_of(name)
     given, opened = joined(asked(trained, task)), open_translator if task == "translation" else open_writer
@@ -273,6 +273,10 @@ def test_what_routes_heads_in_a_run_routes_them_when_it_translates(trained):
     module = open_translator(trained["translation"]).model.encoder.layers[0].attention.out_proj
     assert type(module.setting.votes).__name__ == "PerHead"
     assert module.setting.capsules == 4
+
+
+@pytest.mark.full
+def test_what_routes_heads_in_one_layer_alone_routes_them_there_when_it_translates(trained):
     modules = open_translator(trained["drophead"]).model.decoder.layers[0]
     assert type(modules.cross_attention.out_proj.setting).__name__ == "Trunk"
     assert not hasattr(modules.attention.out_proj, "setting")
@@ -309,7 +313,7 @@ def test_the_positions_of_marian_are_enough_for_its_longest_line(trained):
 
 
 def test_a_translation_is_one_line_and_does_not_depend_on_the_lines_beside_it(trained, monkeypatch):
-    translator = open_translator(trained["drophead"], beams=3)
+    translator = open_translator(trained["translation"], beams=3)
     ids = translator.encode(["sees dog", "red " * 20, "small"])
     together = translator.translate(ids)
     assert together == [translator.translate([one])[0] for one in ids]
@@ -323,7 +327,7 @@ def test_a_translation_is_one_line_and_does_not_depend_on_the_lines_beside_it(tr
 
 
 def test_the_text_of_a_graph_is_not_used_and_may_be_left_out_and_its_title_may_be_empty(trained):
-    run, lines = trained["plain"], asked(trained, "graph2text")
+    run, lines = trained["graph2text"], asked(trained, "graph2text")
     bare = "".join("\t".join(line.split("\t")[:2]) + "\r\n" for line in lines).encode()
     other = "".join("\t".join([*line.split("\t")[:2], "other words"]) + "\n" for line in lines).encode()
     assert lines_of(run, bare)[0] == lines_of(run, other)[0] == predicted(run)
@@ -353,7 +357,7 @@ def test_the_text_of_a_graph_is_not_used_and_may_be_left_out_and_its_title_may_b
 )
 def test_a_graph_that_does_not_fit_is_named(trained, line, said):
     with pytest.raises(DataError) as refusal:
-        lines_of(trained["plain"], f"{asked(trained, 'graph2text')[0]}\n\n".encode() + line + b"\nmore", window=10)
+        lines_of(trained["graph2text"], f"{asked(trained, 'graph2text')[0]}\n\n".encode() + line + b"\nmore", window=10)
     assert str(refusal.value).startswith("text, line 3: ")
     assert said in str(refusal.value)
     assert len(str(refusal.value)) < 300
@@ -361,21 +365,21 @@ def test_a_graph_that_does_not_fit_is_named(trained, line, said):
 
 def test_what_the_run_knows_nothing_of_is_told_once(trained):
     line = "new\tlda <method> | USED-FOR | text <plant> ; lda | EATS | text ; em | USED-FOR | alone\n"
-    found, said = lines_of(trained["plain"], (line * 3).encode(), 2)
+    found, said = lines_of(trained["graph2text"], (line * 3).encode(), 2)
     assert len(found) == 3
     assert said == [
         f"line 1: {one} was in no training graph; the run knows nothing of it."
         for one in ("relation 'EATS'", "type <plant>")
     ]
     many = "".join(f"new\tlda | R{number} | text\n" for number in range(50))
-    assert len(lines_of(trained["plain"], many.encode(), 8)[1]) == 20
+    assert len(lines_of(trained["graph2text"], many.encode(), 8)[1]) == 20
 
 
 def test_a_text_does_not_depend_on_the_graphs_beside_it_however_large(trained, monkeypatch):
     lines = asked(trained, "graph2text")
     large = "much\t" + " ; ".join(f"lda {number} | USED-FOR | parsing" for number in range(40))
     given = joined([*lines[:2], large, lines[2]])
-    together = lines_of(trained["plain"], given, 10)[0]
+    together = lines_of(trained["graph2text"], given, 10)[0]
     sizes: list[int] = []
     search: Callable[..., Any] = graph_decoding.search
 
@@ -386,5 +390,5 @@ def test_a_text_does_not_depend_on_the_graphs_beside_it_however_large(trained, m
     # 121 pairs each of the small graphs
     monkeypatch.setattr(graph_decoding, "PAIRS", 250)
     monkeypatch.setattr(graph_decoding, "search", counted)
-    assert lines_of(trained["plain"], given, 10)[0] == together
+    assert lines_of(trained["graph2text"], given, 10)[0] == together
     assert sorted(sizes) == [1, 1, 2]

@@ -237,6 +237,7 @@ def test_lower_layers_are_trained_more_slowly(model):
     assert {name: rates[id(named[name])] for name in wanted} == pytest.approx(wanted)
 
 
+@pytest.mark.full
 def test_a_model_with_an_aggregator_is_fine_tuned_with_it(glue, model, tmp_path):
     from transformers import ElectraForPreTraining
 
@@ -293,6 +294,7 @@ def test_a_share_of_all_steps_warms_up(model):
         toy(model, warmup_share=1.5)
 
 
+@pytest.mark.full
 def test_the_share_is_of_the_steps_of_the_whole_run(model, glue, tmp_path, monkeypatch):
     given: dict[str, Any] = {}
 

@@ -178,6 +178,7 @@ def items() -> list[Item]:
     ]
 
 
+@pytest.mark.full
 def test_a_rater_answers_goes_on_and_saves(browser: Chromium, tmp_path: Path):
     form, key = write_rating(tmp_path, items(), (tmp_path, tmp_path), ("mine", "theirs"), count=3, seed=0)
     browser.open(form)
@@ -206,6 +207,7 @@ def test_a_rater_answers_goes_on_and_saves(browser: Chromium, tmp_path: Path):
     assert browser.said == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_form_fits_its_window(browser: Chromium, tmp_path: Path, width: int):
     form, _ = write_rating(tmp_path, items(), (tmp_path, tmp_path), ("mine", "theirs"), count=3, seed=0)
