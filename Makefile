@@ -30,7 +30,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.lab
-	$(BIN)/headwise compare logic --set heads=16 --set layers=1 --set train_examples=16000 --halve $(ARGS)
+	$(BIN)/headwise compare facts --arms plain,smooth,svgd-relative:ratio=1,cka --halve $(ARGS)
 
 test: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -41,7 +41,7 @@ STEP_GOALS = {"svgd apply, 54 groups": 0.003, "svgd apply, first encoder layer":
 ROUTING_GOALS = {"em": 1.10, "simple": 1.15}
 MEASURE_GOAL = 0.56
 # The grids of a comparison that a newcomer reads first, by how their titles begin.
-SHOWN = ("logic at scale", "how alike the heads are", "with half of the heads")
+SHOWN = ("facts at scale", "how alike the heads are", "with half of the heads")
 PICTURES = {
     "effective-heads": "Effective heads of each arm, as they are and by variance",
     "half-of-the-heads": "What half of the heads costs each arm, before and after a recovery",
@@ -230,7 +230,7 @@ def make_demo() -> str:
         f"the same, {cka}. The accuracy shows {lead['verdict'].partition(' shown')[0]}: {100 * lead['value']:+.1f} "
         f"points ({100 * lead['low']:+.1f} to {100 * lead['high']:+.1f})."
     )
-    halves = re.search(r"^With half of its heads .*?\.$(?=\s*^page: )", text, re.MULTILINE | re.DOTALL)
+    halves = re.search(r"^With half of its heads .*?\.$(?=\s*^picture: )", text, re.MULTILINE | re.DOTALL)
     said += f" {' '.join(halves[0].split())}" if halves else ""
     places = {alt: DEMO / f"{name}.png" for name, alt in PICTURES.items()}
     pictures = "\n\n".join(f"![{alt}](../{at.as_posix()})" for alt, at in places.items() if (ROOT / at).exists())

@@ -103,6 +103,24 @@ def test_a_figure_without_data_is_left_out(tmp_path, monkeypatch):
     assert draw_score_by_force(one_strength) is None
 
 
+def test_forces_that_are_almost_equal_are_drawn_on_an_axis_whose_labels_differ(tmp_path, monkeypatch):
+    labels = []
+
+    def read(figure) -> bytes:
+        figure.canvas.draw()
+        (axes,) = figure.axes
+        low, high = axes.get_xlim()
+        ticks = [*axes.xaxis.get_major_ticks(), *axes.xaxis.get_minor_ticks()]
+        labels.extend(tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high)
+        return b""
+
+    monkeypatch.setattr(figures, "to_png", read)
+    draw_score_by_force(small(tmp_path, (PAPER[0], Drawn("svgd", force=0.1), Drawn("cka", force=0.1 + 1e-8))))
+    named = [label for label in labels if label]
+    assert len(named) > 1
+    assert len({*named}) == len(named)
+
+
 def test_effective_heads_are_drawn_arm_by_arm_and_the_score_by_them_where_they_were_measured(tmp_path, monkeypatch):
     named = []
     monkeypatch.setattr(figures, "name_data", lambda axes, _: named.append(axes))
