@@ -107,11 +107,13 @@ def test_forces_that_are_almost_equal_are_drawn_on_an_axis_whose_labels_differ(t
     labels = []
 
     def read(figure) -> bytes:
-        figure.canvas.draw()
         (axes,) = figure.axes
         low, high = axes.get_xlim()
-        ticks = [*axes.xaxis.get_major_ticks(), *axes.xaxis.get_minor_ticks()]
-        labels.extend(tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high)
+        for ticker, places in (
+            (axes.xaxis.get_major_formatter(), axes.get_xticks()),
+            (axes.xaxis.get_minor_formatter(), axes.get_xticks(minor=True)),
+        ):
+            labels.extend(ticker(place, 0) for place in places if low <= place <= high)
         return b""
 
     monkeypatch.setattr(figures, "to_png", read)
