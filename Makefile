@@ -1,6 +1,6 @@
 # Needs make and Python 3.11 or newer; everything else is installed into .venv.
 #
-#   make demo        install, then compare a repulsion and a penalty with their controls on a small task; halve their heads
+#   make demo        install, then compare a repulsion and a penalty with their controls where heads collapse; halve their heads
 #   make test        install with the development tools, then run the quick tests (slow ones: ARGS="-m slow")
 #   make test-all    run those and the tests marked full
 #   make lint        run ruff and pyright
@@ -30,7 +30,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.lab
-	$(BIN)/headwise compare logic --set heads=16 --set layers=1 --set train_examples=16000 --halve $(ARGS)
+	$(BIN)/headwise compare facts --arms plain,smooth,svgd-relative:ratio=1,cka --halve $(ARGS)
 
 test: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)

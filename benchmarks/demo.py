@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -40,11 +41,13 @@ def main() -> None:
             [*command, "--out", str(out)], check=True, stdout=subprocess.PIPE, text=True, env=environment
         )
         record |= {"command": f"headwise {found['words']}", "seconds": time.monotonic() - began}
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        record["cpu_seconds"] = used.ru_utime + used.ru_stime
         record["machine"]["load after"] = os.getloadavg()[0]
         folder.mkdir()
         for name in KEPT:
             shutil.copyfile(out / name, folder / Path(name).name)
-        (folder / "printed.txt").write_text(done.stdout.replace(str(out), "runs/logic-demo"), encoding="utf-8")
+        (folder / "printed.txt").write_text(done.stdout.replace(str(out), "runs/facts-demo"), encoding="utf-8")
         (folder / "record.json").write_text(encode_json(record, indent=1) + "\n", encoding="utf-8")
     console.print(f"{record['seconds']:.0f} s; written to {folder}")
 

@@ -31,3 +31,14 @@ for (const heading of document.querySelectorAll("article table thead th")) {
     if (event.key === "Enter") sortTable(heading);
   });
 }
+
+// A table with long texts becomes a block for each row on a narrow screen (site.css), where cells name their columns.
+for (const table of document.querySelectorAll("article table")) {
+  const headings = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
+  const cells = [...table.tBodies[0].rows].flatMap((row) => [...row.cells]);
+  for (const cell of cells) {
+    cell.dataset.label = headings[cell.cellIndex];
+    cell.classList.toggle("long", cell.textContent.length > 60);
+  }
+  table.classList.toggle("blocks", table.querySelector(".long") !== null);
+}

@@ -10,6 +10,7 @@ import torch
 from cases import cases
 from headwise.errors import SettingError
 from headwise.metrics.intervals import Interval
+from headwise.report.html import Page
 from headwise.report.inspection import Sentence, make_inspection_page
 from headwise.report.layer import LayerReport
 from headwise.report.report import Report
@@ -194,3 +195,21 @@ def test_the_page_fits_its_window(browser: Chromium, page: Path, width: int, dar
     assert (sum(map(int, paper[4:-1].split(","))) < 128 * 3) == dark
     picture = browser.picture()
     assert struct.unpack(">II", picture[16:24]) == (width, 1000)
+
+
+def test_a_table_with_long_texts_fits_a_narrow_window_and_its_cells_name_their_columns(browser: Chromium, tmp_path):
+    page = Page("Claims")
+    page.table(["claim", "here", "difference"], [["Heads differ.", "seed by seed, " * 9, "+0.1"]], align="llr")
+    page.table(["arm", "score"], [["plain", "98.1"]])
+    page.write(tmp_path / "claims.html")
+    browser.look(width=390)
+    browser.open(tmp_path / "claims.html")
+    top = "[...document.querySelectorAll('.blocks tbody tr > *')].map((e) => e.getBoundingClientRect().top)"
+    claim, here, difference = browser.run(top)
+    assert claim < difference < here
+    assert browser.run("document.querySelector('.blocks').scrollWidth") <= 390
+    assert browser.run("document.querySelector('.blocks td').dataset.label") == "here"
+    assert browser.run("document.querySelectorAll('table:not(.blocks)').length") == 1
+    browser.look(width=1280)
+    claim, here, difference = browser.run(top)
+    assert claim == here == difference

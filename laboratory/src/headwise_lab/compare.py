@@ -28,7 +28,7 @@ from headwise_lab.experiment.settings import RunSettings
 from headwise_lab.experiment.task import Data, Task
 from headwise_lab.jobs.launchers import LOCAL, Launcher, open_engine
 from headwise_lab.jobs.pool import do_analyses, do_jobs
-from headwise_lab.results.figures import write_figures
+from headwise_lab.results.figures import HALVES_NAME, write_figures
 from headwise_lab.results.grids import render_terminal
 from headwise_lab.results.pages import fill_page, write_title
 from headwise_lab.results.runs import (
@@ -219,6 +219,8 @@ def publish(out: Path, seeds: Sequence[int], console: Console, command: str) -> 
     table = read_table(out, seeds)
     write_table(table, out, Page(write_title(table)), command)
     console.print(render_terminal(table))
+    if table.halved:
+        console.print(f"picture: {out / FIGURES / HALVES_NAME}.png", highlight=False, markup=False, soft_wrap=True)
     console.print(f"page: {out / REPORT}", highlight=False, markup=False, soft_wrap=True)
 
 

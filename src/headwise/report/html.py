@@ -19,6 +19,8 @@ from headwise.input_files import encode_json
 # Dots per inch of figures.
 DPI = 160
 ALIGNMENTS = {"l": "left", "r": "right", "c": "center"}
+# Characters of a text that is long in a cell.
+LONG = 60
 PNG = b"\x89PNG\r\n\x1a\n"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]")
 
@@ -73,6 +75,8 @@ class Page:
             raise SettingError(f"a row has {len(uneven)} cells; expected {len(header)}, one per column.")
         sides = [ALIGNMENTS[letter] for letter in align]
         self._parts.append({"kind": "table", "header": header, "rows": rows, "sides": sides, "caption": caption})
+        # on a narrow screen a row with long texts is a block
+        self._parts[-1] |= {"long": LONG, "blocks": any(len(text) > LONG for row in rows for text in row)}
 
     def figure(self, png: bytes, *, caption: str, alt: str) -> None:
         """Add the bytes of a PNG at the width it was drawn with, at `DPI`, or at page width if that is less.

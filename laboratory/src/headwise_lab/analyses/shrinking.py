@@ -20,7 +20,7 @@ from headwise.heads.ablation import importance
 from headwise.heads.find import find_heads
 from headwise.heads.record import keep, record
 from headwise.shrinking.merge import merge, require_mergeable
-from headwise.shrinking.prune import choose_heads, prune
+from headwise.shrinking.prune import choose_heads
 from headwise.texts.batching import to_device
 from headwise_lab.experiment import run_folder
 from headwise_lab.experiment.evaluation import METRICS, Loss
@@ -97,7 +97,7 @@ def _prune(trained: Trained) -> Smaller:
         worth = importance(heads, lambda: trained.task.dev_losses(trained.model, trained.data), method="first_order")
         # of few heads two shares may leave as many
         if removed := choose_heads(heads, share / before, worth):
-            prune(heads, removed)
+            trained.task.prune(trained.model, heads, removed)
         before = share
         yield HEADS, share, trained.model
 
@@ -162,7 +162,7 @@ def measure_halving(settings: RunSettings, folder: Path) -> dict[str, Any]:
             heads = find_heads(trained.heads.model)
             worth = importance(heads, lambda: task.dev_losses(model, data), method="first_order")
             if removed := choose_heads(heads, 0.5, worth):
-                prune(heads, removed)
+                task.prune(model, heads, removed)
         elif stage == "recovered":
             steps = _recover(trained, settings)
         with torch.no_grad():

@@ -21,6 +21,7 @@ TASKS: Mapping[str, str] = {
     "sentence": "headwise_lab.tasks.sentence.task:SentenceTask",
     "pretraining": "headwise_lab.tasks.pretraining.task:PretrainingTask",
     "lm": "headwise_lab.tasks.lm.task:LmTask",
+    "facts": "headwise_lab.tasks.sentence.facts:FactsTask",
     "glue": "headwise_lab.tasks.glue.task:GlueTask",
     "graph2text": "headwise_lab.tasks.graph2text.task:Graph2TextTask",
     "probing": "headwise_lab.tasks.classification.probing:ProbingTask",

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from headwise.errors import DataError, SettingError
+from headwise.heads.heads import Heads
 from headwise.masks.head_mask import HeadMask
+from headwise.shrinking.prune import prune
 from headwise.texts.batching import LengthBatches, batch_by_length, to_device
 from headwise.texts.frozen import Frozen
 from headwise_lab.experiment.arm import Guided
@@ -225,6 +227,10 @@ class Task(ABC):
     def target(self, model: Any) -> nn.Module:
         """Return the part of a model whose heads the arms act on: the whole model unless overridden."""
         return model
+
+    def prune(self, model: Any, heads: Heads, removed: Mapping[str, Sequence[int]]) -> None:
+        """Remove heads from a model's weights, in place; `removed` has the numbers of heads by attention."""
+        prune(heads, removed)
 
     def greedy(self, model: Any, data: Any) -> NDArray:
         """Return the metric's statistics of each test item, [N] or [N, K], with the cheapest decoding."""

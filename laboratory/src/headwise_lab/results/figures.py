@@ -487,6 +487,10 @@ def _draw_dots(
         name_data(axes, table)
         plain = table.row(PLAIN) if force else None
         draw_means(axes, dots, choose_styles(table), plain and plain.score)
+        low, high = axes.get_xlim()
+        # strengths that all follow the gradient: ticks so close would have the same label
+        if force and high < 1.2 * low:
+            axes.set_xlim(low / 1.5, 1.5 * high)
         return to_png(figure)
 
 

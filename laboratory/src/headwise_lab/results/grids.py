@@ -186,21 +186,21 @@ def halving_grid(table: Table) -> Grid:
 
 
 def describe_halving(table: Table) -> str:
-    """Return in words what half of the heads costs plain, and the arm with the most effective heads, by variance."""
+    """Return in a sentence what half of the heads costs plain, and the arm whose heads differ most, by variance."""
     halved, effective = table.halved, {row.arm: row.measures["effective_heads_weighted"] for row in table.arms}
     most = max(halved, key=lambda arm: effective.get(arm) or 0.0)
     words = [
-        f"With half of its heads {arm} changes by {_change(one.changes[SHRUNK[0]])}; after a recovery of {one.steps} "
-        f"step{'s' * (one.steps != 1)}, which the whole model did not have, by {_change(one.changes[SHRUNK[1]])}."
+        f"{arm}{', the arm with the most effective heads,' * (arm == most != PLAIN)} changes by "
+        f"{_change(one.changes[SHRUNK[0]])}, and after {one.steps} step{'s' * (one.steps != 1)} of recovery, which the "
+        f"whole model did not have, by {_change(one.changes[SHRUNK[1]])}"
         for arm in dict.fromkeys((PLAIN, most))
         if (one := halved.get(arm)) is not None
     ]
     if (beside := halved[most].beside) is not None:
         words.append(
-            f"Without a recovery the change of {most}, the arm with the most effective heads, is above that of "
-            f"{halved[most].control} by {_change(beside)}."
+            f"without recovery the change of {most} is above that of {halved[most].control} by {_change(beside)}"
         )
-    return " ".join(words)
+    return f"With half of its heads {'; '.join(words)}."
 
 
 def _change(found: Judgement) -> str:
@@ -256,7 +256,6 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
         bins_grid(table, intervals=intervals),
         diversity_grid(table),
         *head_grids(table),
-        *([halving_grid(table)] if table.halved else []),
         signature_grid(table),
     )
     return tuple(grid for grid in every if grid.rows)
@@ -265,9 +264,10 @@ def list_grids(table: Table, *, intervals: bool = True) -> tuple[Grid, ...]:
 def render_terminal(table: Table) -> Group:
     """Return what `headwise compare` prints; it fits 80 columns with up to 12 bins and arm names of usual length."""
     shown = list_grids(table, intervals=len(table.readable_bins) <= BINS_WITH_INTERVAL)
-    halves = [describe_halving(table)] if table.halved else []
-    notes = [*list_notes(table), COSTS, ALIKE, *halves, *(f"not finished: {run}" for run in table.results.missing)]
-    return Group(*shown, *(Text(note, "dim") for note in notes))
+    notes = [*list_notes(table), COSTS, ALIKE, *(f"not finished: {run}" for run in table.results.missing)]
+    # last, as it was asked for
+    halves = [halving_grid(table), Text(describe_halving(table))] if table.halved else []
+    return Group(*shown, *(Text(note, "dim") for note in notes), *halves)
 
 
 def show_verdict(row: Row) -> str:

@@ -210,7 +210,9 @@ def test_a_comparison_ends_with_half_of_the_heads_and_the_same_numbers_when_it_i
     printed, out = capsys.readouterr().out, tmp_path / "logic"
     halves = ["halve of plain seed 0", "halve of cka seed 0"]
     assert done[-2:] == halves
-    assert "with half of the heads: accuracy, %" in printed
+    ending = printed[printed.index("with half of the heads: accuracy, %") :]
+    assert re.search(r"half, recovered .*\n *\nWith half of its heads plain changes by [^.]", ending)
+    assert ending.splitlines()[-2] == f"picture: {Path('logic', 'figures', 'half-of-the-heads.png')}"
     table = read_json(out / "results.json")
     for arm, found in table["halved"].items():
         assert found["heads"] == {"whole": 4, "half": 2, "recovered": 2}
@@ -266,11 +268,11 @@ def test_what_half_of_the_heads_costs_is_judged_over_seeds_and_said_in_words(tmp
     assert cka.beside.family == 5
     said = describe_halving(table)
     assert re.match(
-        r"With half of its heads plain changes by .\d\d\.\d \(.* to .*\) points: worse .p < 0\.001.; after",
+        r"With half of its heads plain changes by .\d\d\.\d \(.* to .*\) points: worse .p < 0\.001., and after 7 steps",
         said,
     )
     assert (
-        "of 7 steps, which the whole model did not have, by 0.0 (0.0) points: no difference that could be detected (p"
+        "of recovery, which the whole model did not have, by 0.0 (0.0) points: no difference that could be detected (p"
         in said
     )
     path = analysis_file(tmp_path / "plain" / "seed-0", "halve")

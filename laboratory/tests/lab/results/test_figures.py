@@ -103,6 +103,26 @@ def test_a_figure_without_data_is_left_out(tmp_path, monkeypatch):
     assert draw_score_by_force(one_strength) is None
 
 
+def test_forces_that_are_almost_equal_are_drawn_on_an_axis_whose_labels_differ(tmp_path, monkeypatch):
+    labels = []
+
+    def read(figure) -> bytes:
+        (axes,) = figure.axes
+        low, high = axes.get_xlim()
+        for ticker, places in (
+            (axes.xaxis.get_major_formatter(), axes.get_xticks()),
+            (axes.xaxis.get_minor_formatter(), axes.get_xticks(minor=True)),
+        ):
+            labels.extend(ticker(place, 0) for place in places if low <= place <= high)
+        return b""
+
+    monkeypatch.setattr(figures, "to_png", read)
+    draw_score_by_force(small(tmp_path, (PAPER[2], Drawn("svgd", force=0.1), Drawn("cka", force=0.1 + 1e-8))))
+    named = [label for label in labels if label]
+    assert len(named) > 1
+    assert len({*named}) == len(named)
+
+
 @pytest.mark.full
 def test_effective_heads_are_drawn_arm_by_arm_and_the_score_by_them_where_they_were_measured(tmp_path, monkeypatch):
     named = []

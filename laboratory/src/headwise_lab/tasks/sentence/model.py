@@ -1,5 +1,7 @@
 """Self-attentive sentence embedding: a bidirectional LSTM, additive multi-head attention and a classifier on heads."""
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -88,3 +90,16 @@ class SelfAttentive(TextClassifier):
         if bool(empty.any()):
             raise ShapeError(f"text {int(empty.nonzero()[0])} of the batch is padding alone; leave it out.")
         return self.attention(run_lstm(self.recurrent, self.words(tokens), padding), padding)
+
+    def remove_heads(self, removed: Collection[int]) -> None:
+        """Remove heads from the weights, in place: logits become those of the model with these heads zeroed."""
+        rows = torch.tensor([head for head in range(self.heads) if head not in removed])
+        width = self.attention.embed_dim
+        columns = (width * rows[:, None] + torch.arange(width)).flatten()
+        cuts = [(self.attention.score, "weight", 0, rows), (self.hidden, "weight", 1, columns)]
+        cuts += [] if self.gate is None else [(self.gate, name, 0, rows) for name in ("first", "second")]
+        for module, name, axis, kept in cuts:
+            weight = getattr(module, name)
+            setattr(module, name, nn.Parameter(weight.detach().index_select(axis, kept.to(weight.device))))
+        self.heads = self.attention.num_heads = self.attention.score.out_features = len(rows)
+        self.hidden.in_features = len(columns)

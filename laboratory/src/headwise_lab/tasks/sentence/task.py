@@ -5,7 +5,7 @@ Further measures of a classifier's answers: loss, calibration and, for two class
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headwise.errors import DataError
 from headwise.heads.find import find_heads
+from headwise.heads.heads import Heads
 from headwise.input_files import name_in_errors
 from headwise.metrics.calibration import reliability_of
 from headwise.texts.batching import Encoded, Row, batch_by_length
@@ -147,6 +148,11 @@ class SentenceTask(TextTask, settings=Path(__file__).with_name("task.toml")):
     def model(self, data: TextData, scale: SentenceScale) -> SelfAttentive:
         """Return a bidirectional LSTM with additive attention."""
         return SelfAttentive(make_vectors(data, scale), len(data.labels), scale, texts=1 + data.pairs)
+
+    def prune(self, model: SelfAttentive, heads: Heads, removed: Mapping[str, Sequence[int]]) -> None:  # noqa: ARG002  of its one attention
+        """Remove heads of the one attention, and what the layers after it have of them."""
+        (numbers,) = removed.values()
+        model.remove_heads(numbers)
 
     def predict(self, model: TextClassifier, split: Split) -> NDArray[np.int64]:
         """Return the predicted class of each example of a split, [N]."""
