@@ -234,10 +234,10 @@ def make_demo() -> str:
     said = (
         "A sentence says what three people drink (`anna drinks tea , ben drinks milk , emma drinks tea`), and a "
         "question asks about one of them (`what does ben drink ?`). The model is that of [sentence](sentence.md): an "
-        f"LSTM and one attention of 8 heads. Four arms with {len(found['seeds'])} seeds each took {minutes:.1f} "
-        f"minutes of CPU time on each of {cores} cores. Of the 8 heads of plain {heads['plain']:.1f} are effective by "
-        f"variance: they collapse. With repulsion {heads[repelled]:.1f} are, with a penalty {heads['cka']:.1f}. A "
-        f"model of words without attention answers {scores['nb-lr']}, plain {scores['plain']}. Differences: "
+        f"LSTM and an attention of 8 heads. Four arms, {len(found['seeds'])} seeds each, took {minutes:.1f} minutes "
+        f"of CPU time on each of {cores} cores. Of the 8 heads of plain {heads['plain']:.1f} are effective by "
+        f"variance (collapse); with repulsion {heads[repelled]:.1f} are, with a penalty {heads['cka']:.1f}. A model "
+        f"of words without attention answers {scores['nb-lr']}, plain {scores['plain']}. Differences: "
         f"{'; '.join(leads)}. The task was chosen on dev so that plain heads collapse and training ends before all "
         "questions are answered: it shows what the methods do, not that they help elsewhere."
     )

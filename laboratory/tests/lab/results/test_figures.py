@@ -117,7 +117,9 @@ def test_forces_that_are_almost_equal_are_drawn_on_an_axis_whose_labels_differ(t
         return b""
 
     monkeypatch.setattr(figures, "to_png", read)
-    draw_score_by_force(small(tmp_path, (PAPER[2], Drawn("svgd", force=0.1), Drawn("cka", force=0.1 + 1e-8))))
+    arms = small(tmp_path, (PAPER[2], Drawn("svgd", force=0.1), Drawn("cka", force=0.1)))
+    forces = (None, None, 0.1, 0.1 + 1e-7, 0.1 + 1e-7, 0.1 + 2e-7)
+    draw_score_by_force(measured(arms, *({"force_ratio": force} for force in forces)))
     named = [label for label in labels if label]
     assert len(named) > 1
     assert len({*named}) == len(named)
