@@ -276,12 +276,17 @@ def make_smaller(record: dict[str, Any]) -> str:
     works = read(CACHE)["works"]
     cache, budget = works["whole cache"], works["50%, kv_budget"]
     kept = budget["copying"]["right"] / cache["copying"]["right"]
+    ways = read(LANGUAGE_MODEL)["ways"]
+    merged, averaged = (
+        ways[f"one key/value head, {way}"]["loss"] - ways["whole"]["loss"] for way in ("merged", "averaged")
+    )
     said = (
         f"Half of the heads leave {half / 1e6:.1f} of {whole / 1e6:.1f} million parameters and {time:.2f} of the time. "
         "Heads are chosen on training pairs; the whole model gets the same training. `hw.shrink` takes neurons of MLPs "
-        "too. With half of its cache by `hw.kv_budget`, SmolLM2 changes by "
-        f"{budget['text']['loss'] - cache['text']['loss']:+.3f} nats on text and copies {100 * kept:.0f} % of what it "
-        f"copies with all of it ([beside other caches, heads merged, heads and neurons removed](docs/shrinking.md))."
+        "too. Without training, half of the cache by `hw.kv_budget` adds "
+        f"{budget['text']['loss'] - cache['text']['loss']:+.3f} nats to SmolLM2's loss on text and copies "
+        f"{100 * kept:.0f} % of what the whole cache copies; a third of the cache by `hw.merge` adds {merged:+.2f}, "
+        f"averaging {averaged:+.2f} ([beside other ways](docs/shrinking.md))."
     )
     return f"{join_rows(header, rows, '--:')}\n\n{_wrap(said)}"
 
