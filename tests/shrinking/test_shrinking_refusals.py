@@ -136,7 +136,12 @@ MERGED: list[tuple[Callable[[], hw.Heads], Callable[[hw.Heads], object], type[Ex
     (llama, merge(refit=2), SettingError, "refit is 2"),
     (llama, merge(batches=[]), SettingError, "batches is empty"),
     (llama, merge(batches=["text"]), SettingError, "a batch is a str; expected a tensor"),
-    (llama, merge(batches=[tokens(0)[:, :2]]), SettingError, "called with sequences of 2 tokens; expected at least 3"),
+    (
+        own,
+        merge(groups=1, batches=[(X[:, :2],)]),
+        SettingError,
+        "sequences of 2 tokens; expected at least 3",
+    ),
     (llama, merge(optimizer=3), SettingError, "optimizer is a int"),
     (llama, train(partial(hw.merge, groups=2), flat), SettingError, "AdamW given as optimizer holds no parameter"),
     (llama, lambda heads: hw.merge(heads.model, 2), SettingError, "expected heads of a model"),

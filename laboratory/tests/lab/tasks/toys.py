@@ -41,6 +41,7 @@ TOYS: dict[str, tuple[Any, Callable[[Path], Path | None]]] = {
     "probing": (PROBING, lambda place: write_probing(place / "past_present.txt", {"va": 200, "te": 60})),
     "sentence": (SENTENCE, lambda place: write_texts(place / "mine.tsv", 160)),
     "pairs": (SENTENCE, lambda place: write_pairs(place / "pairs", 96)),
+    "facts": (SENTENCE, lambda _: None),
     "graph2text": (GRAPHS, lambda place: write_triples(place / "mine.tsv", 60)),
     "glue": (glue_toy.toy(Path("model")), lambda place: glue_toy.write_glue(place / "glue") / "RTE"),
     "pretraining": (pretraining_toy.TOY, pretraining_toy.prepare_toy),
