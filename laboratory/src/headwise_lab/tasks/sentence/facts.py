@@ -39,7 +39,7 @@ def generate(number: int, seed: int) -> Iterator[Example]:
 
     >>> [one] = generate(1, seed=0)
     >>> one.texts, one.label
-    (('david drinks coffee , emma drinks tea , anna drinks water', 'what does emma drink ?'), 'tea')
+    (('david drinks milk , felix drinks tea , anna drinks milk', 'what does felix drink ?'), 'tea')
     """
     random = Random(seed)
     for line in range(number):
