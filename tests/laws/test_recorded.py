@@ -37,8 +37,6 @@ FAMILIES = (
     "torch.nn.Transformer",
     "Falcon, 40B and 180B",
 )
-# the others differ from these in their layouts, which the laws of a quick run meet too
-QUICK = ("BERT", "GPT-2", "Llama", "DeepSeek-V3", "ViT")
 # builds are of float32, whose draws may differ in the last digit between processors
 TOLERANCE = 1e-5
 RULES = {
@@ -247,9 +245,7 @@ def list_differences(found: Any, recorded: Any) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_public_calls_give_the_recorded_numbers(name: str):
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))[name]
     assert list(list_differences(compute(name), recorded)) == []
