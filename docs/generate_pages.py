@@ -232,20 +232,30 @@ def make_demo() -> str:
     )
     minutes = record["cpu_seconds"] / 60 / cores
     said = (
-        "A sentence says what three people drink (`anna drinks tea , ben drinks milk , emma drinks tea`), and a "
-        "question asks about one of them (`what does ben drink ?`). The model is that of [sentence](sentence.md): an "
-        f"LSTM and an attention of 8 heads. Four arms, {len(found['seeds'])} seeds each, took {minutes:.1f} minutes "
-        f"of CPU time on each of {cores} cores. Of the 8 heads of plain {heads['plain']:.1f} are effective by "
-        f"variance (collapse); with repulsion {heads[repelled]:.1f} are, with a penalty {heads['cka']:.1f}. A model "
-        f"of words without attention answers {scores['nb-lr']}, plain {scores['plain']}. Differences: "
-        f"{'; '.join(leads)}. The task was chosen on dev so that plain heads collapse and training ends before all "
-        "questions are answered: it shows what the methods do, not that they help elsewhere."
+        (
+            "A sentence says what three people drink (`anna drinks tea , ben drinks milk , emma drinks tea`), and a "
+            "question asks about one of them (`what does ben drink ?`). The model is that of [sentence](sentence.md): an "
+            f"LSTM and an attention of 8 heads. Four arms, {len(found['seeds'])} seeds each, took {minutes:.1f} minutes "
+            f"of CPU time on each of {cores} cores."
+        ),
+        (
+            f"* **Plain heads collapse**: {heads['plain']:.1f} of 8 are effective by variance. With repulsion "
+            f"{heads[repelled]:.1f} are, with a penalty {heads['cka']:.1f}."
+        ),
+        f"* **Accuracy**: words without attention {scores['nb-lr']}, plain {scores['plain']}. {'; '.join(leads)}.",
+        (
+            "The task was chosen on dev so that plain heads collapse and training ends before all questions are answered: "
+            "it shows what the methods do, not that they help elsewhere."
+        ),
     )
-    halves = re.search(r"^With half of its heads .*?\.$(?=\s*^picture: )", text, re.MULTILINE | re.DOTALL)
-    said += f" {' '.join(halves[0].split())}" if halves else ""
     places = {alt: DEMO / f"{name}.png" for name, alt in PICTURES.items()}
     pictures = "\n\n".join(f"![{alt}](../{at.as_posix()})" for alt, at in places.items() if (ROOT / at).exists())
-    return f"```console\n$ make demo\n...\n{printed}\n```\n\n{pictures}\n\n{_wrap(said)}"
+    return f"```console\n$ make demo\n...\n{printed}\n```\n\n{pictures}\n\n{_join(said)}"
+
+
+def _join(parts: Iterable[str]) -> str:
+    """Return paragraphs, and points of a list without lines between them."""
+    return "\n\n".join(map(_wrap, parts)).replace("\n\n* ", "\n* ").replace("\n* ", "\n\n* ", 1)
 
 
 def make_look() -> str:
@@ -349,7 +359,8 @@ def _show_seeds(values: Sequence[float]) -> str:
 
 
 def _wrap(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    indent = "  " if text.startswith("* ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _cut(printed: str, title: str) -> str:
