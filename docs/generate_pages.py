@@ -234,9 +234,9 @@ def make_demo() -> str:
     said = (
         (
             "A sentence says what three people drink (`anna drinks tea , ben drinks milk , emma drinks tea`), and a "
-            "question asks about one of them (`what does ben drink ?`). The model is that of [sentence](sentence.md): an "
-            f"LSTM and an attention of 8 heads. Four arms, {len(found['seeds'])} seeds each, took {minutes:.1f} minutes "
-            f"of CPU time on each of {cores} cores."
+            "question asks about one of them (`what does ben drink ?`). The model is that of [sentence](sentence.md): "
+            f"an LSTM and an attention of 8 heads. Four arms, {len(found['seeds'])} seeds each, took {minutes:.1f} "
+            f"minutes of CPU time on each of {cores} cores."
         ),
         (
             f"* **Plain heads collapse**: {heads['plain']:.1f} of 8 are effective by variance. With repulsion "
@@ -244,8 +244,8 @@ def make_demo() -> str:
         ),
         f"* **Accuracy**: words without attention {scores['nb-lr']}, plain {scores['plain']}. {'; '.join(leads)}.",
         (
-            "The task was chosen on dev so that plain heads collapse and training ends before all questions are answered: "
-            "it shows what the methods do, not that they help elsewhere."
+            "The task was chosen on dev so that plain heads collapse and training ends before all questions are "
+            "answered: it shows what the methods do, not that they help elsewhere."
         ),
     )
     places = {alt: DEMO / f"{name}.png" for name, alt in PICTURES.items()}
