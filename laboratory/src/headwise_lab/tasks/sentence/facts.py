@@ -22,8 +22,8 @@ PEOPLE = ("anna", "ben", "clara", "david", "emma", "felix")
 DRINKS = ("coffee", "milk", "tea", "water")
 # People of a sentence, and where a question has its person.
 PRESENT, ASKED = 3, 2
-# Examples of dev and of test, and of training where the scale names no number.
-HELD_OUT, MOST = 2_000, 20_000
+# Examples of dev and of test.
+HELD_OUT = 2_000
 PLACE = Path("generated")
 # no spaCy is needed: the words stand apart
 WORDS = replace(FORM, words=lambda texts, _scale, _cache, **_: [text.split() for text in texts])
