@@ -164,6 +164,22 @@ def test_pipelines_and_tokenizers_open_a_folder(kind: Any, tmp_path: Path):
     assert torch.equal(torch.tensor(pipe("a b")), expected)
 
 
+@pytest.mark.full
+def test_a_folder_is_opened_by_sentence_transformers_and_exported(tmp_path: Path):
+    library = pytest.importorskip("sentence_transformers")
+    model = build("BertModel")
+    model.save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    opened = library.SentenceTransformer(str(tmp_path), device="cpu")
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path)(["a b c", "d"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states, kept = model(**tokens)[0], tokens["attention_mask"].unsqueeze(-1)
+    expected = (states * kept).sum(1) / kept.sum(1)
+    torch.testing.assert_close(opened.encode(["a b c", "d"], convert_to_tensor=True), expected)
+    exported = torch.export.export(transformers.AutoModel.from_pretrained(tmp_path), (), dict(tokens)).module()
+    torch.testing.assert_close(exported(**tokens)[0], states)
+
+
 def test_the_calls_of_evaluation_harnesses_open_a_folder(tmp_path: Path):
     # as HFLM of lm-eval loads a model: the configuration first, which then chooses the Auto class
     model = build("LlamaForCausalLM")
