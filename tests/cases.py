@@ -76,9 +76,9 @@ def find_unrefused(cases: Iterable[tuple[Callable[[], object], type[Exception], 
 
 
 def tiers(
-    names: str | tuple[str, ...], quick: list, full: list
+    names: str | tuple[str, ...], quick: list, full: list, slow: Sequence = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run some cases in one quick test, and the others in a full one; see `cases`."""
+    """Run some cases in one quick test, and the others in a full and a slow one; see `cases`."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def run(values: list, **fixtures: Any) -> None:
@@ -90,8 +90,9 @@ def tiers(
         values = inspect.Parameter("values", inspect.Parameter.KEYWORD_ONLY)
         run.__signature__ = signature.replace(parameters=[*given, values])
         run.pytestmark = getattr(test, "pytestmark", [])
-        parts = [quick, pytest.param(full, marks=pytest.mark.full)]
-        return pytest.mark.parametrize("values", parts, ids=["quick", "full"])(run)
+        parts = [quick, pytest.param(full, marks=pytest.mark.full), pytest.param([*slow], marks=pytest.mark.slow)]
+        ids = ["quick", "full", "slow"][: 3 if slow else 2]
+        return pytest.mark.parametrize("values", parts[: len(ids)], ids=ids)(run)
 
     many = not isinstance(names, str)
     return decorate

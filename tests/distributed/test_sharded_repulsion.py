@@ -104,6 +104,7 @@ def assert_every_rule(engine: str) -> None:
         assert_as_alone(engine, "prior", fused)
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_over_three_processes_equal_one_process(three: Processes):
     """Rows of 4 heads of 5 and 11 columns: neither divides by 3."""
     three.run(assert_uneven)

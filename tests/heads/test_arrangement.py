@@ -85,6 +85,7 @@ OTHER: list[tuple[str, Callable[[], nn.Module]]] = [
 ]
 
 
+@pytest.mark.full
 @cases(("said", "build"), OTHER)
 def test_heads_that_are_not_one_after_another_are_refused_before_anything_is_attached(said: str, build):
     row = BLOCKS if said == BY_HEAD else hw.layouts.LAYOUTS

@@ -139,6 +139,7 @@ def test_a_model_is_one_graph_with_everything_attached(name: str, method: str):
         handle.check()
 
 
+@pytest.mark.slow
 @cases(("name", "method"), [("transformers", method) for method in COMMON] + [("torch", "penalty"), ("torch", "guide")])
 def test_layers_compiled_one_by_one_share_a_graph(name: str, method: str):
     layers = torch._dynamo.config.recompile_limit + 2
@@ -211,6 +212,7 @@ def test_a_mask_that_is_missing_or_does_not_fit_is_told_in_a_compiled_model():
 
 
 # docs/gotchas.md names these; whatever else breaks a graph is a fault
+@pytest.mark.slow
 @cases(("method", "breaks"), [("penalty", 1), ("guide", 1), ("bias", 0)])
 def test_only_what_leaves_an_activation_checkpoint_breaks_a_graph(method: str, breaks: int):
     model = bert()

@@ -225,7 +225,7 @@ IMPORTS = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @cases("statement", IMPORTS)
 def test_a_new_process_opens_a_folder_whatever_the_order_of_its_imports(statement: str, tmp_path: Path):
     build("BertModel").save_pretrained(tmp_path)

@@ -275,8 +275,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "WavLM": of_family("WavLM"),
 }
 
-TIERS = dict.fromkeys(("torch", "BERT", "GPT-2 with a cache", "written out"), ()) | dict.fromkeys(
-    ("DeBERTa-v3", "T5"), pytest.mark.full
+TIERS = dict.fromkeys(("torch", "GPT-2 with a cache"), ()) | dict.fromkeys(
+    ("BERT", "written out", "DeBERTa-v3", "T5"), pytest.mark.full
 )
 QUICK_AND_SLOW = [pytest.param(name, marks=TIERS.get(name, pytest.mark.slow)) for name in MODELS]
 
@@ -635,6 +635,7 @@ def test_a_method_as_a_value_does_what_its_own_call_does(what: str):
     assert equal(results(plain, draw_inputs(1)), computed[0][:-1]) == (what in ("outputs", "CKA"))
 
 
+@pytest.mark.full
 def test_heads_that_nothing_repels_any_more_leave_no_object_behind():
     def count() -> Counter[str]:
         for _ in range(3):

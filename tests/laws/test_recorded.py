@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from cases import thin, tiers
 from heads.families import BY_NAME
 from heads.family import Family
 from laws.attaching import first, tensors
@@ -245,7 +246,7 @@ def list_differences(found: Any, recorded: Any) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", FAMILIES)
+@tiers("name", *thin(FAMILIES, 3))
 def test_public_calls_give_the_recorded_numbers(name: str):
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))[name]
     assert list(list_differences(compute(name), recorded)) == []

@@ -46,6 +46,7 @@ def settings(data: Path, cache: Path, **changes: object) -> RunSettings:
     )
 
 
+@pytest.mark.full
 def test_a_second_comparison_of_changed_data_is_refused_and_nothing_is_overwritten(data, tmp_path, inline):
     comparison = Comparison("logic", tuple(parse_arms("plain")), (0,), SCALE, tmp_path / "out", data=data)
     assert compare(comparison, Console(file=io.StringIO())) == []

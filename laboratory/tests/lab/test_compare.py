@@ -202,6 +202,7 @@ def test_a_second_call_does_only_what_is_missing_and_more_arms_and_seeds_are_add
     assert (record["arms"], record["seeds"]) == (["plain", "smooth"], [0, 1])
 
 
+@pytest.mark.full
 def test_a_comparison_says_what_its_data_is_and_an_older_folder_learns_it(inline, out):
     record = json.loads((out / "comparison.json").read_text())
     assert record["described"] == read_results(out).described == load_logic(None, TOY, out / "cache").summary()

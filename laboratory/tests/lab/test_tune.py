@@ -62,6 +62,7 @@ def test_every_arm_sees_the_same_learning_rates_and_more_draws_add_to_the_earlie
     assert draw_arm(tuning("output", draws=4), 2) == draw_arm(tuning("output", draws=9), 2)
 
 
+@pytest.mark.full
 def test_draws_stay_in_their_ranges_and_change_every_setting_that_has_one():
     for name, named in named_arms().items():
         arms = [draw_arm(tuning(name), index) for index in range(1, 13)]

@@ -201,6 +201,7 @@ def test_the_arm_that_makes_heads_alike_pulls_where_its_opposite_pushes(runs):
     torch.testing.assert_close(gradients[1], -gradients[0])
 
 
+@pytest.mark.full
 def test_a_comparison_ends_with_half_of_the_heads_and_the_same_numbers_when_it_is_given_again(
     tmp_path, monkeypatch, capsys
 ):

@@ -65,7 +65,7 @@ def test_the_published_sets_are_read_whole(name, lines, labels):
     assert Counter(one.label for one in read[layout.train]) == labels
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_quote_that_is_not_closed_is_named_where_it_opens(tmp_path):
     path = file(tmp_path, "a.csv", "good,a\nbad,b\n" + 'good,"c\n' + "more\n" * 4_000_000)
     with pytest.raises(DataError, match=r"a\.csv, line 3: .*larger than field limit .*; close each quote"):

@@ -93,6 +93,7 @@ def answered(kind: int, answers: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return np.stack([np.full(len(answers), float(kind)), answers, truth], axis=1)
 
 
+@pytest.mark.full
 @cases("kind", [ACCURACY, MATTHEWS, SPEARMAN])
 def test_the_mean_of_the_shares_is_the_score_and_their_spread_that_of_resampling(kind):
     answers, truth = drawn(kind)

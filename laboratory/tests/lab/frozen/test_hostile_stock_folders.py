@@ -281,6 +281,7 @@ def read(folder: Path) -> None:
         opened.run(batch)
 
 
+@pytest.mark.full
 def test_hostile_folders_are_refused_early_in_a_sentence(whole: Path, tmp_path: Path):
     wrong = {}
     for number, (name, (change, message)) in enumerate(FOLDERS.items()):

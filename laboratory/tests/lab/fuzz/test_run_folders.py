@@ -140,6 +140,7 @@ def fuzz_reading(name: str, saved: Path, inputs: int) -> None:
         assert all(str(saved) in message for message in tally.messages.values())
 
 
+@pytest.mark.slow
 def test_a_mutated_file_of_a_run(trained_runs: Path, tmp_path: Path):
     for number, name in enumerate(READINGS):
         fuzz_reading(name, shutil.copytree(trained_runs, tmp_path / str(number)), 40)

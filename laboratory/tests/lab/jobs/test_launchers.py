@@ -325,7 +325,7 @@ def test_a_stop_of_any_kind_lets_every_run_save(number, code, runs, tmp_path):
     assert all((tmp_path / str(one) / "saved").exists() for one in range(runs))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     running = Running(tmp_path, "wait", "deaf")
     told = time.time()
@@ -340,7 +340,7 @@ def test_a_run_that_hangs_when_it_should_save_is_named(tmp_path):
     assert seconds < 10
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path):
     running = Running(tmp_path, "deaf", "deaf", patience=60.0)
     running.tell(signal.SIGINT)
@@ -356,7 +356,7 @@ def test_a_second_ctrl_c_ends_the_waiting_and_further_ones_show_nothing(tmp_path
     assert seconds < 30
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
     running = Running(tmp_path, "wait", hangup="SIG_IGN")
     running.tell(signal.SIGHUP)

@@ -76,6 +76,7 @@ def test_a_record_is_made_again_from_the_runs_kept_with_it_to_the_byte(paper: Pa
     assert ", em seed 2 in another, and 2 more)." in "\n".join(render(tmp_path / "paper").values())
 
 
+@pytest.mark.full
 def test_the_command_shows_it_without_training_and_refuses_options_that_would_do_nothing(
     paper: Path, tmp_path: Path, capsys
 ):
@@ -166,7 +167,7 @@ def test_records_of_the_papers_are_what_their_runs_say(tmp_path: Path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quarter", range(4))
+@pytest.mark.parametrize("quarter", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in range(1, 4))])
 def test_every_record_of_the_papers_is_what_its_runs_say(quarter: int, tmp_path: Path):
     assert not recompute_all(RECORDS[QUICK + quarter :: 4], tmp_path)
 

@@ -136,6 +136,7 @@ SETS = tuple(part.name for part in ROLES.parts)
 EFFECTS = {"plain": -0.4, "guided": 0.0, "guided:drop=rare": 0.8, "guided:random=rare": 0.2, "guided:drop=major": -0.9}
 
 
+@pytest.mark.full
 def test_each_mark_is_the_mean_over_sets_of_the_lead_over_what_replaced_the_role(tmp_path):
     arms = tuple(Drawn(name, None if name == "plain" else "plain", effect) for name, effect in EFFECTS.items())
     evidence = {

@@ -57,6 +57,7 @@ def record(paper: Path) -> Path:
     return find_record(paper, STUDY.id, "demo")
 
 
+@pytest.mark.full
 def test_it_goes_on_and_parts_that_are_not_asked_for_stay_in_the_record(
     paper: Path, tmp_path: Path, monkeypatch, inline: list[str]
 ):

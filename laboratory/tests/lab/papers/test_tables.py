@@ -103,7 +103,7 @@ def test_every_arm_fits_a_model():
     try_on({*sorted(smallest.values())[::4]})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_arm_fits_a_model_with_the_layers_and_heads_of_its_size():
     try_on(set.union(*list_fits().values()))
 

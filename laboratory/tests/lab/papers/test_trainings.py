@@ -156,6 +156,7 @@ def test_runs_are_shared_between_reproductions_and_nothing_is_done_twice(corpus,
     assert [folder.name for folder in tmp_path.glob("translation-*")] == ["translation-demo-pairs"]
 
 
+@pytest.mark.slow
 @needs_published_data
 def test_a_reproduction_runs_on_multi30k(tmp_path, monkeypatch):
     make_demo_smallest(monkeypatch)
@@ -183,6 +184,7 @@ def make_cpu_smallest(monkeypatch: pytest.MonkeyPatch) -> Any:
     return toy
 
 
+@pytest.mark.slow
 @needs_published_data
 def test_arms_are_compared_on_the_published_files(tmp_path, monkeypatch):
     toy = make_cpu_smallest(monkeypatch)
@@ -240,6 +242,7 @@ def glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reproduction:
     return with_arms(whole, "plain", SVGD, made=make_claims)
 
 
+@pytest.mark.slow
 def test_one_command_pre_trains_fine_tunes_and_says_what_cannot_be_judged(glue, tmp_path):
     data = tmp_path / "data"
     found = with_data(glue, "demo", data)
@@ -326,6 +329,7 @@ def test_tables_of_graphs_share_their_runs_and_write_form_page_and_record(tmp_pa
 TINY = ("width=12", "hidden=12", "epochs=1", "train_examples=48")
 
 
+@pytest.mark.slow
 def test_a_table_of_roles_is_run_judged_and_shown_with_its_quoted_rows(inline, tmp_path, monkeypatch):
     parse_sentences(monkeypatch)
     study = REPRODUCTIONS["guided/table-3"]

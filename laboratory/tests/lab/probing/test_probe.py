@@ -337,6 +337,7 @@ def test_a_wrong_command_is_refused_before_anything_is_encoded_or_written(words,
     assert not Path("out").exists()
 
 
+@pytest.mark.full
 def test_results_of_other_sentences_are_not_shown_for_those_of_this_file(words, capsys):
     quick = [*words, "--heads", "none", "--layers", "emb", "--out", "out"]
     assert call(*quick, "--task", "tree_depth") == 0

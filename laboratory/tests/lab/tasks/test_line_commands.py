@@ -168,6 +168,7 @@ def test_a_refusal_is_one_sentence_and_the_lines_before_it_are_written(trained, 
     assert error.count("\n") == 1
 
 
+@pytest.mark.full
 @cases("name", ["translation", "graph2text"])
 def test_beams_and_length_penalty_are_those_asked_for(trained, name):
     run, task = trained[name], task_of(name)

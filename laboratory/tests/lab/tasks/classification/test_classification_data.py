@@ -325,6 +325,7 @@ def test_a_label_without_a_training_sentence_stays_a_class(tmp_path):
             load_probing(path, WHOLE, None)
 
 
+@pytest.mark.full
 @needs("probing")
 @pytest.mark.parametrize(
     "name",

@@ -178,6 +178,7 @@ for load in (AutoModel.from_pretrained, ElectraForPreTraining.from_pretrained):
     assert any("votes" in name for name in own)
 
 
+@pytest.mark.full
 def test_the_area_is_scikit_learns_and_its_spread_that_of_resampling_rows():
     from sklearn.metrics import roc_auc_score
 

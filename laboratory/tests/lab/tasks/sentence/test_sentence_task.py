@@ -212,7 +212,7 @@ def test_options_and_missing_data_are_refused(texts):
         with_options(LOGIC_SCALES["demo"], ScaleOptions("demo", out_of_domain=texts), "logic")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @needs("snli")
 def test_sick_is_learned_beyond_the_most_frequent_class(tmp_path):
     scale = dataclasses.replace(

@@ -122,6 +122,7 @@ def test_pairs_of_dev_and_test_with_a_blank_side_are_left_out_and_counted(copy, 
     assert data.sources("test") == whole.sources("test")
 
 
+@pytest.mark.full
 @cases(
     ("mark", "cut"),
     [
@@ -254,6 +255,7 @@ def test_a_prepared_folder_opens_without_its_files_on_another_machine(folder, tm
     assert str(folder) not in (elsewhere / "record.json").read_text()
 
 
+@pytest.mark.full
 @cases("name", ["train.source.ids.npy", "dev.target.offsets.npy", "tokenizer.json", "record.json"])
 @cases("damage", ["gone", "cut", "other"])
 def test_damaged_prepared_data_is_refused_and_a_cache_is_made_anew(folder, tmp_path, name, damage):

@@ -141,6 +141,7 @@ def test_a_source_that_was_cut_keeps_its_words_though_the_cut_is_inside_one():
     assert others > 1
 
 
+@pytest.mark.full
 @cases("model", ["seq2seq", "marian"])
 def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)

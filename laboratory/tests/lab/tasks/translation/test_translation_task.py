@@ -110,6 +110,7 @@ def test_what_says_nothing_to_marian_is_refused():
     assert not with_options(TRANSLATION_SCALES["demo"], ScaleOptions("demo", sizes=sizes[1:]), "translation").norm_first
 
 
+@pytest.mark.full
 def test_dev_and_test_may_have_pairs_longer_than_the_positions_of_marian(corpus, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(translation_model, "LONGEST", 40)
     copy = shutil.copytree(corpus, tmp_path / "corpus")
