@@ -29,6 +29,7 @@ MODULES = (
     "headwise.plots",
     "headwise.integrations",
     "headwise.nn",
+    "headwise.optim",
 )
 # What has no docstring of its own.
 CONSTANTS = {

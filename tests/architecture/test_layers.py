@@ -22,7 +22,7 @@ LAYERS = """
     atomic stock_folders
     nn masks functional
     heads
-    kernels
+    kernels optim
     repulsion similarity routing gating roles
     attached
     caching

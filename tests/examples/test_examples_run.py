@@ -93,6 +93,14 @@ def test_the_loop_under_accelerate_counts_updates_not_micro_batches(run: Callabl
     assert re.findall(r"updates (\d+)", printed) == ["2", "4"]
 
 
+def test_muon_on_each_head_learns(run: Callable[..., str]):
+    printed = run(EXAMPLES / "per_head_muon.py", "--steps", "20")
+    assert "Muon by head" in printed
+    losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "arguments"), [("nanogpt.py", ()), ("vit.py", ("--batch-size", "32"))])
 def test_the_users_own_model_and_one_of_images_learn(name: str, arguments: tuple[str, ...], run: Callable[..., str]):

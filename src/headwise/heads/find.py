@@ -241,6 +241,24 @@ def find_heads(
         name = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise SettingError(f"model is {name}; expected a torch.nn.Module, the loaded model itself.")
     rows = _check_layouts(layouts)
+    found, _ = _find_unwrapped(model, rows, exclude, num_heads)
+    return replace(found, left_out=bool(_list_given(exclude)))
+
+
+def find_regular_heads(model: nn.Module) -> tuple[Heads, dict[str, str]]:
+    """Return what `find_heads` does, and the attentions without regular heads, which it refuses: name, what they are.
+
+    For methods that need no attention weights, such as optimizers.
+
+    Raises:
+        LayoutError: No attention has regular heads, or one fits no row and nothing in it says why.
+    """
+    return _find_unwrapped(model, LAYOUTS, (), None, skip=True)
+
+
+def _find_unwrapped(
+    model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int | None, *, skip: bool = False
+) -> tuple[Heads, dict[str, str]]:
     inner, replicated = unwrap_model(model)
     if isinstance(inner, torch.jit.ScriptModule):
         raise LayoutError(
@@ -248,8 +266,8 @@ def find_heads(
             "torch.jit.script or torch.jit.trace was given."
         )
     with without_wrappers(inner):
-        found = _find(inner, rows, exclude, num_heads)
-        return replace(found, replicated=replicated, left_out=bool(_list_given(exclude)))
+        found, skipped = _find(inner, rows, exclude, num_heads, skip)
+        return replace(found, replicated=replicated, left_out=bool(skipped)), skipped
 
 
 def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -262,7 +280,9 @@ def unwrap_model(model: nn.Module) -> tuple[nn.Module, bool]:
     return model, replicated
 
 
-def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int | None) -> Heads:
+def _find(
+    model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int | None, skip: bool
+) -> tuple[Heads, dict[str, str]]:
     own = [row not in LAYOUTS for row in rows]
     modules = _exclude(model, exclude)
     flagged, found, clauses = list(zip(_give_count(rows, num_heads), own, strict=True)), [], {}
@@ -278,9 +298,10 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
     sites, outer = _take_inner(found)
     unread = _find_unread(modules, sites, outer, clauses)
     _require_shapes([*((site.name, site.module) for site in sites), *unread])
-    if not sites or unread:
-        others = [(name, part) for name, part in unread if name not in clauses]
-        clauses |= {name: clause for name, part in others if (clause := find_irregularity(part)) is not None}
+    others = [(name, part) for name, part in unread if name not in clauses]
+    clauses |= {name: clause for name, part in others if (clause := find_irregularity(part)) is not None}
+    skipped = {name: f"{type(part).__name__} {clauses[name]}" for name, part in unread if skip and name in clauses}
+    if not sites or len(skipped) < len(unread):
         raise LayoutError(describe_failure(model, [row.name for row in rows], len(sites), unread, clauses))
     if num_heads is not None and not any(site.num_heads == num_heads for site in sites):
         counts = ", ".join(sorted({str(site.num_heads) for site in sites}))
@@ -295,7 +316,7 @@ def _find(model: nn.Module, rows: Sequence[Layout], exclude: Any, num_heads: int
         from headwise.heads.scores import huggingface
 
         sites = [huggingface.connect_scores(site) for site in sites]
-    return Heads(model, tuple(connect_called_scores(site) for site in sites))
+    return Heads(model, tuple(connect_called_scores(site) for site in sites)), skipped
 
 
 def _match(

@@ -96,7 +96,7 @@ def test_muon_is_timed_as_muon(settings, monkeypatch):
     monkeypatch.setattr(step_time, "build_optimizer", lambda *given: built.append(build(*given)) or built[-1])
     for arm in ("plain", "muon-heads"):
         step_time._make_step(task, parse_arm(arm), task.load(None, TOY, settings.cache), settings)
-    assert [type(optimizer).__name__ for optimizer in built] == ["AdamW", "MuonAndRest"]
+    assert [type(optimizer).__name__ for optimizer in built] == ["AdamW", "PerHeadMuon"]
 
 
 def test_tables_and_claims_take_it_before_the_runs_own_times(tmp_path):
