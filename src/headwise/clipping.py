@@ -51,23 +51,23 @@ class ClipScores(Method):
 
     Example:
         >>> ClipScores(limit=50.0)
-        ClipScores(layers=None, kinds=None, limit=50.0, measure='bound')
+        ClipScores(layers=None, kinds=None, limit=50.0, measure='sample')
     """
 
     limit: Positive = 100.0
-    measure: Measure = "bound"
+    measure: Measure = "sample"
     stage: ClassVar[Stage] = "step"
 
-    def attach(self, heads: Heads, optimizers: Sequence[Optimizer], _seed: int = 0) -> ScoreClipping:
+    def attach(self, heads: Heads, optimizers: Optimizer | Sequence[Optimizer] = (), _seed: int = 0) -> ScoreClipping:
         """Clip the scores of the selected heads after steps of these optimizers; errors as of `clip_scores`."""
-        return ScoreClipping(self.select(heads), self.limit, self.measure, unwrap_optimizers(list(optimizers)))
+        return ScoreClipping(self.select(heads), self.limit, self.measure, unwrap_optimizers(optimizers))
 
 
 def clip_scores(
     heads: Heads,
     *,
     limit: float = 100.0,
-    measure: Measure = "bound",
+    measure: Measure = "sample",
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
 ) -> ScoreClipping:
     """Keep the attention scores of each head at most at a limit, by scaling W_Q and W_K after each step.
@@ -89,10 +89,11 @@ def clip_scores(
     Args:
         heads: The sites.
         limit: The largest score allowed, above 0.
-        measure: How S_h is found. "bound": max_i |q_hi| max_j |k_hj| scale of each sequence, padding and masked pairs
-            included, at least S_h: no score passes the limit, and heads are scaled before their scores reach it.
-            "sample": the scores of the 16 longest queries of each sequence, at most S_h. "exact": all scores, a second
-            product of queries and keys.
+        measure: How S_h is found, where a fused kernel hides the scores. "sample": from the scores of the 16 longest
+            queries of each sequence, at most S_h, so that a head may end somewhat above the limit until the next step.
+            "bound": max_i |q_hi| max_j |k_hj| scale of each sequence, with padding and masked pairs, at least S_h, and
+            often several times as much: no score of these batches stays above the limit, and heads are scaled long
+            before they reach it. "exact": all scores, a second product of queries and keys.
         optimizer: The optimizer of the heads, or several; a head is scaled after the last one, in this order, that
             holds its weights. Those of `head_blocks` count. None: call `apply()` after each step.
 
