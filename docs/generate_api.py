@@ -21,6 +21,7 @@ MODULES = (
     "headwise.similarity",
     "headwise.routing",
     "headwise.gating",
+    "headwise.clipping",
     "headwise.roles",
     "headwise.masks",
     "headwise.metrics",

@@ -5,6 +5,7 @@ The calls, the methods and their strengths are here; everything else is in the n
 
 from headwise import (
     attached,
+    clipping,
     errors,
     gating,
     heads,
@@ -22,6 +23,7 @@ from headwise import (
 )
 from headwise.attached import attach
 from headwise.caching.budget import kv_budget
+from headwise.clipping import ClipScores, clip_scores
 from headwise.gating.attach import GateHeads, gate_heads
 from headwise.heads import layouts
 from headwise.heads.ablation import Ablate, DropHeads, ablate, drop_heads, importance
@@ -52,6 +54,7 @@ __all__ = [
     "Ablate",
     "Aggregate",
     "BiasHeads",
+    "ClipScores",
     "Disagreement",
     "Distill",
     "DropHeads",
@@ -70,6 +73,8 @@ __all__ = [
     "aggregate",
     "attach",
     "bias_heads",
+    "clip_scores",
+    "clipping",
     "distill",
     "drop_heads",
     "errors",

@@ -372,7 +372,7 @@ def attach(
     Args:
         heads: Heads, from `find_heads`. A method with `layers` or `kinds` selects among them.
         methods: What to do: `Repel`, `Penalize`, `Aggregate`, `GateHeads`, `MixHeads`, `DropHeads`, `Guide`,
-            `BiasHeads`, `Ablate`, `Distill`, `Tap`, or a `Method` of your own.
+            `BiasHeads`, `Ablate`, `ClipScores`, `Distill`, `Tap`, or a `Method` of your own.
         optimizer: The optimizer of the model, or several. Methods that add modules come before it: leave it out, build
             it, and call `run.attach(model, optimizer)`.
         seed: Seed of the noise of rules.

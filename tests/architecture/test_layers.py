@@ -25,6 +25,7 @@ LAYERS = """
     kernels optim
     repulsion similarity routing gating roles
     attached
+    clipping
     caching
     shrinking
     metrics

@@ -20,7 +20,7 @@ from headwise.nn.checkpointing import Request, find_frame, resolve_request
 from headwise.nn.difference import CHILD, HeadDifference, find_difference
 from headwise.nn.hooks import hold
 from headwise.nn.mixing import compute_weights, drop_weights, find_mixer
-from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, sum_masks
+from headwise.nn.scores import Bias, Observer, ScoreCall, clear_empty_rows, show_compared, sum_masks
 
 # Padding is written as -inf, the smallest number of the dtype, -1e9 or -1e4, all far below the scores of tokens.
 VERY_NEGATIVE = -5e3
@@ -104,6 +104,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         call = ScoreCall(len(q), self.num_heads, q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         k, v = self._append(k, v)
+        show_compared(self.observers, q, k, mask, causal_hint)
         extra = resolve_request(self, self.observers, self.biases, call)
         if extra.biases:
             appended = k.shape[2] - call.keys

@@ -32,6 +32,25 @@ class Attended:
     outputs: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What the scores of one call are computed from: scale Q K^T, where queries may attend.
+
+    Attributes:
+        query: Queries as they are compared, [B, H, Q, e].
+        key: Keys, [B, G or H, K, e].
+        mask: Boolean (True may attend) or additive, broadcastable to [B, H, Q, K]; what flex attention takes; or None.
+        causal: Whether query i sees keys 0 to i only, where there is no mask.
+        scale: What products are multiplied by; None for 1 / sqrt(e).
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Any
+    causal: bool = False
+    scale: float | None = None
+
+
 def always() -> bool:
     """Return True."""
     return True
@@ -48,6 +67,7 @@ class Observer:
         beside: Whether the weights are computed separately, so that the attention stays identical to the bit.
         active: Whether it observes now; while it does not, the module computes what it would without it.
         edit: Changes the outputs of the heads [B, Q, H, e], where the attention gives them to observers.
+        compare: Is called with the queries and keys, before they are compared.
     """
 
     see: Callable[[Attended], None]
@@ -56,6 +76,7 @@ class Observer:
     beside: bool = False
     active: Callable[[], bool] = always
     edit: Callable[[Tensor], Tensor] | None = None
+    compare: Callable[[Compared], None] | None = None
 
     def notify(
         self,
@@ -68,6 +89,13 @@ class Observer:
         """Call the function with what it needs of one call."""
         weights, mean = weights if self.weights else None, mean if self.mean_weights else None
         self.see(Attended(values, weights, keep, mean, outputs))
+
+
+def show_compared(observers: Sequence[Observer], *compared: Any) -> None:
+    """Give queries, keys and what else `Compared` has to the observers that want them."""
+    for observer in observers:
+        if observer.compare is not None and observer.active():
+            observer.compare(Compared(*compared))
 
 
 @dataclass(frozen=True)

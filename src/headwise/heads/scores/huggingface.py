@@ -37,6 +37,7 @@ from headwise.nn.scores import (
     add_listener,
     clear_empty_rows,
     normalize_scores,
+    show_compared,
     sum_masks,
 )
 
@@ -228,7 +229,21 @@ def _attend(found: Attend, named: str, module: nn.Module, *args: Any, **settings
     _require_reached(module, named)
     if listeners is not None:
         listeners.running.own.attended = True
+        _show_compared(listeners, module, *args, **settings)
     return REACHED[named](found, module, *args, **settings)
+
+
+def _show_compared(
+    listeners: _Reached,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    _value: Tensor,
+    mask: Any = None,
+    **settings: Any,
+) -> None:
+    causal = _is_causal(module, mask, query, settings)
+    show_compared(listeners.observers, query, key, mask, causal, settings.get("scaling"))
 
 
 def _attend_over_sdpa(
@@ -335,6 +350,12 @@ def _resolve_request(module: nn.Module, query: Tensor, key: Tensor) -> Request:
     return resolve_request(module, listeners.observers, listeners.biases, call)
 
 
+def _is_causal(module: nn.Module, mask: Any, query: Tensor, settings: dict[str, Any]) -> bool:
+    causal = settings.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return bool(causal) and mask is None and query.shape[2] > 1
+
+
 def _build_mask(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, answer: Request, settings: dict
 ) -> Tensor | None:
@@ -344,9 +365,7 @@ def _build_mask(
         raise LayoutError(f"{type(module).__name__} was given a mask {given}; expected (batch, heads, queries, keys).")
     if settings.get("cache") is not None:
         raise LayoutError(f"{type(module).__name__} runs on a paged cache, where scores of heads cannot be reached.")
-    causal = settings.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    causal = bool(causal) and mask is None and query.shape[2] > 1
+    causal = _is_causal(module, mask, query, settings)
     own: Tensor | None = settings.get("position_bias")
     if not answer.biases and (own is not None or mask is None or mask.is_floating_point()) and not causal:
         # as in the stock functions, also for rows that are masked throughout

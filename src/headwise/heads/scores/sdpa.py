@@ -50,6 +50,7 @@ from headwise.nn.scores import (
     always,
     clear_empty_rows,
     normalize_scores,
+    show_compared,
     sum_masks,
 )
 
@@ -436,6 +437,7 @@ def _attend(
     settings: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     listeners = forward.listeners
     call = ScoreCall.of(query, key, cached, is_causal)
+    show_compared(listeners.observers, query, key, attn_mask, is_causal, scale)
     answer = _resolve_request(forward, call)
     total = mask = attn_mask
     causal, empty = is_causal, None
