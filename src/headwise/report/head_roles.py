@@ -318,7 +318,9 @@ def roles_of(
     notes += [] if direct.reason is None else [f"the direct effect was left out: {direct.reason}."]
     shown = f"Read: {rows} sequences of {period} random tokens, repeated"
     text = sum(int(_place(batch)[0].sum()) for batch in texts or ())
-    shown += "; first token, inactive and direct effect on the same." if texts is None else f", and {text} of text."
+    shown += (
+        "; first token, inactive and direct effect on the same." if texts is None else f", and {text:,} tokens of text."
+    )
     return HeadRoles(
         type(model).__name__,
         {site.name: site.layer for site in heads},
