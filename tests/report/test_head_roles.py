@@ -209,8 +209,8 @@ def test_planted_heads_are_recognized_and_heads_whose_output_projection_is_zero_
     assert effects[2] == 0
     first, *table = str(roles).splitlines()[:4]
     assert first == (
-        "PlantedModel, 6 heads: 1 are induction heads, 1 mostly read the first token, 1 mostly read the previous "
-        "token, 1 mostly read the same token before, 2 are inactive."
+        "PlantedModel: of 6 heads, 1 is an induction head, 1 mostly reads the first token, 1 mostly reads the previous "
+        "token, 1 mostly reads the same token before, 2 are inactive."
     )
     assert table == [
         "layer  induction  first token  previous  duplicate  inactive  direct effect",
@@ -371,7 +371,7 @@ def test_the_table_is_short_and_a_frame_has_a_row_for_each_head():
     many = {f"layers.{layer}": layer for layer in range(60)}
     scores = {"first": dict.fromkeys(many, (0.9,) * 9), "previous": dict.fromkeys(many, (0.1,) * 9)}
     lines = str(HeadRoles("Model", many, scores)).splitlines()
-    assert lines[0] == "Model, 540 heads: 540 mostly read the first token, 0 mostly read the previous token."
+    assert lines[0] == "Model: of 540 heads, 540 mostly read the first token."
     assert len(lines[1].split("  ")) >= 7
     assert "0 1 2 3 +5" in lines[2]
     assert "... 21 layers ..." in lines

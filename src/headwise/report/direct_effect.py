@@ -97,6 +97,7 @@ class DirectEffect:
         return read * scale[:, :-1]
 
 
+@torch.no_grad()
 def freeze_norm(norm: nn.Module, given: Tensor, returned: Tensor) -> tuple[Tensor, Tensor, bool] | None:
     """Return gain g [d], scale s [B, T, 1] and whether the mean is subtracted, N(x) = s g (x - c mean(x)) + b.
 
@@ -112,8 +113,7 @@ def freeze_norm(norm: nn.Module, given: Tensor, returned: Tensor) -> tuple[Tenso
     probe = torch.ones(size, dtype=given.dtype, device=given.device)
     probe[1::2] = -1.0
     compute = accumulation_dtype(given)
-    with torch.no_grad():
-        bias, ones, signs = (norm(one).to(compute) for one in (probe * 0, probe * 0 + 1, probe))
+    bias, ones, signs = (norm(one).to(compute) for one in (probe * 0, probe * 0 + 1, probe))
     # the epsilon of the norm makes these slightly too small, and the scale as much too large
     gain, centered = (signs - bias) * probe.to(compute), not bool((ones - bias).abs().max() > 0.1 * signs.abs().max())
     x, y = given.to(compute), returned.to(compute) - bias

@@ -39,13 +39,13 @@ from headwise.report.tables import format_plain_table, format_signed
 
 FORMAT = "headwise roles 1"
 MEASURES = ("induction", "previous", "duplicate", "first", "learned_sink", "distance", "local", "output", "direct")
-# Roles, with what a sentence says of the heads that have them.
+# Roles, with what a sentence says of one head and of several that have them.
 ROLES = {
-    "induction": "are induction heads",
-    "first": "mostly read the first token",
-    "previous": "mostly read the previous token",
-    "duplicate": "mostly read the same token before",
-    "inactive": "are inactive",
+    "induction": ("is an induction head", "are induction heads"),
+    "first": ("mostly reads the first token", "mostly read the first token"),
+    "previous": ("mostly reads the previous token", "mostly read the previous token"),
+    "duplicate": ("mostly reads the same token before", "mostly read the same token before"),
+    "inactive": ("is inactive", "are inactive"),
 }
 # Heads of a role that are named in a row of the table.
 NAMED = 4
@@ -105,11 +105,10 @@ class HeadRoles:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many heads have each role."""
-        measured = {"output" if role == "inactive" else role: role for role in ROLES}
-        roles = [role for measure, role in measured.items() if measure in self.scores]
-        said = [f"{sum(map(len, self.of(role).values()))} {ROLES[role]}" for role in roles]
-        return f"{self.model}, {self.heads} heads: {', '.join(said)}."
+        """How many heads have each role, in one sentence."""
+        counts = {role: sum(map(len, self.of(role).values())) for role in ROLES}
+        said = [f"{count} {ROLES[role][count > 1]}" for role, count in counts.items() if count]
+        return f"{self.model}: of {self.heads} heads, {', '.join(said) or 'none has one of the roles'}."
 
     @property
     def rows(self) -> tuple[list[str], list[list[str]]]:
