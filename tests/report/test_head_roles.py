@@ -52,6 +52,7 @@ def padded_text() -> dict[str, Tensor]:
     torch.manual_seed(4)
     ids, keep = torch.randint(3, VOCABULARY, (2, 13)), torch.ones(2, 13, dtype=torch.long)
     ids[1, :5], keep[1, :5] = 0, 0
+    keep[0, 11:] = 0
     return {"input_ids": ids, "attention_mask": keep}
 
 
@@ -236,11 +237,11 @@ def test_it_takes_one_forward_pass_and_one_for_each_batch_and_leaves_the_model_a
     handle.remove()
 
 
-def test_a_text_counts_the_same_in_a_batch_with_padding_before_it_and_in_one_of_its_own():
+def test_a_text_counts_the_same_in_a_batch_with_padding_and_in_one_of_its_own():
     model, text = build("Llama", torch.float32), padded_text()
     heads, ids = hw.find_heads(model), text["input_ids"]
     apart, together = (
-        hw.roles_of(heads, batches, tokens=P, window=WINDOW).scores for batches in ([ids[:1], ids[1:, 5:]], [text])
+        hw.roles_of(heads, batches, tokens=P, window=WINDOW).scores for batches in ([ids[:1, :11], ids[1:, 5:]], [text])
     )
     for measure, sites in apart.items():
         for site, values in sites.items():
