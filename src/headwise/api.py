@@ -34,6 +34,7 @@ from headwise.heads.method import Method
 from headwise.heads.scores.bias import BiasHeads, bias_heads
 from headwise.heads.scores.mixing import MixHeads, mix_heads
 from headwise.heads.taps import Tap, Taps
+from headwise.report.head_roles import roles_of
 from headwise.report.measure import measure
 from headwise.repulsion.repel import Repel, repel
 from headwise.repulsion.rules import SGLD, SPOS, SVGD
@@ -100,6 +101,7 @@ __all__ = [
     "report",
     "repulsion",
     "roles",
+    "roles_of",
     "routing",
     "save",
     "shrink",

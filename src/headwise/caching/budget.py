@@ -214,7 +214,7 @@ def kv_budget(
     sites, windows = _find_layers(heads, window)
     model: Any = heads.model
     config = model.config.get_text_config(decoder=True)
-    texts = [_settle(batch) for batch in batches or ()]
+    texts = [settle_ids(batch) for batch in batches or ()]
     beyond = sink + window
     if texts and max(batch["input_ids"].shape[1] for batch in texts) <= beyond:
         raise SettingError(
@@ -292,7 +292,7 @@ def _find_layers(heads: Heads, window: int) -> tuple[dict[int, Site], tuple[int 
     return dict(sorted(sites.items())), windows
 
 
-def _settle(batch: Any) -> dict[str, Tensor]:
+def settle_ids(batch: Any) -> dict[str, Tensor]:
     """Return a batch as a mapping."""
     found = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch) if isinstance(batch, Mapping) else {}
     ids = found.get("input_ids")

@@ -31,6 +31,7 @@ from headwise.metrics.pairs import (
     mean_over_pairs,
     parameter_pairs,
 )
+from headwise.metrics.patterns import induction_weights, sum_first_weights, weights_back
 from headwise.metrics.roles import RoleShares, role_shares
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "effective_heads",
     "generalized_jensen_shannon",
     "head_distance",
+    "induction_weights",
     "linear_cka",
     "mean_interval",
     "mean_over_others",
@@ -67,4 +69,6 @@ __all__ = [
     "reliability_of",
     "role_shares",
     "student_quantile",
+    "sum_first_weights",
+    "weights_back",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.heads.find import find_heads
 from headwise.heads.taps import Taps
+from headwise.metrics.patterns import induction_weights, sum_first_weights
 from headwise.texts.batching import to_device
 from headwise_lab.experiment.evaluation import select_with_weights, spread_evenly
 from headwise_lab.experiment.seeding import derive_key
@@ -48,7 +49,8 @@ def measure_copying(model: Any, words: TextTokens, length: int) -> dict[str, flo
             said = logits[:, queries.to(logits.device)].argmax(dim=-1).cpu()
             right.append((said == part[:, queries + 1]).double())
             if taps is not None:
-                scores.append(torch.stack([_pick(one.weights, queries, queries - half + 1) for one in taps.read()]))
+                read = [one.weights for one in taps.read() if one.weights is not None]
+                scores.append(torch.stack([induction_weights(weights.double().cpu(), half) for weights in read]))
     copied = {"copied": 100 * float(torch.cat(right).mean())}
     if not scores:
         return copied
@@ -82,12 +84,10 @@ def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
             positions = run(chosen[first : first + size])
             places = torch.arange(positions.shape[1])
             firsts, read = places - positions, (positions >= READ).double()
-            weights = [_gather(one.weights, firsts) for one in taps.read()]
-            # a window that ends before the first token gives it a weight of exactly 0 in all heads
-            seeing = [read * (weight != 0).any(dim=1) for weight in weights]
-            pairs = zip(weights, seeing, strict=True)
-            sums.append(torch.stack([(weight * seen[:, None]).sum(dim=(0, 2)) for weight, seen in pairs]))
-            counts.append(torch.stack([seen.sum() for seen in seeing]))
+            weights = [one.weights.cpu() for one in taps.read() if one.weights is not None]
+            found, seeing = zip(*(sum_first_weights(one, firsts, read) for one in weights), strict=True)
+            sums.append(torch.stack(found))
+            counts.append(torch.stack(seeing))
     if not sums:
         return {}
     total, count = torch.stack(sums).sum(dim=0), torch.stack(counts).sum(dim=0)
@@ -95,19 +95,6 @@ def measure_sinks(model: Any, rows: Rows) -> dict[str, float]:
         return {}
     mean = total[count > 0] / count[count > 0, None]
     return {"sink_attention": 100 * float(mean.mean()), "sink_heads": 100 * float((mean > RESTING).double().mean())}
-
-
-def _pick(weights: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the weight from each query to its key, [B, H, number]."""
-    assert weights is not None
-    return weights.double().cpu()[:, :, queries, keys]
-
-
-def _gather(weights: Tensor | None, keys: Tensor) -> Tensor:
-    """Return the weight from each query to its key in `keys`, [B, T], for all heads, [B, H, T]."""
-    assert weights is not None
-    index = keys[:, None, :, None].expand(-1, weights.shape[1], -1, -1)
-    return weights.double().cpu().gather(3, index).squeeze(3)
 
 
 def _count_together(length: int) -> int:
