@@ -204,6 +204,7 @@ def test_gradients_are_scaled_steps_skipped_closures_called_and_models_compiled_
 
     scaler.scale(model(x).square()[..., :5].mean()).backward()
     scaler.step(one)
+    scaler.update()
     loss = two.step(closure)
     for p, q in zip(third.parameters(), other.parameters(), strict=True):
         p.grad = q.grad
