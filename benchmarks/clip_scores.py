@@ -25,7 +25,7 @@ LIMIT, LOW = 1e9, 1e-9
 # layers of SmolLM2-135M, with fewer of them and a small vocabulary, which cost less than those of the whole model
 DECODER = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
 LAYERS, VOCABULARY, BATCH, LENGTH = 3, 2048, 1, 512
-ENCODER = {"d_model": 512, "nhead": 8, "dim_feedforward": 2048}
+ENCODER: dict[str, Any] = {"d_model": 512, "nhead": 8, "dim_feedforward": 2048}
 ENCODER_LAYERS, ENCODER_BATCH, ENCODER_LENGTH = 2, 16, 64
 
 
@@ -34,7 +34,8 @@ def make_decoder(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module],
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings: dict[str, Any] = {**DECODER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(device)
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    model = model.to(device)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), device=device)
     return model, lambda own: own(input_ids=tokens, labels=tokens, use_cache=False).loss
 

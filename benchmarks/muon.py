@@ -9,6 +9,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import headwise as hw
 from timing import console, default_device, interleaved_clocks, new_record, ratio, write
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 BATCHED, LOOP, WHOLE, ADAMW = "per_head_muon", "a loop over blocks", "torch.optim.Muon", "AdamW"
 
 
@@ -26,7 +27,8 @@ def make_steps(device: torch.device) -> dict[str, Callable[[], object]]:
     steps: dict[str, Callable[[], object]] = {}
     for name in (BATCHED, LOOP, WHOLE, ADAMW):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **SIZES)).to(device)
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **SIZES))
+        model = model.to(device)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         if name == ADAMW:
@@ -41,7 +43,8 @@ def make_steps(device: torch.device) -> dict[str, Callable[[], object]]:
         leaves = [*whole, *(() if views else by_head)]
         for parameter, blocks in views.items():
             # what a user writes: a leaf for each block, with its part of the gradient
-            for own, gradient in ((block.read(parameter.detach()), block.read(parameter.grad)) for block in blocks):
+            whole_gradient: Any = parameter.grad
+            for own, gradient in ((block.read(parameter.detach()), block.read(whole_gradient)) for block in blocks):
                 for leaf, part in zip(own, gradient, strict=True):
                     leaves.append(nn.Parameter(leaf))
                     leaves[-1].grad = part

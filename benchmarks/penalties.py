@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from headwise.heads.heads import Heads
 from headwise.nn.difference import pair_heads
 from headwise.nn.multihead import adopt
 from headwise.repulsion.rules import Rule
-from headwise_lab.training.optimizer import MuonAndRest
 from timing import console, default_device, interleaved_clocks, new_record, ratio, write
 
 WIDTH, HEADS, INNER, LAYERS = 512, 8, 2048, 2
@@ -130,8 +128,10 @@ def make_optimizer(model: nn.Module, heads: Heads, per_head: bool | None) -> tor
     groups = [{"params": list(model.parameters()), "lr": 1e-4, "weight_decay": 0.01}]
     if per_head is None:
         return torch.optim.AdamW(groups, fused=True)
-    blocks = hw.heads.head_blocks(heads, per_head=per_head)
-    return MuonAndRest(blocks, groups, partial(torch.optim.AdamW, fused=True), momentum=0.95)
+    blocks = hw.optim.split_heads(heads, per_head=per_head)
+    own, rest = ([p for p in model.parameters() if (p in blocks) == split] for split in (True, False))
+    adamw = torch.optim.AdamW([{**groups[0], "params": rest}], fused=True)
+    return hw.optim.PerHeadMuon([{**groups[0], "params": own}], blocks, adamw, names={})
 
 
 def make_variants(device: torch.device) -> dict[str, Variant]:

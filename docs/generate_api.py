@@ -21,7 +21,6 @@ MODULES = (
     "headwise.similarity",
     "headwise.routing",
     "headwise.gating",
-    "headwise.clipping",
     "headwise.roles",
     "headwise.masks",
     "headwise.metrics",

@@ -4,6 +4,8 @@ python examples/per_head_muon.py --steps 200
 python examples/per_head_muon.py --steps 200 --adamw
 """
 
+from typing import Any
+
 import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,9 +16,8 @@ import headwise as hw
 def main(steps: int = 200, lr: float = 3e-3, adamw: bool = False, seed: int = 0) -> None:
     """Train, and print the loss ten times along the way."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=32, num_attention_heads=4, num_key_value_heads=2, **sizes)
-    model = LlamaForCausalLM(config)
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=4, num_key_value_heads=2, **sizes))
     if adamw:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
     else:

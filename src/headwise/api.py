@@ -5,7 +5,6 @@ The calls, the methods and their strengths are here; everything else is in the n
 
 from headwise import (
     attached,
-    clipping,
     errors,
     gating,
     heads,
@@ -23,7 +22,6 @@ from headwise import (
 )
 from headwise.attached import attach
 from headwise.caching.budget import kv_budget
-from headwise.clipping import ClipScores, clip_scores
 from headwise.gating.attach import GateHeads, gate_heads
 from headwise.heads import layouts
 from headwise.heads.ablation import Ablate, DropHeads, ablate, drop_heads, importance
@@ -34,6 +32,7 @@ from headwise.heads.method import Method
 from headwise.heads.scores.bias import BiasHeads, bias_heads
 from headwise.heads.scores.mixing import MixHeads, mix_heads
 from headwise.heads.taps import Tap, Taps
+from headwise.optim.clipping import ClipScores, clip_scores
 from headwise.report.head_roles import roles_of
 from headwise.report.measure import measure
 from headwise.repulsion.repel import Repel, repel
@@ -75,7 +74,6 @@ __all__ = [
     "attach",
     "bias_heads",
     "clip_scores",
-    "clipping",
     "distill",
     "drop_heads",
     "errors",

@@ -22,10 +22,10 @@ LAYERS = """
     atomic stock_folders
     nn masks functional
     heads
-    kernels optim
+    kernels
     repulsion similarity routing gating roles
     attached
-    clipping
+    optim
     caching
     shrinking
     metrics

@@ -109,7 +109,7 @@ class PerHeadMuon(Optimizer):
         blocks: Mapping[Tensor, Sequence[Blocks]],
         rest: Optimizer,
         *,
-        names: Mapping[Tensor, str],
+        names: Mapping[Any, str],
         momentum: float = 0.95,
         nesterov: bool = True,
         scale: str = "match_rms_adamw",
@@ -163,9 +163,10 @@ class PerHeadMuon(Optimizer):
     def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Step parameters, with one orthogonalization for all their matrices of a shape."""
         rate, momentum = float(group["lr"]), group["momentum"]
-        shapes: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        shapes: dict[Any, list[tuple[Tensor, tuple[Tensor, bool, float]]]] = defaultdict(list)
         for parameter in parameters:
-            state, gradient = self.state[parameter], parameter.grad
+            gradient: Any = parameter.grad
+            state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
@@ -370,7 +371,7 @@ def per_head_muon(
     inner, _ = unwrap_model(model)
     if chosen.model is not inner:
         raise SettingError("heads are those of another model; give those of this one: hw.find_heads(model).")
-    names = {parameter: strip_wrappers(name) for name, parameter in inner.named_parameters()}
+    names: dict[Tensor, str] = {parameter: strip_wrappers(name) for name, parameter in inner.named_parameters()}
     patterns = (adamw,) if isinstance(adamw, str) else tuple(adamw)
     for pattern in patterns:
         if not fnmatch.filter(names.values(), pattern):

@@ -29,8 +29,6 @@ from headwise.nn.scores import Attended, Compared, Observer
 from headwise.repulsion.optimizers import unwrap_optimizers
 from headwise.settings import Positive
 
-__all__ = ["ScoreClipping"]
-
 Measure = Literal["bound", "sample", "exact"]
 # What a log calls the largest score, by how it was measured.
 LOGGED: Mapping[str, str] = {"bound": "score_bound", "sample": "sampled_score", "exact": "largest_score"}
