@@ -184,6 +184,7 @@ def test_svgd_recovers_a_gaussian_up_to_the_known_shrinkage(count: int, variance
     assert final.var(correction=0).item() == pytest.approx(variance, abs=0.005)
 
 
+@pytest.mark.full
 def test_svgd_scales_with_the_precision_that_data_temperature_and_prior_add_up_to():
     rule = SVGD(1.0, 0.3, data_size=2.5, inverse_temperature=1.6, prior_precision=0.5)
     theta = torch.linspace(-1, 1, 50, dtype=torch.float64)[:, None]

@@ -214,6 +214,7 @@ def test_a_comparison_says_what_its_data_is_and_an_older_folder_learns_it(inline
     assert read_results(out).described
 
 
+@pytest.mark.full
 def test_a_flipped_bit_in_what_all_runs_share_is_noticed_and_written_anew(inline, out):
     table, bins = (out / "results.json").read_text(), out / "test.npz"
     content = bytearray(bins.read_bytes())

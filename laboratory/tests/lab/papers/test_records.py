@@ -93,6 +93,7 @@ def write_record(place: Path, record: dict[str, Any]) -> dict[Path, str]:
     return render(place)
 
 
+@pytest.mark.full
 def test_the_script_imports_nothing_of_headwise_and_recomputes_every_contrast(paper, kept):
     nodes = [node for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {one.name for node in nodes for one in node.names}

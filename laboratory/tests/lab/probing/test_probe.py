@@ -378,6 +378,7 @@ def test_commands_with_other_options_follow_one_another_in_folders_of_their_own(
     assert signature(probe).parameters["sentences"].default == request.SENTENCES
 
 
+@pytest.mark.full
 def test_classifiers_that_did_not_come_to_their_end_are_counted(words, monkeypatch, capsys):
     quick = [*words, "--task", "past_present", "--heads", "none"]
     assert call(*quick, "--out", "whole") == 0
@@ -445,6 +446,7 @@ def objective(found: SoftmaxRegression | LogisticRegression, penalty: float, vec
     return float(np.mean(logsumexp(scores, axis=1) - own) + penalty / 2 * np.sum(weight**2))
 
 
+@pytest.mark.full
 def test_it_ends_where_scikit_learn_does_in_float64_from_penalty_to_penalty():
     vectors, labels = drawn(300, 1500)
     found = SoftmaxRegression()

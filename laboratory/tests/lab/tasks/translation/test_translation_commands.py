@@ -54,7 +54,9 @@ def archive(download: Download) -> bytes:
     return packed.getvalue()
 
 
-@pytest.mark.parametrize("name", ["multi30k", "wmt14", "wmt16", "wmt17"])
+@pytest.mark.parametrize(
+    "name", ["multi30k", *(pytest.param(f"wmt{year}", marks=pytest.mark.full) for year in (14, 16, 17))]
+)
 def test_a_corpus_is_fetched_and_prepared_by_two_commands(name, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "served"
     corpus = corpora.CORPORA[name]

@@ -172,6 +172,7 @@ def test_each_source_of_a_beam_search_has_its_own_masks(model, corpus, cache):
             assert not seen[:, : len(source), len(source) :].any()
 
 
+@pytest.mark.full
 @cases("model", ["seq2seq", "marian"])
 def test_the_masks_act_in_the_encoder_whenever_a_source_is_read(model, corpus, cache):
     scale = dataclasses.replace(TOY, model=model)
