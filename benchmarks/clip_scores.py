@@ -51,13 +51,13 @@ def make_encoder(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module],
 MODELS = {"Llama layers of SmolLM2-135M": make_decoder, "torch encoder": make_encoder}
 
 
-def make_step(make: Callable[..., Any], device: torch.device, measure: str | None, limit: float) -> Callable[[], None]:
+def make_step(make: Callable[..., Any], device: torch.device, measure: Any, limit: float) -> Callable[[], None]:
     """Return a training step, with scores clipped where they are measured."""
     torch.manual_seed(0)
     model, loss = make(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if measure is not None:
-        hw.attach(hw.find_heads(model), hw.ClipScores(limit=limit, measure=measure), optimizer=optimizer)  # type: ignore[arg-type]
+        hw.attach(hw.find_heads(model), hw.ClipScores(limit=limit, measure=measure), optimizer=optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

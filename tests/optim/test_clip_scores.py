@@ -221,6 +221,18 @@ def test_a_clipped_step_leaves_the_state_of_the_optimizer_and_other_weights():
     assert rows.tolist() == [True] * 16 + [False] * 8
 
 
+def test_a_learned_key_keeps_its_size_and_queries_alone_are_scaled():
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True), torch.randn(3, 5, 8)
+    before = attention.in_proj_weight.detach().clone()
+    clip = hw.clip_scores(hw.find_heads(attention), limit=1e-3, measure="exact")
+    attention(x, x, x)
+    clip.apply()
+    factor = (1e-3 / largest(clip)).repeat_interleave(4)[:, None]
+    torch.testing.assert_close(attention.in_proj_weight[:8], before[:8] * factor)
+    assert torch.equal(attention.in_proj_weight[8:], before[8:])
+
+
 def test_a_run_that_resumes_goes_on_alike():
     def train(steps: int, saved=None):
         model, x = encoder(2)
@@ -274,8 +286,13 @@ def test_all_processes_scale_by_the_largest_of_their_scores(monkeypatch):
     model, x = encoder()
     optimizer = sgd(model)
     clip = hw.clip_scores(hw.find_heads(model), limit=1.0, measure="exact", optimizer=optimizer)
+
+    def reduce(own: torch.Tensor, op: object) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        own.clamp_min_(4.0)
+
     monkeypatch.setattr(clipping, "is_distributed", lambda: True)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda own, **_: own.copy_(own.clamp_min(4.0)))
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     before = model.layers[0].self_attn.in_proj_weight.detach().clone()
     step(model, optimizer, x)
     assert torch.equal(largest(clip), torch.full((2,), 4.0))
@@ -301,8 +318,9 @@ def test_heads_whose_scores_are_not_finite_stay():
     model, x = encoder()
     clip = hw.clip_scores(hw.find_heads(model), limit=1e-3)
     before = copy.deepcopy(model.state_dict())
-    for bad in (math.inf, math.nan):
-        model(torch.full_like(x, bad))
+    # products of the last are infinite
+    for bad in (math.inf, math.nan, 1e25):
+        model(bad * x)
         clip.apply()
         assert clip.stats()["clipped_heads"] == 0
     assert all(torch.equal(before[name], own) for name, own in model.state_dict().items())
@@ -323,7 +341,7 @@ def test_scores_of_a_checkpointed_forward_count():
     assert torch.equal(scores[0], scores[2])
 
 
-def test_what_cannot_be_clipped_is_refused():
+def test_what_cannot_be_clipped_is_refused(monkeypatch):
     qwen = hw.find_heads(BY_NAME["Qwen3"].build())
     with pytest.raises(LayoutError, match=r"normalizes its queries or keys after their projection \(k_norm|q_norm"):
         hw.clip_scores(qwen)
@@ -338,6 +356,14 @@ def test_what_cannot_be_clipped_is_refused():
             hw.clip_scores(heads, **wrong)
         with pytest.raises(SettingError):
             hw.ClipScores(**wrong)
+    with monkeypatch.context() as sharded:
+        sharded.setattr(clipping, "is_sharded", lambda _: True)
+        with pytest.raises(LayoutError, match="is sharded over processes"):
+            hw.clip_scores(heads)
+    one, two = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+    two.in_proj_weight = one.in_proj_weight
+    with pytest.raises(LayoutError, match="has the same heads as"):
+        hw.clip_scores(hw.find_heads(nn.ModuleList([one, two])))
     model.requires_grad_(False)
     with pytest.raises(LayoutError, match="does not require a gradient"):
         hw.clip_scores(heads)

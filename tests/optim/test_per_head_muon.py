@@ -153,6 +153,8 @@ def test_rules_are_printed_and_can_be_changed():
     shown = {latent: {names[id(p)] for p in held} for latent, held in by_head.items()}
     assert shown["whole"] == {"o_proj.weight"}
     assert shown["heads"] > {"o_proj.weight", "kv_b_proj.weight"}
+    groups = hw.optim.per_head_muon(make(), weight_decay=0.3).param_groups
+    assert {(p.dim(), group["weight_decay"]) for group in groups for p in group["params"]} == {(1, 0.0), (2, 0.3)}
 
 
 def train(model: nn.Module, steps: range, optimizer: torch.optim.Optimizer, schedule) -> None:
@@ -258,11 +260,25 @@ def heads_sharded() -> nn.Module:
     return model
 
 
+def under_zero3() -> nn.Module:
+    model = make()
+    model.self_attn.in_proj_weight.ds_id = 0
+    return model
+
+
+def read_in_two_ways() -> nn.Module:
+    one, two = (nn.MultiheadAttention(8, heads, batch_first=True) for heads in (2, 4))
+    two.in_proj_weight = one.in_proj_weight
+    return nn.ModuleList([one, two])
+
+
 REFUSALS = (
     (LayoutError, "no projection of the selected heads is trained", frozen, {}),
     (LayoutError, "by a parametrization", parametrized, {}),
     (LayoutError, r"linear1\.weight is sharded over processes \(FSDP2", sharded, {}),
     (LayoutError, r"in_proj_weight is sharded over processes", heads_sharded, {}),
+    (LayoutError, "in_proj_weight is .*ZeRO", under_zero3, {}),
+    (LayoutError, "is read as different heads by several attentions", read_in_two_ways, {}),
     (LayoutError, "no attention heads found", lambda: nn.Linear(2, 2), {}),
     (SettingError, "heads are those of another model", make, {"heads": hw.find_heads(make())}),
     (SettingError, "heads is a list", make, {"heads": [1]}),

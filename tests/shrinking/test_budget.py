@@ -199,7 +199,7 @@ def test_the_cache_of_a_fixed_size_follows_beams_and_is_emptied(llama):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_calls_with_one_token_compile_once(llama, backend):
     model, budget = llama
     ids, keep = pad(40)

@@ -130,7 +130,7 @@ class PerHeadMuon(Optimizer):
         super().__init__([*own, *rest.param_groups], {**rest.defaults, "method": REST})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's has overloads
         """Take one step, and return what the closure returns where one is given."""
         loss = None
         if closure is not None:
@@ -250,7 +250,7 @@ def split_heads(heads: Heads, *, per_head: bool = True, latent: str = "heads") -
                     raise LayoutError(f"{part.name} {reason}.")
                 _require_whole(parameter, part.name)
                 # one parameter of several attentions, or values that are the keys
-                if part.rows not in [other.rows for other in found[parameter]]:
+                if (part.rows, part.heads) not in [(other.rows, other.heads) for other in found[parameter]]:
                     found[parameter].append(part)
     if not found:
         raise LayoutError(

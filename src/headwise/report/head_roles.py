@@ -98,10 +98,13 @@ class HeadRoles:
         return score + (0.0 if learned is None else learned[head]) > self.threshold
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        return {site: len(heads) for scores in self.scores.values() for site, heads in scores.items()}
+
+    @property
     def heads(self) -> int:
         """Number of heads."""
-        counted = {site: len(heads) for scores in self.scores.values() for site, heads in scores.items()}
-        return sum(counted.values())
+        return sum(self._sizes.values())
 
     @property
     def summary(self) -> str:
@@ -145,12 +148,11 @@ class HeadRoles:
             from pandas import DataFrame
         except ImportError:
             raise HeadwiseError("to_frame() needs pandas, which is not installed: pip install pandas.") from None
-        sizes = {site: len(heads) for scores in self.scores.values() for site, heads in scores.items()}
         return DataFrame(
             [
                 {"site": site, "layer": self.layers[site], "head": head}
                 | {name: scores[site][head] for name, scores in self.scores.items() if site in scores}
-                for site, heads in sizes.items()
+                for site, heads in self._sizes.items()
                 for head in range(heads)
             ]
         )

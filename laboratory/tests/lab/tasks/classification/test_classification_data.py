@@ -327,13 +327,7 @@ def test_a_label_without_a_training_sentence_stays_a_class(tmp_path):
 
 @pytest.mark.full
 @needs("probing")
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("sentence_length", "tree_depth", "word_content")),
-        "odd_man_out",
-    ],
-)
+@pytest.mark.parametrize("name", ["sentence_length", "tree_depth", "word_content", "odd_man_out"])
 def test_no_sentence_of_x_probe_is_in_two_splits_or_twice_in_one(name):
     data = load_probing(PROBED / "xprobe_en" / name, WHOLE, None)
     every = [text for split in SPLITS for text in sentences(data, split)]
