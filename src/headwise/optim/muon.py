@@ -29,7 +29,7 @@ from headwise.heads.find import find_regular_heads, unwrap_model
 from headwise.heads.heads import PROJECTIONS, Heads, align, require_heads, shorten
 from headwise.heads.layouts.known import LAYOUTS
 from headwise.heads.layouts.rows import LatentLinears
-from headwise.heads.view import HeadView, find_flattening, is_sharded, read_projection
+from headwise.heads.view import HeadView, is_sharded, read_projection
 from headwise.nn.hooks import strip_wrappers
 
 # The quintic polynomial of Newton-Schulz steps, and the least norm, as in torch.optim.Muon.
@@ -246,8 +246,6 @@ def split_heads(heads: Heads, *, per_head: bool = True, latent: str = "heads") -
                 continue
             parameter = part.parameter
             if parameter.requires_grad:
-                if (reason := find_flattening(part.owner, parameter)) is not None:
-                    raise LayoutError(f"{part.name} {reason}.")
                 _require_whole(parameter, part.name)
                 # one parameter of several attentions, or values that are the keys
                 if (part.rows, part.heads) not in [(other.rows, other.heads) for other in found[parameter]]:
